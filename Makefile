@@ -1,0 +1,57 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
+
+# Two test workers share the machine, so each gets one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format bench clean
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+
+install: $(INSTALLED) ## Install every distribution and the tools into .venv, if anything changed.
+
+demo: $(INSTALLED) ## Run the example of the README.
+	$(BIN)/python examples/demo.py
+
+test: lint ## Run the linters and every test that is neither slow nor for a GPU.
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(INSTALLED) ## Run the slow tests.
+	$(PYTEST) -m "slow and not gpu"
+
+lint: $(INSTALLED) ## Check style, types and who imports whom.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## Format the code and mend what ruff can mend.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(INSTALLED) ## Run every benchmark.
+	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench || exit; done
+
+clean: ## Remove caches and built files; .venv stays.
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
+	find $(DISTRIBUTIONS) benchmarks examples tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The check runs on any Python 3, so that an old one gets a sentence instead of a traceback.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "%s is Python %d.%d; 3.11 or newer is needed. Try: make PYTHON=python3.11" % ((sys.executable,) + sys.version_info[:2]))'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks the module venv or ensurepip. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One call for all, so that pip resolves them together. The pip that venv brings may be too old to
+# know --group.
+$(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
+	touch $@

@@ -1,0 +1,78 @@
+"""interposer routes any model to any accelerator, and can say why each route was taken.
+
+Every public name is loaded on first use: importing the package initialises no device, loads no
+plugin, reads no environment and starts no thread.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interposer.attention import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
+    from interposer.capability import Capability, Device, Memory
+    from interposer.choice import Candidate, Choice
+    from interposer.config import Config, effective_config, use
+    from interposer.explanation import Explanation, explain
+    from interposer.hookspecs import hookimpl
+    from interposer.layer import PluggableLayer, Site
+    from interposer.op import Case, CustomOp, Tolerance, custom_op
+    from interposer.placement import Placement, current_platform, place
+    from interposer.platform import Platform
+    from interposer.quantization import LinearMethod, QuantizationScheme
+    from interposer.records import (
+        AttentionEntry,
+        Kernel,
+        LayerEntry,
+        OpEntry,
+        PlatformEntry,
+        SchemeEntry,
+    )
+    from interposer.registry import Registry, current_registry
+    from interposer.request import Request
+    from interposer.requires import Dim, Requires
+    from interposer.resolver import Resolver
+    from interposer.selection import select
+    from interposer.verdict import Refusal, Verdict
+
+_HOMES = {
+    "attention": ("AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"),
+    "capability": ("Capability", "Device", "Memory"),
+    "choice": ("Candidate", "Choice"),
+    "config": ("Config", "effective_config", "use"),
+    "explanation": ("Explanation", "explain"),
+    "hookspecs": ("hookimpl",),
+    "layer": ("PluggableLayer", "Site"),
+    "op": ("Case", "CustomOp", "Tolerance", "custom_op"),
+    "placement": ("Placement", "current_platform", "place"),
+    "platform": ("Platform",),
+    "quantization": ("LinearMethod", "QuantizationScheme"),
+    "records": (
+        "AttentionEntry",
+        "Kernel",
+        "LayerEntry",
+        "OpEntry",
+        "PlatformEntry",
+        "SchemeEntry",
+    ),
+    "registry": ("Registry", "current_registry"),
+    "request": ("Request",),
+    "requires": ("Dim", "Requires"),
+    "resolver": ("Resolver",),
+    "selection": ("select",),
+    "verdict": ("Refusal", "Verdict"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'interposer' has no attribute {name!r}")
+    value = getattr(import_module(f"interposer.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

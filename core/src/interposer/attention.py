@@ -1,0 +1,154 @@
+"""The attention contract: the static request, the paged batch, the cache layout, the backend.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from interposer.capability import Capability
+from interposer.layer import Site
+from interposer.request import AttentionType
+from interposer.verdict import Verdict
+
+__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static request of one attention layer.
+
+    Attributes:
+        window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        sinks: one learned score per head joins the softmax.
+        latent: keys and values come from one latent vector (MLA).
+        sparse: an indexer names the tokens that are attended to.
+        prefix_lm: prompt tokens see each other in both directions.
+    """
+
+    version: ClassVar[int] = 1
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page_size: int
+    scale: float
+    type: AttentionType = "decoder"
+    window_tokens: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    latent: bool = False
+    sparse: bool = False
+    prefix_lm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The minimal paged batch: sequences of any query length, concatenated without padding.
+
+    Attributes:
+        query_starts: ``[B + 1]`` int64; tokens of sequence b are ``query_starts[b]:query_starts[b + 1]``.
+        seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
+        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0.
+        slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
+        max_query_tokens: the longest query of the batch.
+        max_seq_tokens: the largest of ``seq_lens``.
+    """
+
+    version: ClassVar[int] = 1
+
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """How a backend wants one layer's cache to lie in memory.
+
+    Attributes:
+        page_shape: shape of one page, such as ``(2, S, K, D)``.
+        page_axis: where the page dimension is inserted into ``page_shape``.
+        stride_order: axes of the full shape from the slowest to the fastest in memory.
+        dtype: of the stored keys and values.
+        layers_axis: where a dimension over all layers is inserted; None keeps layers apart.
+    """
+
+    page_shape: tuple[int, ...]
+    page_axis: int
+    stride_order: tuple[int, ...]
+    dtype: torch.dtype
+    layers_axis: int | None = None
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Return the shape of a cache of ``num_pages`` pages."""
+        return (*self.page_shape[: self.page_axis], num_pages, *self.page_shape[self.page_axis :])
+
+    def page_bytes(self) -> int:
+        """Return the bytes of one page of one layer."""
+        elements = 1
+        for size in self.page_shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, device: str) -> torch.Tensor:
+        """Return a zeroed cache of ``shape(num_pages)`` with the declared stride order."""
+        shape = self.shape(num_pages)
+        stored = torch.zeros([shape[axis] for axis in self.stride_order], dtype=self.dtype, device=device)
+        inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
+        return stored.permute(inverse)
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over a paged cache.
+
+    A backend is constructed once per distinct spec; layers with equal specs share it, and its
+    ``plan`` runs once per step for all of them.
+    """
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Say whether the backend can serve ``spec`` on a device with ``capability``."""
+
+    @abstractmethod
+    def kv_layout(self) -> KVCacheLayout:
+        """Return the layout that ``forward`` expects of its cache."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Return what ``forward`` needs of ``batch``, computed once per step."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value`` to ``cache``, then attend.
+
+        Args:
+            query: ``[T, N, D]``.
+            key: ``[T, K, D]``.
+            value: ``[T, K, D]``.
+            cache: of ``kv_layout()``.
+            plan: of this step.
+        Returns: ``[T, N, D]``, dtype of ``query``.
+        """

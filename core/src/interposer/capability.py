@@ -1,0 +1,46 @@
+"""What a device can do, as plain data: probed on a machine or written in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Capability", "Device", "Memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A structured set of abilities of one device.
+
+    Attributes:
+        architecture: the vendor's architecture string, such as ``"x86_64"``.
+        features: instruction sets and units, lower case, such as ``"avx512_bf16"``.
+        formats: number formats with hardware arithmetic, such as ``"bfloat16"`` or ``"fp8_e4m3fn"``.
+        units: cores or multiprocessors that run in parallel.
+        memory_bytes: memory that the device can address.
+        caches_bytes: cache sizes by level name, such as ``{"l2": 1048576}``.
+    """
+
+    architecture: str
+    features: frozenset[str] = frozenset()
+    formats: frozenset[str] = frozenset()
+    units: int = 1
+    memory_bytes: int = 0
+    caches_bytes: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a platform: ``torch_device`` is what tensors are placed on."""
+
+    platform: str
+    torch_device: str
+    name: str
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of a device in bytes, at the moment of asking."""
+
+    total_bytes: int
+    free_bytes: int

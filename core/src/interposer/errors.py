@@ -1,0 +1,123 @@
+"""The exceptions that interposer raises; every one carries its facts as attributes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interposer.verdict import Refusal
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "InterposerError",
+    "MissingMemberError",
+    "NoCandidateError",
+    "PlatformUnavailableError",
+    "PluginConflictError",
+    "PluginError",
+    "RecordError",
+    "RequestError",
+    "ShapeError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+]
+
+
+class InterposerError(Exception):
+    """The root of all errors that interposer raises on purpose."""
+
+
+class ConfigError(InterposerError, ValueError):
+    """A configuration key or value is not usable."""
+
+
+class UnknownNameError(ConfigError):
+    """A name is not among the known ones, which are listed nearest first."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.known = nearest_first(name, known)
+        self.hint = hint
+        listed = ", ".join(repr(k) for k in self.known) or "(none)"
+        tail = f"\n{hint}" if hint else ""
+        super().__init__(f"Unknown {kind} {name!r}. Known, nearest first: {listed}.{tail}")
+
+
+class PluginError(InterposerError):
+    """A plugin failed or declared something that cannot be used."""
+
+    def __init__(self, plugin: str, distribution: str, reason: str, mend: str = "") -> None:
+        self.plugin = plugin
+        self.distribution = distribution
+        self.reason = reason
+        self.mend = mend
+        tail = f"\nTry: {mend}" if mend else ""
+        super().__init__(f"Plugin {plugin!r} of {distribution}: {reason}{tail}")
+
+
+class PluginConflictError(PluginError):
+    """Two plugins claim one name, so neither can be used."""
+
+
+class RecordError(InterposerError):
+    """A record that a plugin declared contradicts itself or points nowhere."""
+
+
+class MissingMemberError(InterposerError, NotImplementedError):
+    """An optional member of a platform or backend was used though it is not provided."""
+
+
+class NoCandidateError(InterposerError):
+    """Every candidate for a request was refused; ``refusals`` says why, one by one."""
+
+    def __init__(self, what: str, refusals: Iterable[Refusal], action: str = "") -> None:
+        self.what = what
+        self.refusals = tuple(refusals)
+        self.action = action
+        lines = [f"No {what}."]
+        lines += [f"  {refusal}" for refusal in self.refusals]
+        if not self.refusals:
+            lines.append("  No installed plugin declares one.")
+        if action:
+            lines.append(f"Try: {action}")
+        super().__init__("\n".join(lines))
+
+
+class PlatformUnavailableError(NoCandidateError):
+    """No platform can be used, or the one that was asked for cannot."""
+
+
+class ShapeError(InterposerError, ValueError):
+    """A tensor has a shape, dtype or device that an op or layer does not take."""
+
+
+class CheckpointError(InterposerError):
+    """A model directory is incomplete, corrupt or contradicts its own config."""
+
+    def __init__(self, path: object, reason: str, mend: str = "") -> None:
+        self.path = str(path)
+        self.reason = reason
+        tail = f"\nTry: {mend}" if mend else ""
+        super().__init__(f"{self.path}: {reason}{tail}")
+
+
+class UnsupportedModelError(CheckpointError):
+    """The architecture or a feature of the checkpoint has no implementation."""
+
+
+class RequestError(InterposerError, ValueError):
+    """A generation request holds an unusable prompt or parameter."""
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return ``known`` sorted by likeness to ``name``, then by name."""
+
+    def distance(candidate: str) -> tuple[float, str]:
+        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        return -ratio, candidate
+
+    return sorted(set(known), key=distance)

@@ -1,0 +1,82 @@
+"""How the candidates of each kind judge a request; plugin code that raises becomes a refusal."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from interposer.records import AttentionEntry, Kernel, LayerEntry, PlatformEntry, load_target
+from interposer.request import Request
+from interposer.verdict import Verdict
+
+__all__ = ["Judge", "accept", "judge_attention", "judge_declared", "judge_platform"]
+
+Judge = Callable[[Request], Verdict]
+
+
+def accept(_request: Request) -> Verdict:
+    """Accept everything, as a reference does."""
+    return Verdict.accept()
+
+
+def judge_declared(record: Kernel | LayerEntry) -> Judge:
+    """Return a judge of platform, requirements and predicate, in that order."""
+
+    @_guarded
+    def judge(request: Request) -> Verdict:
+        verdict = _judge_requirements(record, request)
+        if verdict and record.predicate:
+            verdict = load_target(record.predicate)(request)
+        return verdict
+
+    return judge
+
+
+def judge_attention(record: AttentionEntry) -> Judge:
+    """Return a judge of platform and requirements that then asks the backend itself."""
+
+    @_guarded
+    def judge(request: Request) -> Verdict:
+        verdict = _judge_requirements(record, request)
+        if verdict:
+            backend: Any = load_target(record.target)
+            verdict = backend.accepts(request.detail, request.capability)
+        return verdict
+
+    return judge
+
+
+def judge_platform(record: PlatformEntry) -> Judge:
+    """Return a judge that probes this machine."""
+
+    @_guarded
+    def judge(_request: Request) -> Verdict:
+        platform: Any = load_target(record.target)
+        verdict: Verdict = platform.probe()
+        return verdict
+
+    return judge
+
+
+def _judge_requirements(record: Kernel | LayerEntry | AttentionEntry, request: Request) -> Verdict:
+    if record.platform and record.platform != request.platform:
+        return Verdict.refuse(f"runs on {record.platform}, the request is for {request.platform}")
+    return record.requires.judge(request)
+
+
+def _guarded(judge: Judge) -> Judge:
+    """Turn an exception of plugin code into a refusal that keeps the traceback."""
+
+    @wraps(judge)
+    def guarded(request: Request) -> Verdict:
+        try:
+            verdict = judge(request)
+        except Exception as error:
+            return Verdict.refuse(f"its own code raised {error!r}", traceback.format_exc())
+        if not isinstance(verdict, Verdict):
+            return Verdict.refuse(f"its own code answered {verdict!r}, which is not a Verdict")
+        return verdict
+
+    return guarded

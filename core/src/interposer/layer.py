@@ -1,0 +1,87 @@
+"""Layers whose class a plugin can replace whole, and the site at which one is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from interposer.errors import RecordError
+
+if TYPE_CHECKING:
+    from interposer.op import CustomOp
+    from interposer.resolver import BoundKernel, Resolver
+
+__all__ = ["PluggableLayer", "Site", "check_replacement"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a layer is built: the resolver to ask, the dotted prefix and the model's dtype."""
+
+    resolver: Resolver
+    prefix: str
+    dtype: torch.dtype
+
+    def at(self, name: str) -> Site:
+        """Return the site ``prefix.name``."""
+        return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
+
+    def bind(self, op: CustomOp[P, R], **dims: int | float | str | bool) -> Callable[P, R]:
+        """Return the chosen kernel's function for ``op``; it is called as it is, unwrapped."""
+        return self.bind_kernel(op, **dims).function
+
+    def bind_kernel(
+        self, op: CustomOp[P, R], **dims: int | float | str | bool
+    ) -> BoundKernel[P, R]:
+        """Return the chosen kernel with its choice and its preparation of constants."""
+        return self.resolver.kernel(op, self.dtype, dims, self.prefix)
+
+
+class PluggableLayer(nn.Module):
+    """A module whose class is chosen when it is constructed.
+
+    A class that sets ``layer_id`` is a standard layer. Constructing it asks the site's resolver
+    for the class to use: itself or a replacement, which subclasses it and keeps its signature,
+    so that the replacement's own ``__init__`` runs with the same arguments.
+    """
+
+    layer_id: ClassVar[str] = ""
+
+    def __new__(cls, site: Site | None = None, *args: Any, **kwargs: Any) -> PluggableLayer:
+        """Return an uninitialised instance of the chosen class.
+
+        ``site`` is missing only where Python copies or unpickles an instance.
+        """
+        chosen: type[PluggableLayer] = cls
+        if site is not None and "layer_id" in cls.__dict__:
+            chosen = site.resolver.layer(cls, site)
+        return super().__new__(chosen)
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.prefix = site.prefix
+
+    def finalize(self) -> None:
+        """Prepare for inference, once, after all weights of this layer were loaded."""
+
+
+def check_replacement(standard: type[PluggableLayer], replacement: object, name: str) -> None:
+    """Raise RecordError unless ``replacement`` can stand wherever ``standard`` does."""
+    if not (isinstance(replacement, type) and issubclass(replacement, standard)):
+        raise RecordError(f"layer {name!r} does not subclass {standard.__qualname__}")
+    expected = list(inspect.signature(standard.__init__).parameters.values())
+    found = list(inspect.signature(replacement.__init__).parameters.values())
+    same = [(p.name, p.kind, p.default) for p in expected]
+    if [(p.name, p.kind, p.default) for p in found] != same:
+        raise RecordError(
+            f"layer {name!r} takes {inspect.signature(replacement)}, "
+            f"but {standard.__qualname__} takes {inspect.signature(standard)}"
+        )

@@ -1,0 +1,136 @@
+"""Custom ops: a plain PyTorch function that is the definition, and what follows from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import infer_schema
+from torch.utils import _pytree
+
+from interposer.errors import RecordError
+
+__all__ = ["Case", "CaseGenerator", "CustomOp", "Tolerance", "custom_op"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One set of arguments to compare a kernel with the reference on.
+
+    Attributes:
+        label: what is special about it, unique within its op and dtype.
+        arguments: by parameter name, in the op's order.
+        dims: what a layer would state in its request for these arguments.
+        reduction: length of the longest sum behind one output element.
+        magnitude: bound of the absolute values that such a sum passes through.
+    """
+
+    label: str
+    arguments: Mapping[str, Any]
+    dims: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    reduction: int = 1
+    magnitude: float = 1.0
+
+
+class CaseGenerator(Protocol):
+    """Yields cases for one dtype, the same ones for the same seed."""
+
+    def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a kernel may stray from the float64 reference.
+
+    bound = roundings * u(dtype) * max(|y|, magnitude) + 2 * reduction * u(float32) * magnitude
+
+    where u is the unit roundoff, half the dtype's machine epsilon: a kernel may round to the
+    storage dtype ``roundings`` times on the way, and sums in float32.
+    """
+
+    roundings: int = 2
+
+    def bound(self, expected: torch.Tensor, dtype: torch.dtype, case: Case) -> torch.Tensor:
+        """Return the largest allowed absolute error for every element of ``expected``."""
+        if not dtype.is_floating_point:
+            return torch.zeros_like(expected)
+        roundoff = torch.finfo(dtype).eps / 2
+        accumulated = case.reduction * torch.finfo(torch.float32).eps * case.magnitude
+        scale = expected.abs().clamp(min=case.magnitude)
+        return self.roundings * roundoff * scale + accumulated
+
+
+class CustomOp(Generic[P, R]):
+    """A named op. Calling it runs the reference; layers bind a kernel instead.
+
+    Attributes:
+        reference: the plain PyTorch function that defines the op.
+        schema: typed schema in torch.library's language, taken from the function's annotations.
+        mutates: names of the arguments that are written in place.
+        constants: names of the tensor arguments that don't change after the weights were loaded.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        name: str,
+        mutates: tuple[str, ...],
+        constants: tuple[str, ...],
+        cases: CaseGenerator,
+        tolerance: Tolerance,
+    ) -> None:
+        self.reference = reference
+        self.name = name
+        self.mutates = mutates
+        self.constants = constants
+        self.cases = cases
+        self.tolerance = tolerance
+        self.signature = inspect.signature(reference)
+        unknown = sorted({*mutates, *constants} - set(self.signature.parameters))
+        if unknown:
+            raise RecordError(f"op {name!r} declares {unknown}, which are not its parameters")
+        self.schema = name + infer_schema(reference, mutates_args=mutates)
+        self.__doc__ = reference.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.reference(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"CustomOp({self.schema})"
+
+    def fake(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return fake tensors of the shapes, dtypes and strides that the reference returns.
+
+        Derived by running the reference on fake copies of the arguments, so that it cannot
+        disagree with it. Nothing is computed and nothing is written.
+        """
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+
+            def to_fake(value: Any) -> Any:
+                return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+            fake_args, fake_kwargs = _pytree.tree_map(to_fake, (args, kwargs))
+            return self.reference(*fake_args, **fake_kwargs)
+
+
+def custom_op(
+    name: str,
+    *,
+    cases: CaseGenerator,
+    mutates: tuple[str, ...] = (),
+    constants: tuple[str, ...] = (),
+    tolerance: Tolerance | None = None,
+) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
+    """Turn a plain PyTorch function into the definition of the op ``name``."""
+
+    def define(reference: Callable[P, R]) -> CustomOp[P, R]:
+        return CustomOp(reference, name, mutates, constants, cases, tolerance or Tolerance())
+
+    return define

@@ -1,0 +1,59 @@
+"""The quantization contract: a scheme per checkpoint, a method per linear layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from interposer.layer import Site
+
+__all__ = ["LinearMethod", "QuantizationScheme"]
+
+
+class LinearMethod(ABC):
+    """How one linear layer stores and applies its weights."""
+
+    @abstractmethod
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register the parameters under the names that checkpoints use.
+
+        Rows of a fused layer lie along dimension 0 of each parameter; ``shard_dim`` of a
+        parameter overrides that.
+        """
+
+    @abstractmethod
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return ``(kernel, operands)`` so that the layer computes ``kernel(x, *operands)``.
+
+        Called once, after all weights were loaded; parameters that the operands replace are
+        freed here.
+        """
+
+
+class QuantizationScheme(ABC):
+    """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""
+
+    method: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, settings: Mapping[str, Any]) -> QuantizationScheme:
+        """Return the scheme that ``quantization_config`` describes.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+
+    @abstractmethod
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the linear layer at ``prefix``, or None to leave it plain.
+
+        Args:
+            parts: names of the checkpoint's layers that are fused there, such as
+                ``("q_proj", "k_proj", "v_proj")``; one name where nothing is fused.
+        """

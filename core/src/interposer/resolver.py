@@ -1,0 +1,132 @@
+"""Resolution: asks the selection once per distinct request and remembers every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from interposer.attention import AttentionBackend, AttentionSpec
+from interposer.capability import Device
+from interposer.choice import Choice
+from interposer.config import Config
+from interposer.errors import NoCandidateError
+from interposer.layer import PluggableLayer, Site, check_replacement
+from interposer.op import CustomOp
+from interposer.quantization import QuantizationScheme
+from interposer.records import AttentionEntry, Kernel, LayerEntry, load_target
+from interposer.registry import Registry
+from interposer.request import Kind, Request
+from interposer.selection import pinned_name, select
+
+__all__ = ["BoundKernel", "Resolver"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Dims = Mapping[str, int | float | str | bool]
+
+
+class BoundKernel(NamedTuple, Generic[P, R]):
+    """A kernel's own function, its preparation of constant operands if it has one, its choice."""
+
+    function: Callable[P, R]
+    prepare: Callable[..., Any] | None
+    choice: Choice
+
+
+class Resolver:
+    """Makes the choices for one model on one device.
+
+    Attributes:
+        choices: every distinct choice with the prefixes that share it, in order of construction.
+        scheme: the checkpoint's quantization scheme, or None where weights are plain.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: Device,
+        config: Config,
+        scheme: QuantizationScheme | None = None,
+    ) -> None:
+        registry.check_pins(config)
+        self.registry = registry
+        self.device = device
+        self.config = config
+        self.scheme = scheme
+        self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
+        self._backends: dict[tuple[object, ...], AttentionBackend] = {}
+
+    def kernel(
+        self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
+    ) -> BoundKernel[P, R]:
+        """Return the kernel for ``op``, loaded.
+
+        Raises: NoCandidateError: every kernel was refused, or the pinned one.
+        """
+        request = self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
+        choice = self._choose(request, op.name, self.config.kernels)
+        record = choice.chosen.record
+        if not isinstance(record, Kernel):
+            return BoundKernel(op.reference, None, choice)
+        prepare = load_target(record.prepare) if record.prepare else None
+        return BoundKernel(load_target(record.target), prepare, choice)
+
+    def layer(self, standard: type[PluggableLayer], site: Site) -> type[PluggableLayer]:
+        """Return the class to build for ``standard``: itself or its replacement."""
+        request = self._request("layer", standard.layer_id, site.prefix, dtype=site.dtype)
+        choice = self._choose(request, standard.layer_id, self.config.layers)
+        record = choice.chosen.record
+        assert isinstance(record, LayerEntry)
+        replacement = load_target(record.target)
+        check_replacement(standard, replacement, record.name)
+        return replacement  # type: ignore[no-any-return]
+
+    def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
+        """Return the backend for ``spec``, shared by all layers with an equal spec."""
+        request = self._request("attention", spec.type, site.prefix, dtype=spec.dtype, detail=spec)
+        choice = self._choose(request, "", self.config.attention)
+        key = (choice.chosen.qualified_name, spec)
+        if key not in self._backends:
+            record = choice.chosen.record
+            assert isinstance(record, AttentionEntry)
+            self._backends[key] = load_target(record.target)(spec, site)
+        return self._backends[key]
+
+    def _request(
+        self,
+        kind: Kind,
+        name: str,
+        prefix: str,
+        *,
+        dtype: torch.dtype,
+        dims: Dims | None = None,
+        detail: AttentionSpec | None = None,
+    ) -> Request:
+        return Request(
+            kind,
+            name,
+            self.device.platform,
+            self.device.capability,
+            str(dtype).removeprefix("torch."),
+            dims or {},
+            detail,
+            prefix,
+        )
+
+    def _choose(self, request: Request, subject: str, pins: Mapping[str, str]) -> Choice:
+        pinned = pinned_name(pins, request)
+        key = (*request.key, pinned)
+        if key in self.choices:
+            choice, prefixes = self.choices[key]
+            prefixes.append(request.prefix)
+            return choice
+        try:
+            choice = select(request, self.registry.candidates(request.kind, subject), pinned)
+        except NoCandidateError as error:
+            self.registry.plugins.observe("interposer_refused", error=error)
+            raise
+        self.choices[key] = (choice, [request.prefix])
+        self.registry.plugins.observe("interposer_selected", choice=choice)
+        return choice

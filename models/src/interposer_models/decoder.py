@@ -1,0 +1,213 @@
+"""One parametric decoder for Llama, Mistral, Qwen2 and Qwen3.
+
+Dimensions: T tokens of the step, H hidden size, N heads, K kv heads, D head size, R rotated size,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.rope_scaling import rotary_table
+from torch import nn
+
+from interposer_models.decoder_config import DecoderConfig
+
+__all__ = ["CausalLM"]
+
+
+class CausalLM(nn.Module):
+    """A decoder with its language model head; module names are those of the checkpoints."""
+
+    def __init__(self, site: Site, config: DecoderConfig, page_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(site.at("model"), config, page_size)
+        self.lm_head = LMHead(
+            site.at("lm_head"),
+            config.vocab_size,
+            config.hidden_size,
+            self.model.embed_tokens if config.tie_word_embeddings else None,
+        )
+
+    @property
+    def attention_layers(self) -> list[Attention]:
+        """Return the attention layers in order; cache i belongs to layer i."""
+        return [block.self_attn.attn for block in self.model.layers]  # type: ignore[union-attr]
+
+    def finalize(self, device: str) -> None:
+        """Prepare every layer for inference on ``device``, after the weights were loaded."""
+        self.model.build_rotary_table(device)
+        for module in self.modules():
+            if isinstance(module, PluggableLayer):
+                module.finalize()
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        plans: Sequence[object],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits of the tokens that ``rows`` names, or of all.
+
+        Args:
+            token_ids: ``[T]`` int64.
+            positions: ``[T]`` int64, within each token's own sequence.
+            caches: one per layer, of its backend's layout.
+            plans: one per layer, its backend's plan for this step.
+            rows: ``[R]`` int64, indices into T.
+        Returns: ``[R, V]`` or ``[T, V]``.
+        """
+        hidden = self.model(token_ids, positions, caches, plans)
+        return self.lm_head(hidden if rows is None else hidden[rows])  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the final norm."""
+
+    def __init__(self, site: Site, config: DecoderConfig, page_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(
+            site.at("embed_tokens"), config.vocab_size, config.hidden_size
+        )
+        self.layers = nn.ModuleList(
+            DecoderBlock(site.at(f"layers.{index}"), config, index, page_size)
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(site.at("norm"), config.hidden_size, config.rms_norm_eps)
+
+    def build_rotary_table(self, device: str) -> None:
+        """Compute the angles of all positions, which no checkpoint stores."""
+        config = self.config
+        table = rotary_table(
+            config.max_position_embeddings,
+            config.rotary_size,
+            config.rope_theta,
+            config.rope_scaling,
+        )
+        self.cos, self.sin = (part.to(device) for part in table)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        plans: Sequence[object],
+    ) -> torch.Tensor:
+        """Return the normalised hidden states ``[T, H]``."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        x = self.embed_tokens(token_ids)
+        residual = None
+        for block, cache, plan in zip(self.layers, caches, plans, strict=True):
+            x, residual = block(x, residual, cos, sin, cache, plan)
+        return self.norm.forward_add(x, residual)[0]
+
+
+class DecoderBlock(nn.Module):
+    """Attention and MLP, each behind a norm, on a residual stream."""
+
+    def __init__(self, site: Site, config: DecoderConfig, index: int, page_size: int) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(site.at("input_layernorm"), width, eps)
+        self.self_attn = SelfAttention(site.at("self_attn"), config, index, page_size)
+        self.post_attention_layernorm = RMSNorm(site.at("post_attention_layernorm"), width, eps)
+        self.mlp = GatedMLP(site.at("mlp"), config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's output, not yet added, and the residual stream, both ``[T, H]``."""
+        x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn(x, cos, sin, cache, plan)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp(x), residual
+
+
+class SelfAttention(nn.Module):
+    """Merged QKV projection, optional norms per head, rotary embedding, paged attention."""
+
+    def __init__(self, site: Site, config: DecoderConfig, index: int, page_size: int) -> None:
+        super().__init__()
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        size = config.head_dim
+        self.sizes = (heads * size, kv_heads * size, kv_heads * size)
+        self.head_size = size
+        self.qkv_proj = MergedLinear(
+            site.at("qkv_proj"),
+            config.hidden_size,
+            dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)),
+            config.qkv_bias,
+        )
+        self.o_proj = Linear(
+            site.at("o_proj"), heads * size, config.hidden_size, config.attention_bias
+        )
+        self.q_norm = self.k_norm = None
+        if config.traits.qk_norm:
+            self.q_norm = RMSNorm(site.at("q_norm"), size, config.rms_norm_eps)
+            self.k_norm = RMSNorm(site.at("k_norm"), size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(site.at("rotary"), size, config.rotary_size)
+        self.attn = Attention(
+            site.at("attn"),
+            AttentionSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_size=size,
+                dtype=site.dtype,
+                cache_dtype=site.dtype,
+                page_size=page_size,
+                scale=size**-0.5,
+                window_tokens=config.windows[index],
+            ),
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+    ) -> torch.Tensor:
+        """Return the attention's output projection ``[T, H]``."""
+        merged = self.qkv_proj(x).split(self.sizes, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rotary(query, key, cos, sin)
+        mixed = self.attn(query, key, value, cache, plan)
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+
+class GatedMLP(nn.Module):
+    """Merged gate and up projection, gated activation, down projection."""
+
+    def __init__(self, site: Site, config: DecoderConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = MergedLinear(
+            site.at("gate_up_proj"), width, {"gate_proj": inner, "up_proj": inner}, bias
+        )
+        self.activation = GatedActivation(site.at("activation"), config.hidden_act, inner)
+        self.down_proj = Linear(site.at("down_proj"), inner, width, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, H]``."""
+        return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]

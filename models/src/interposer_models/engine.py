@@ -1,0 +1,167 @@
+"""The runner: schedules, computes and samples, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from interposer.errors import RequestError
+from interposer_ops.layers.sampler import Sampler
+
+from interposer_models.batch import StepBatch
+from interposer_models.decoder import CausalLM
+from interposer_models.pages import PagePool
+from interposer_models.sampling_inputs import sampling_batch
+from interposer_models.sampling_params import SamplingParams
+from interposer_models.scheduler import Chunk, Scheduler
+from interposer_models.sequence import Sequence
+
+__all__ = ["Engine", "Event"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A new token of a sequence, with its natural-log probability."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: float
+
+
+class Engine:
+    """Runs any number of requests over one model and one paged cache. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        device: str,
+        *,
+        stop_token_ids: frozenset[int],
+        page_size: int,
+        num_pages: int,
+        max_sequences: int,
+        max_step_tokens: int,
+    ) -> None:
+        self.model = model
+        self.sampler = sampler
+        self.device = device
+        self.stop_token_ids = stop_token_ids
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
+        self.backends = [layer.backend for layer in model.attention_layers]
+        self.caches = [b.kv_layout().allocate(num_pages, device) for b in self.backends]
+        self._ids = itertools.count()
+
+    def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
+        """Queue a request; it joins the batch at the next step that has room.
+
+        Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
+            a new token in the model's context or in the cache.
+        """
+        self.check_tokens(prompt)
+        context = self.model.config.max_position_embeddings
+        if len(prompt) >= context:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens, the model's context is {context} and must "
+                f"hold at least one new token besides. Try: shorten it to {context - 1}"
+            )
+        self.pool.check(min(len(prompt) + params.max_new_tokens, context))
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        sequence = Sequence(next(self._ids), list(prompt), params, seed)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request early and free what it holds; one that has ended stays as it is."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "cancelled"
+            self.scheduler.remove(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute the next step and return its new tokens; empty if there is nothing to do."""
+        chunks = self.scheduler.next_step()
+        if not chunks:
+            return []
+        batch = StepBatch.build(chunks, self.pool.page_size, self.device)
+        ends = batch.attention.query_starts[1:] - 1
+        sampled = [chunk for chunk in chunks if chunk.is_last]
+        if len(sampled) < len(chunks):
+            ends = ends[[chunk.is_last for chunk in chunks]]
+        logits = self.forward(batch, ends)
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+        return self._sample(sampled, logits) if sampled else []
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Items[int]) -> torch.Tensor:
+        """Return the logits after every token, ``[T, V]`` float32.
+
+        Raises: RequestError: as ``add``, though a full context is allowed.
+        """
+        self.check_tokens(token_ids)
+        context = self.model.config.max_position_embeddings
+        if len(token_ids) > context:
+            raise RequestError(f"{len(token_ids)} tokens exceed the model's context of {context}")
+        sequence = Sequence(next(self._ids), list(token_ids), SamplingParams(), seed=0)
+        self.pool.check(len(sequence))
+        if not self.pool.extend(sequence.pages, len(sequence)):
+            raise RequestError("The cache is full of running requests. Try: finish or cancel some")
+        try:
+            chunk = Chunk(sequence, len(sequence))
+            batch = StepBatch.build([chunk], self.pool.page_size, self.device)
+            return self.forward(batch, None).float()
+        finally:
+            self.pool.release(sequence.pages)
+
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return the model's logits for ``batch``; layers that share a backend share its plan."""
+        plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
+        return self.model(  # type: ignore[no-any-return]
+            batch.token_ids,
+            batch.positions,
+            self.caches,
+            [plans[id(backend)] for backend in self.backends],
+            rows,
+        )
+
+    def check_tokens(self, token_ids: Items[int]) -> None:
+        """Raise RequestError unless there is a token and all are in the vocabulary."""
+        if not token_ids:
+            raise RequestError("The prompt is empty. Try: give at least one token")
+        size = self.model.config.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise RequestError(f"Token id {token_id} is outside the vocabulary of {size}")
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
+        sequences = [chunk.sequence for chunk in chunks]
+        batch = sampling_batch(sequences, self.model.config.vocab_size, self.device)
+        tokens, logprobs = self.sampler(logits, batch)
+        events = []
+        for sequence, token, logprob in zip(
+            sequences, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            sequence.output.append(token)
+            sequence.logprobs.append(logprob)
+            self._finish(sequence, token)
+            events.append(Event(sequence, token, logprob))
+        return events
+
+    def _finish(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        if token in params.stop_token_ids or (
+            token in self.stop_token_ids and not params.ignore_eos
+        ):
+            sequence.finish_reason = "stop"
+        elif (
+            len(sequence.output) >= params.max_new_tokens
+            or len(sequence) >= self.model.config.max_position_embeddings
+        ):
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)

@@ -1,0 +1,156 @@
+"""From a model directory to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from interposer import Config, Resolver, Site, current_registry, effective_config, place
+from interposer.errors import NoCandidateError, UnknownNameError
+from interposer.placement import Placement
+from interposer.quantization import QuantizationScheme
+from interposer.records import SchemeEntry, load_target
+from interposer.registry import Registry
+from interposer.request import Request
+from interposer.selection import select
+from interposer_ops.layers.sampler import Sampler
+
+from interposer_models.checkpoint import Checkpoint
+from interposer_models.decoder import CausalLM
+from interposer_models.decoder_config import DecoderConfig
+from interposer_models.engine import Engine
+from interposer_models.language_model import LanguageModel
+from interposer_models.tokenizer import TextTokenizer, stop_tokens
+from interposer_models.weights import load_weights
+
+__all__ = ["Plan", "load", "plan"]
+
+PAGE_TOKENS = 16
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Plan:
+    """A model built on the meta device: every choice is made, no weight is read."""
+
+    def __init__(self, path: str | Path, dtype: str | torch.dtype, config: Config) -> None:
+        self.checkpoint = Checkpoint.open(path)
+        source = self.checkpoint.path / "config.json"
+        self.decoder = DecoderConfig.parse(self.checkpoint.config, source)
+        self.placement = place(config)
+        registry = current_registry(config)
+        self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
+        scheme = _scheme(self.decoder, registry)
+        self.resolver = Resolver(registry, self.placement.device, config, scheme)
+        site = Site(self.resolver, "", self.dtype)
+        with torch.device("meta"):
+            self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
+            self.sampler = Sampler(site.at("sampler"), self.decoder.vocab_size)
+
+
+def plan(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    platform: str | None = None,
+    config: Config | None = None,
+) -> Plan:
+    """Return what ``load`` would build, without reading weights; ``explain`` takes it as well."""
+    return Plan(path, dtype, _policy(platform, config))
+
+
+def load(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    platform: str | None = None,
+    config: Config | None = None,
+    *,
+    cache_tokens: int | None = None,
+    max_sequences: int = 64,
+    max_step_tokens: int = 2048,
+    progress: Callable[[int, int], None] | None = None,
+) -> LanguageModel:
+    """Load a Hugging Face model directory and return the model, ready to generate.
+
+    Args:
+        dtype: to compute in; ``"auto"`` takes the checkpoint's where the platform offers it, else
+            the platform's preferred one.
+        platform: name of the platform; None leaves it to the selection.
+        config: policy for this model, above every other source.
+        cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
+            contexts need, within a quarter of the device's free memory.
+        max_sequences: how many requests run at once; more wait.
+        max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
+        progress: told ``(bytes done, bytes in all)`` while weights load.
+    Raises:
+        CheckpointError: the directory is incomplete or contradicts itself.
+        UnsupportedModelError: nothing here implements the architecture.
+        UnknownNameError: a name is not known; the text lists the known ones.
+        NoCandidateError: nothing that is installed can serve a part of the model.
+    """
+    planned = plan(path, dtype, platform, config)
+    checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
+    tokenizer = TextTokenizer(checkpoint.path)
+    total, done = checkpoint.num_bytes, 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    load_weights(planned.model, checkpoint.stream(), checkpoint.path, device, advance)
+    planned.model.finalize(device)
+    if cache_tokens is None:
+        cache_tokens = _cache_tokens(planned, max_sequences)
+    engine = Engine(
+        planned.model,
+        planned.sampler,
+        device,
+        stop_token_ids=stop_tokens(checkpoint.path, checkpoint.config),
+        page_size=PAGE_TOKENS,
+        num_pages=-(-cache_tokens // PAGE_TOKENS),
+        max_sequences=max_sequences,
+        max_step_tokens=max_step_tokens,
+    )
+    return LanguageModel(engine, tokenizer, planned.resolver, planned.placement)
+
+
+def _policy(platform: str | None, config: Config | None) -> Config:
+    policy = effective_config(config)
+    return policy if platform is None else policy.model_copy(update={"platform": platform})
+
+
+def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
+    offered = placement.platform.dtypes(placement.device.torch_device)
+    name = str(wanted).removeprefix("torch.")
+    if name == "auto":
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in offered}
+        return by_name.get(stored, offered[0])
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, (*DTYPES, "auto"))
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype not in offered:
+        listed = [str(d).removeprefix("torch.") for d in offered]
+        raise UnknownNameError(f"dtype on platform {placement.platform.name!r}", name, listed)
+    return dtype
+
+
+def _scheme(decoder: DecoderConfig, registry: Registry) -> QuantizationScheme | None:
+    settings = decoder.quantization_config
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method"))
+    choice = select(Request("scheme", method), registry.candidates("scheme", method))
+    record = choice.chosen.record
+    assert isinstance(record, SchemeEntry)
+    scheme: QuantizationScheme = load_target(record.target).parse(settings)
+    return scheme
+
+
+def _cache_tokens(planned: Plan, max_sequences: int) -> int:
+    layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
+    token_bytes = sum(layout.page_bytes() for layout in layouts) / PAGE_TOKENS
+    device = planned.placement.device.torch_device
+    budget = planned.placement.platform.memory(device).free_bytes // 4
+    wanted = max_sequences * planned.decoder.max_position_embeddings
+    return max(PAGE_TOKENS, min(wanted, int(budget / token_bytes)))

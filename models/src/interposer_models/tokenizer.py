@@ -1,0 +1,92 @@
+"""Text to token ids and back, incrementally too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from interposer.errors import CheckpointError
+from tokenizers import Tokenizer as FastTokenizer
+
+from interposer_models.checkpoint import read_json
+
+__all__ = ["Detokenizer", "TextTokenizer", "stop_tokens"]
+
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextTokenizer:
+    """The tokenizer of a model directory.
+
+    tokenizer.json is read by the tokenizers library alone; other formats go through
+    transformers, which takes seconds to import.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fast: FastTokenizer | None = None
+        self._slow: Any = None
+        if (path / "tokenizer.json").exists():
+            try:
+                self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+            except Exception as error:  # the library raises bare Exception for any bad file
+                raise CheckpointError(
+                    path / "tokenizer.json", f"is not a valid tokenizer: {error}"
+                ) from error
+            return
+        from transformers import AutoTokenizer
+
+        try:
+            self._slow = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(path, f"holds no tokenizer: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, with the special tokens that the tokenizer adds."""
+        if self._fast is not None:
+            return list(self._fast.encode(text).ids)
+        return list(self._slow.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids`` without special tokens."""
+        if self._fast is not None:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into a growing text, holding back unfinished characters."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._context = 0
+
+    def push(self, token_id: int, last: bool = False) -> str:
+        """Return the text that ``token_id`` completes; if it is the last, all that is left.
+
+        Tokens are decoded together with the few before them, because a tokenizer may join
+        neighbours in ways that depend on both.
+        """
+        self._tokens.append(token_id)
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        now = self._tokenizer.decode(self._tokens[self._context :])
+        if len(now) <= len(before) or (now.endswith(_PARTIAL) and not last):
+            return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return now[len(before) :]
+
+
+def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
+    """Return the ids that end a generation: of generation_config.json, else of config.json."""
+    source = config
+    if (path / "generation_config.json").exists():
+        source = {**config, **read_json(path / "generation_config.json")}
+    value = source.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise CheckpointError(path, f"eos_token_id is {value!r}, must be an integer or a list of them")
+    return frozenset(ids)

@@ -1,0 +1,109 @@
+"""Attention over the paged cache, and the backend made of the standard ops."""
+
+from __future__ import annotations
+
+import torch
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    PluggableLayer,
+    Site,
+    Verdict,
+)
+
+from interposer_ops.attention import paged_attention
+from interposer_ops.kv_cache import reshape_and_cache
+
+__all__ = ["Attention", "PagedBackend"]
+
+
+class Attention(PluggableLayer):
+    """Write a step's keys and values to this layer's cache and attend to the sequence."""
+
+    layer_id = "attention"
+
+    def __init__(self, site: Site, spec: AttentionSpec) -> None:
+        super().__init__(site)
+        self.spec = spec
+        self.backend = site.resolver.attention(spec, site)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+    ) -> torch.Tensor:
+        """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
+        return self.backend.forward(query, key, value, cache, plan)
+
+
+class PagedBackend(AttentionBackend):
+    """Decoder attention from the ops ``reshape_and_cache`` and ``paged_attention``."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        dims = {
+            "head_size": spec.head_size,
+            "num_heads": spec.num_heads,
+            "num_kv_heads": spec.num_kv_heads,
+            "page_size": spec.page_size,
+        }
+        self.write = site.bind(reshape_and_cache, **dims)
+        self.attend = site.bind(
+            paged_attention,
+            **dims,
+            windowed=spec.window_tokens is not None,
+            softcapped=spec.softcap is not None,
+        )
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders with a plain cache."""
+        if spec.type != "decoder":
+            return Verdict.refuse(f"serves decoder attention only, got {spec.type}")
+        if spec.cache_dtype != spec.dtype:
+            return Verdict.refuse(f"stores the cache as {spec.dtype}, asked for {spec.cache_dtype}")
+        for feature in ("sinks", "latent", "sparse", "prefix_lm"):
+            if getattr(spec, feature):
+                return Verdict.refuse(f"does not do {feature}")
+        return Verdict.accept()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, keys first."""
+        spec = self.spec
+        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
+        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        """Return the batch as it is."""
+        return batch
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        keys, values = cache.unbind(0)
+        self.write(key, value, keys, values, plan.slots)
+        return self.attend(
+            query,
+            keys,
+            values,
+            plan.page_table,
+            plan.query_starts,
+            plan.seq_lens,
+            plan.max_query_tokens,
+            self.spec.scale,
+            True,
+            self.spec.window_tokens,
+            self.spec.softcap,
+        )

@@ -1,0 +1,62 @@
+"""Token embedding and the language model head, which may share one weight."""
+
+from __future__ import annotations
+
+import torch
+from interposer import PluggableLayer, Site
+from torch import nn
+
+from interposer_ops.layers.linear import prepared_linear
+from interposer_ops.linear import embedding, linear
+
+__all__ = ["Embedding", "LMHead"]
+
+
+class Embedding(PluggableLayer):
+    """Look up token embeddings, ``weight`` ``[V, H]``."""
+
+    layer_id = "embedding"
+
+    def __init__(self, site: Site, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(site)
+        weight = torch.empty(vocab_size, hidden_size, dtype=site.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.lookup = site.bind(embedding, vocab_size=vocab_size, hidden_size=hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
+        return self.lookup(token_ids, self.weight)
+
+
+class LMHead(PluggableLayer):
+    """Project hidden states to logits, ``weight`` ``[V, H]``.
+
+    ``tied`` is the embedding whose weight serves both, or None for a weight of its own.
+    """
+
+    layer_id = "lm_head"
+
+    def __init__(
+        self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
+    ) -> None:
+        super().__init__(site)
+        self.weight = (
+            tied.weight
+            if tied is not None
+            else nn.Parameter(
+                torch.empty(vocab_size, hidden_size, dtype=site.dtype), requires_grad=False
+            )
+        )
+        self._bound = site.bind_kernel(linear, in_features=hidden_size, out_features=vocab_size)
+        self._tied = tied is not None
+        self.kernel = self._bound.function
+
+    def finalize(self) -> None:
+        """Prepare the weight for the kernel; a tied one stays for the embedding besides."""
+        self._operands = prepared_linear(self._bound, self.weight, None)
+        if not self._tied and self._operands[0] is not self.weight:
+            del self.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
+        return self.kernel(hidden, *self._operands)

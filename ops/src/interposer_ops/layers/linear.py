@@ -1,0 +1,96 @@
+"""Dense projections: plain, and several of one input merged into one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from interposer import LinearMethod, PluggableLayer, Site
+from interposer.resolver import BoundKernel
+from torch import nn
+
+from interposer_ops.linear import linear
+
+__all__ = ["Linear", "MergedLinear", "PlainLinear", "prepared_linear"]
+
+
+class PlainLinear(LinearMethod):
+    """Unquantized weights: ``weight`` ``[O, I]`` and ``bias`` ``[O]`` in the model's dtype."""
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight`` and, if asked for, ``bias``."""
+        self.bound = site.bind_kernel(linear, in_features=in_features, out_features=out_features)
+        weight = torch.empty(out_features, in_features, dtype=site.dtype)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.bias = (
+            nn.Parameter(torch.empty(out_features, dtype=site.dtype), requires_grad=False)
+            if bias
+            else None
+        )
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the bound kernel with its weights, prepared if it wants them so."""
+        operands = prepared_linear(self.bound, layer.weight, layer.bias)  # type: ignore[arg-type]
+        if operands[0] is not layer.weight:
+            layer.weight = None  # the prepared copy replaces it; held twice it would double memory
+        return self.bound.function, operands
+
+
+def prepared_linear(
+    bound: BoundKernel[..., torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[Any, Any]:
+    """Return ``(weight, bias)`` as the bound kernel of ``linear`` wants them."""
+    if bound.prepare is None:
+        return weight, bias
+    prepared = bound.prepare(weight=weight, bias=bias)
+    return prepared["weight"], prepared["bias"]
+
+
+class Linear(PluggableLayer):
+    """One projection; the scheme of the checkpoint decides how its weights are stored."""
+
+    layer_id = "linear"
+
+    def __init__(self, site: Site, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(site)
+        self._create(site, in_features, {site.prefix.rpartition(".")[2]: out_features}, bias)
+
+    def _create(self, site: Site, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
+        self.in_features = in_features
+        self.parts = dict(parts)
+        scheme = site.resolver.scheme
+        method = scheme.linear_method(site.prefix, tuple(parts)) if scheme else None
+        self.method = method or PlainLinear()
+        self.method.create_weights(self, site, in_features, sum(parts.values()), bias)
+        self.kernel: Callable[..., torch.Tensor] | None = None
+        self.operands: tuple[Any, ...] = ()
+
+    def finalize(self) -> None:
+        """Hand the loaded weights to the method, which says what to call with which operands."""
+        self.kernel, self.operands = self.method.finalize(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the projection of ``x``: ``[..., I]`` to ``[..., O]``."""
+        return self.kernel(x, *self.operands)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``repr``."""
+        return f"{self.in_features}, {self.parts}"
+
+
+class MergedLinear(Linear):
+    """Several projections of one input as one product, such as Q, K and V, or gate and up.
+
+    ``parts`` maps the names that checkpoints use to output sizes, in the order of the output.
+    """
+
+    layer_id = "merged_linear"
+
+    def __init__(
+        self, site: Site, in_features: int, parts: Mapping[str, int], bias: bool = False
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        self._create(site, in_features, parts, bias)

@@ -1,0 +1,55 @@
+"""Normalisation over the last dimension. H is the hidden size."""
+
+from __future__ import annotations
+
+import torch
+from interposer import Tolerance, custom_op
+
+from interposer_ops.cases.norms import fused_add_rms_norm_cases, rms_norm_cases
+
+__all__ = ["fused_add_rms_norm", "rms_norm"]
+
+
+@custom_op(
+    "rms_norm", cases=rms_norm_cases, constants=("weight",), tolerance=Tolerance(roundings=3)
+)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scale each row of ``x`` to unit root mean square, then by ``weight``.
+
+    y = x / sqrt(mean(x^2) + eps) * weight, accumulated in float32 or wider.
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        weight: ``[H]``, dtype of ``x``.
+    Returns: shape and dtype of ``x``.
+    Source: arXiv:1910.07467.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight).to(x.dtype)
+
+
+@custom_op(
+    "fused_add_rms_norm",
+    cases=fused_add_rms_norm_cases,
+    constants=("weight",),
+    tolerance=Tolerance(roundings=4),
+)
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add ``x`` to the residual stream and normalise the sum.
+
+    s = x + residual; y = rms_norm(s, weight, eps)
+
+    The sum is rounded to the dtype of ``x`` before it is normalised, so that the residual that is
+    returned is the one that was normalised.
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        residual: shape and dtype of ``x``.
+        weight: ``[H]``, dtype of ``x``.
+    Returns: ``(y, s)``, both shape and dtype of ``x``.
+    """
+    total = x + residual
+    return rms_norm.reference(total, weight, eps), total

@@ -1,0 +1,101 @@
+"""Tables of rotary angles: plain, and stretched for longer contexts.
+
+Sources: arXiv:2104.09864 (rotary), the Llama 3.1 release (frequency bands), arXiv:2309.00071 (YaRN).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from interposer.errors import ConfigError, UnknownNameError
+
+__all__ = ["ROPE_TYPES", "rotary_frequencies", "rotary_table"]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def rotary_table(
+    num_positions: int, rotary_size: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``(cos, sin)``, each ``[L, R / 2]`` float32, for positions 0 to L - 1.
+
+    Args:
+        num_positions: L, the longest context.
+        rotary_size: R, even.
+        theta: base of the geometric series of wavelengths.
+        scaling: ``rope_type`` with its parameters, by their names in Hugging Face configs.
+    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing.
+    """
+    frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotary_frequencies(
+    rotary_size: int, theta: float, scaling: Mapping[str, Any] | None = None
+) -> tuple[torch.Tensor, float]:
+    """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude."""
+    if rotary_size <= 0 or rotary_size % 2:
+        raise ConfigError(f"rotary_size is {rotary_size}, must be positive and even")
+    exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
+    plain = 1.0 / (theta**exponents)
+    if scaling is None:
+        return plain, 1.0
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    try:
+        if kind == "default":
+            return plain, 1.0
+        if kind == "linear":
+            return plain / float(scaling["factor"]), 1.0
+        if kind == "llama3":
+            return _llama3(plain, scaling), 1.0
+        if kind == "yarn":
+            return _yarn(plain, rotary_size, theta, scaling)
+    except KeyError as error:
+        raise ConfigError(f"rope_type {kind!r} needs the parameter {error}") from error
+    raise UnknownNameError("rope_type", kind, ROPE_TYPES)
+
+
+def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Stretch long wavelengths by ``factor``, keep short ones, blend between."""
+    factor = float(scaling["factor"])
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / factor)
+
+
+def _yarn(
+    plain: torch.Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """Stretch dimensions that turn rarely over the original context, keep the others."""
+    factor = float(scaling["factor"])
+    original = float(scaling["original_max_position_embeddings"])
+
+    def dimension(turns: float) -> float:
+        return rotary_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = dimension(float(scaling.get("beta_fast") or 32))
+    last = dimension(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_size - 1)
+    ramp = (torch.arange(rotary_size // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    stretched = ramp.clamp(0, 1)
+    magnitude = scaling.get("attention_factor")
+    if magnitude is None:
+        magnitude = _yarn_magnitude(factor, scaling)
+    return plain * (1 - stretched) + plain / factor * stretched, float(magnitude)
+
+
+def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
+    def grown(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if both[0] and both[1]:
+        return grown(float(both[0])) / grown(float(both[1]))
+    return grown(1.0)

@@ -1,0 +1,239 @@
+"""The repository keeps the layout that CONTRIBUTING.md describes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    folder: str
+    project: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.folder
+
+    @property
+    def name(self) -> str:
+        return str(self.project["name"])
+
+    @property
+    def package(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def requirements(self) -> list[Requirement]:
+        optional = self.project.get("optional-dependencies", {}).values()
+        groups = [self.project["dependencies"], *optional]
+        return [Requirement(text) for group in groups for text in group]
+
+    @property
+    def modules(self) -> list[Path]:
+        return sorted((self.path / "src").rglob("*.py"))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.folder.startswith(("platforms/", "plugins/"))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def find_distributions() -> list[Distribution]:
+    patterns = ("*/pyproject.toml", "platforms/*/pyproject.toml", "plugins/*/pyproject.toml")
+    files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
+    return [
+        Distribution(file.parent.relative_to(ROOT).as_posix(), read_toml(file)["project"])
+        for file in files
+    ]
+
+
+TOOLS = read_toml(ROOT / "pyproject.toml")["tool"]
+DISTRIBUTIONS = find_distributions()
+MODULES = [module for dist in DISTRIBUTIONS for module in dist.modules]
+each_distribution = pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=lambda dist: dist.folder)
+
+
+def imports(module: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the dotted name of everything that ``module`` imports."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def place(file: Path, line: int) -> str:
+    return f"{file.relative_to(ROOT)}:{line}"
+
+
+def test_every_house_has_a_distribution() -> None:
+    folders = {dist.folder for dist in DISTRIBUTIONS}
+    assert folders >= {"core", "ops", "quantization", "models", "platforms/cpu"}
+
+
+def test_root_is_no_distribution() -> None:
+    assert "project" not in read_toml(ROOT / "pyproject.toml")
+
+
+def test_tools_list_every_distribution_and_no_other() -> None:
+    folders = [dist.folder for dist in DISTRIBUTIONS]
+    sources = [f"{folder}/src" for folder in folders]
+    tests = [f"{folder}/tests" for folder in folders]
+    mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
+    scripts = ["benchmarks", "examples"]
+    assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
+    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *scripts}
+    assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *scripts}
+    assert set(TOOLS["pytest"]["ini_options"]["testpaths"]) == {*tests, "tests"}
+
+
+def test_import_contracts_cover_every_distribution() -> None:
+    contracts = {contract["id"]: contract for contract in TOOLS["importlinter"]["contracts"]}
+    leaves = {dist.package for dist in DISTRIBUTIONS if dist.is_leaf}
+    platforms = {dist.package for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")}
+    top, *below = contracts["layers"]["layers"]
+    assert set(top.split(" | ")) == {"interposer_models", *leaves}
+    assert below == ["interposer_quantization", "interposer_ops", "interposer"]
+    assert set(contracts["platforms"]["source_modules"]) == platforms
+
+
+@each_distribution
+def test_distribution_is_complete(dist: Distribution) -> None:
+    assert (dist.path / "README.md").read_text(encoding="utf-8").startswith(f"# {dist.name}\n")
+    assert (dist.path / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (dist.path / "src" / dist.package / "py.typed").is_file()
+    assert (dist.path / "src" / dist.package / "__init__.py").is_file()
+    assert [entry.name for entry in (dist.path / "src").iterdir()] == [dist.package]
+    assert list((dist.path / "tests").glob("test_*.py")), "no test file"
+    assert dist.project["readme"] == "README.md"
+    assert dist.project["license"] == "Apache-2.0"
+    assert dist.project["requires-python"] == ">=3.11"
+
+
+@each_distribution
+def test_distribution_fits_its_neighbours(dist: Distribution) -> None:
+    versions = {other.name: other.project["version"] for other in DISTRIBUTIONS}
+    for requirement in dist.requirements:
+        if requirement.name in versions:
+            operators = {specifier.operator for specifier in requirement.specifier}
+            assert requirement.specifier.contains(versions[requirement.name])
+            assert operators == {">=", "<"}, f"{requirement} must name a range"
+
+
+@each_distribution
+def test_imports_are_declared(dist: Distribution) -> None:
+    ours = {other.package: [other.name] for other in DISTRIBUTIONS}
+    providers = {**packages_distributions(), **ours}
+    declared = {canonicalize_name(requirement.name) for requirement in dist.requirements}
+    undeclared = []
+    for module in dist.modules:
+        for line, name in imports(module):
+            top = name.partition(".")[0]
+            if top == dist.package or top in sys.stdlib_module_names:
+                continue
+            if declared.isdisjoint(map(canonicalize_name, providers.get(top, [top]))):
+                undeclared.append(f"{place(module, line)}: {top}")
+    assert not undeclared
+
+
+def test_core_depends_on_little() -> None:
+    core = next(dist for dist in DISTRIBUTIONS if dist.folder == "core")
+    names = {Requirement(text).name for text in core.project["dependencies"]}
+    assert names == {"importlib-metadata", "packaging", "pluggy", "pydantic", "torch", "typer"}
+
+
+def test_private_modules_stay_at_home() -> None:
+    """Only names without a leading underscore cross a distribution, in tests and examples too."""
+    packages = {dist.package for dist in DISTRIBUTIONS}
+    files = [(dist.package, file) for dist in DISTRIBUTIONS for file in dist.path.rglob("*.py")]
+    for folder in ("tests", "examples", "benchmarks"):
+        files += [("", file) for file in (ROOT / folder).rglob("*.py")]
+    strays = []
+    for home, file in files:
+        for line, name in imports(file):
+            top, *rest = name.split(".")
+            private = any(re.match(r"_(?!_)", part) for part in rest)
+            if top in packages - {home} and private:
+                strays.append(f"{place(file, line)}: {name}")
+    assert not strays
+
+
+def test_modules_are_short() -> None:
+    """Kernels may be longer: they live in a folder ``kernels``."""
+    counts = {
+        module.relative_to(ROOT).as_posix(): len(module.read_text(encoding="utf-8").splitlines())
+        for module in MODULES
+        if "kernels" not in module.parts
+    }
+    assert {path: count for path, count in counts.items() if count > 400} == {}
+    assert statistics.median(counts.values()) <= 150
+
+
+def test_modules_are_named_for_what_they_hold() -> None:
+    empty = {"base", "common", "helper", "helpers", "manager", "util", "utils"}
+    names = {
+        name
+        for module in MODULES
+        for name in module.relative_to(ROOT).with_suffix("").parts
+        if not empty.isdisjoint(name.split("_"))
+    }
+    assert not names
+
+
+@pytest.mark.parametrize("folder", ["core", "models"])
+def test_no_vendor_is_named(folder: str) -> None:
+    # An underscore ends a word too: is_cuda names a vendor.
+    vendor = re.compile(
+        r"(?<![a-z])(cuda|rocm|hip|xpu|nvidia|aiter|amd|intel)(?![a-z])", re.IGNORECASE
+    )
+    named = [
+        f"{place(file, number)}: {line.strip()}"
+        for file in sorted((ROOT / folder / "src").rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if vendor.search(line)
+    ]
+    assert not named
+
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in ENVIRONMENT:
+                yield node.lineno, name
+            case ast.ImportFrom(module="os", names=aliases):
+                yield from ((node.lineno, alias.name) for alias in aliases)
+
+
+def test_only_the_configuration_reads_the_environment() -> None:
+    config = ROOT / "core/src/interposer/config.py"
+    uses = [
+        f"{place(module, line)}: os.{name}"
+        for module in MODULES
+        if module != config
+        for line, name in environment_uses(module)
+        if name in ENVIRONMENT
+    ]
+    assert not uses
+    assert list(environment_uses(config)), "the configuration reads nothing: was it moved?"
