@@ -36,7 +36,8 @@ format: $(INSTALLED) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## Run every benchmark.
-	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench || exit; done
+	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/decode.py examples/models/stdlib-lm
 
 clean: ## Remove caches and built files; .venv stays.
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

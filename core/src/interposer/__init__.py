@@ -36,6 +36,51 @@ if TYPE_CHECKING:
     from interposer.selection import select
     from interposer.verdict import Refusal, Verdict
 
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionEntry",
+    "AttentionSpec",
+    "Candidate",
+    "Capability",
+    "Case",
+    "Choice",
+    "Config",
+    "CustomOp",
+    "Device",
+    "Dim",
+    "Explanation",
+    "KVCacheLayout",
+    "Kernel",
+    "LayerEntry",
+    "LinearMethod",
+    "Memory",
+    "OpEntry",
+    "Placement",
+    "Platform",
+    "PlatformEntry",
+    "PluggableLayer",
+    "QuantizationScheme",
+    "Refusal",
+    "Registry",
+    "Request",
+    "Requires",
+    "Resolver",
+    "SchemeEntry",
+    "Site",
+    "Tolerance",
+    "Verdict",
+    "current_platform",
+    "current_registry",
+    "custom_op",
+    "effective_config",
+    "explain",
+    "hookimpl",
+    "place",
+    "select",
+    "use",
+]
+
 _HOMES = {
     "attention": ("AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"),
     "capability": ("Capability", "Device", "Memory"),
@@ -75,4 +120,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULES)
+    return __all__

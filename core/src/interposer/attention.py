@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from interposer.capability import Capability
+from interposer.errors import RecordError
 from interposer.layer import Site
 from interposer.request import AttentionType
 from interposer.verdict import Verdict
@@ -49,13 +50,24 @@ class AttentionSpec:
     sparse: bool = False
     prefix_lm: bool = False
 
+    def dims(self) -> dict[str, int | float | str | bool]:
+        """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "page_size": self.page_size,
+            "windowed": self.window_tokens is not None,
+            "softcapped": self.softcap is not None,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """The minimal paged batch: sequences of any query length, concatenated without padding.
 
     Attributes:
-        query_starts: ``[B + 1]`` int64; tokens of sequence b are ``query_starts[b]:query_starts[b + 1]``.
+        query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
         seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
         page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0.
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
@@ -91,6 +103,13 @@ class KVCacheLayout:
     dtype: torch.dtype
     layers_axis: int | None = None
 
+    def __post_init__(self) -> None:
+        axes = len(self.page_shape) + 1
+        if not 0 <= self.page_axis < axes:
+            raise RecordError(f"page_axis {self.page_axis} is not an axis of {axes} dimensions")
+        if sorted(self.stride_order) != list(range(axes)):
+            raise RecordError(f"stride_order {self.stride_order} does not order {axes} axes")
+
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_pages`` pages."""
         return (*self.page_shape[: self.page_axis], num_pages, *self.page_shape[self.page_axis :])
@@ -105,7 +124,9 @@ class KVCacheLayout:
     def allocate(self, num_pages: int, device: str) -> torch.Tensor:
         """Return a zeroed cache of ``shape(num_pages)`` with the declared stride order."""
         shape = self.shape(num_pages)
-        stored = torch.zeros([shape[axis] for axis in self.stride_order], dtype=self.dtype, device=device)
+        stored = torch.zeros(
+            [shape[axis] for axis in self.stride_order], dtype=self.dtype, device=device
+        )
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
         return stored.permute(inverse)
 

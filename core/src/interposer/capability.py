@@ -14,7 +14,7 @@ class Capability:
     Attributes:
         architecture: the vendor's architecture string, such as ``"x86_64"``.
         features: instruction sets and units, lower case, such as ``"avx512_bf16"``.
-        formats: number formats with hardware arithmetic, such as ``"bfloat16"`` or ``"fp8_e4m3fn"``.
+        formats: number formats with hardware arithmetic, such as ``"bfloat16"``.
         units: cores or multiprocessors that run in parallel.
         memory_bytes: memory that the device can address.
         caches_bytes: cache sizes by level name, such as ``{"l2": 1048576}``.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import importlib_metadata
 import typer
 
-from interposer.errors import InterposerError
+from interposer.errors import FOREIGN_ERRORS, InterposerError
 
 __all__ = ["main"]
 
@@ -39,15 +41,30 @@ def _application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     application.callback()(_root)
-    application.command("plugins")(_plugins)
-    points = importlib_metadata.entry_points(group=GROUP)
-    for point in sorted(points, key=lambda p: p.name):
-        try:
-            command = point.load()
-        except Exception as error:
-            command = _broken(point.value, error)
-        application.command(point.name)(command)
+    claims = defaultdict(list)
+    for point in importlib_metadata.entry_points(group=GROUP):
+        claims[point.name].append(point)
+    for name in sorted(claims):
+        _add_command(application, name, claims[name])
+    application.command("plugins")(_plugins)  # last, so that none of the others replaces it
     return application
+
+
+def _add_command(
+    application: typer.Typer, name: str, points: list[importlib_metadata.EntryPoint]
+) -> None:
+    """Add what the entry point names or, where it is not usable, a command that says why."""
+    try:
+        if len(points) > 1:
+            rivals = " and by ".join(sorted(point.value for point in points))
+            raise InterposerError(f"it is claimed by {rivals}")
+        command = points[0].load()
+    except FOREIGN_ERRORS as error:
+        reason = str(error) if isinstance(error, InterposerError) else repr(error)
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        application.command(name, context_settings=anything)(_unusable(name, reason))
+    else:
+        application.command(name)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,7 +76,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -68,7 +87,7 @@ def _root(
 def _plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the installed plugins: what each provides, which failed and why. Exit code 1 if any failed."""
+    """List the installed plugins and what failed, which makes the exit code 1."""
     import warnings
 
     from interposer.plugins import PluginWarning
@@ -108,7 +127,8 @@ def _plugins_text(facts: dict[str, Any]) -> str:
     lines = []
     for plugin in facts["plugins"]:
         provided = ", ".join(f"{count} {kind}" for kind, count in plugin["records"].items())
-        lines.append(f"{plugin['name']} ({plugin['distribution']} {plugin['version']}): {provided or 'nothing'}")
+        origin = f"{plugin['distribution']} {plugin['version']}"
+        lines.append(f"{plugin['name']} ({origin}): {provided or 'nothing'}")
     lines += [f"{p['name']} ({p['distribution']}): disabled" for p in facts["disabled"]]
     for failure in facts["failed"]:
         lines.append(f"FAILED {failure['error']}")
@@ -116,9 +136,9 @@ def _plugins_text(facts: dict[str, Any]) -> str:
     return "\n".join(lines) or "No plugins are installed. Try: pip install interposer-cpu"
 
 
-def _broken(target: str, error: Exception) -> Any:
+def _unusable(name: str, reason: str) -> Callable[[], None]:
     def command() -> None:
-        raise InterposerError(f"The command {target} cannot be loaded: {error!r}") from error
+        """(cannot be loaded; run it to see why)"""
+        raise InterposerError(f"The command {name!r} cannot be loaded: {reason}")
 
-    command.__doc__ = f"(cannot be loaded: {error!r})"
     return command

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from interposer.errors import ConfigError, UnknownNameError
 
@@ -22,6 +22,10 @@ __all__ = ["Config", "effective_config", "use"]
 
 _PREFIX = "INTERPOSER_"
 _FILE = "interposer.toml"
+
+
+def _frozen(names: Any) -> Any:
+    return frozenset(names) if isinstance(names, list | tuple | set) else names
 
 
 class Config(BaseModel):
@@ -33,6 +37,8 @@ class Config(BaseModel):
         layers: layer name by layer id, or by ``id@glob``.
         attention: attention backend by attention type, or by ``type@glob``.
         disable: names of plugins or distributions that are not to be loaded.
+
+    Raises: ConfigError: a key is unknown or a value not usable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,7 +47,20 @@ class Config(BaseModel):
     kernels: Mapping[str, str] = Field(default_factory=dict)
     layers: Mapping[str, str] = Field(default_factory=dict)
     attention: Mapping[str, str] = Field(default_factory=dict)
-    disable: frozenset[str] = frozenset()
+    disable: Annotated[frozenset[str], BeforeValidator(_frozen)] = frozenset()
+
+    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+
+        def __init__(self, **fields: Any) -> None:
+            for name in fields:
+                if name not in Config.model_fields:
+                    raise UnknownNameError("field of Config", name, Config.model_fields)
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                first = error.errors()[0]
+                place = ".".join(str(part) for part in first["loc"])
+                raise ConfigError(f"{place} = {first['input']!r}: {first['msg']}") from error
 
 
 _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", default=())
@@ -69,7 +88,8 @@ def effective_config(argument: Config | None = None) -> Config:
 def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
     """Apply a configuration, or single fields of one, inside a ``with`` block.
 
-    Safe in threads and asyncio tasks: each sees only the blocks that it entered itself.
+    Safe in threads and asyncio tasks: a thread sees only the blocks that it entered itself, a
+    task also those that it was created in.
     """
     if config is not None and changes:
         raise ConfigError("use() takes a Config or single fields, not both")
@@ -83,13 +103,13 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
 
 def _from_environment(environment: Mapping[str, str]) -> Config:
     fields: dict[str, Any] = {}
+    known = {_PREFIX + name.upper(): name for name in Config.model_fields}
     for variable, text in environment.items():
         if not variable.startswith(_PREFIX):
             continue
-        name = variable.removeprefix(_PREFIX).lower()
-        if name not in Config.model_fields:
-            known = [_PREFIX + field.upper() for field in Config.model_fields]
+        if variable not in known:
             raise UnknownNameError("environment variable", variable, known)
+        name = known[variable]
         if name == "platform":
             fields[name] = text
         elif name == "disable":
@@ -110,17 +130,12 @@ def _from_file(path: Path) -> Config:
 
 
 def _validated(fields: dict[str, Any], source: str) -> Config:
-    for name in fields:
-        if name not in Config.model_fields:
-            raise UnknownNameError(f"key in {source}", name, Config.model_fields)
-    if isinstance(fields.get("disable"), list | tuple | set):
-        fields = {**fields, "disable": frozenset(fields["disable"])}
     try:
         return Config(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{source}: {place} = {first['input']!r}: {first['msg']}") from error
+    except UnknownNameError as error:
+        raise UnknownNameError(f"key in {source}", error.name, error.known) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _split(text: str) -> list[str]:
@@ -128,10 +143,14 @@ def _split(text: str) -> list[str]:
 
 
 def _pairs(variable: str, text: str) -> dict[str, str]:
-    pairs = {}
+    pairs: dict[str, str] = {}
     for item in _split(text):
         name, equals, value = item.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"{variable}: {item!r} is not of the form NAME=CHOICE, as in rms_norm=reference")
-        pairs[name.strip()] = value.strip()
+            raise ConfigError(
+                f"{variable}: {item!r} is not of the form NAME=CHOICE, as in rms_norm=reference"
+            )
+        name, value = name.strip(), value.strip()
+        if pairs.setdefault(name, value) != value:
+            raise ConfigError(f"{variable}: {name!r} is set to {pairs[name]!r} and to {value!r}")
     return pairs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from interposer.verdict import Refusal
 
 __all__ = [
+    "FOREIGN_ERRORS",
     "CheckpointError",
     "ConfigError",
     "InterposerError",
@@ -26,8 +27,17 @@ __all__ = [
 ]
 
 
+FOREIGN_ERRORS = (Exception, SystemExit)
+"""What the code of a plugin may raise; whoever catches these quarantines the plugin."""
+
+
 class InterposerError(Exception):
     """The root of all errors that interposer raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses are built from facts, but ``args`` holds the text: an error that crosses to
+        # another process takes both along.
+        return _restored, (type(self), self.args), self.__dict__
 
 
 class ConfigError(InterposerError, ValueError):
@@ -121,3 +131,7 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
         return -ratio, candidate
 
     return sorted(set(known), key=distance)
+
+
+def _restored(kind: type[InterposerError], args: tuple[object, ...]) -> InterposerError:
+    return kind.__new__(kind, *args)

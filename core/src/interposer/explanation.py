@@ -16,7 +16,9 @@ class Explainable(Protocol):
     """Whatever was built through a resolver and still holds it."""
 
     @property
-    def resolver(self) -> Resolver: ...
+    def resolver(self) -> Resolver:
+        """The resolver that made the choices."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

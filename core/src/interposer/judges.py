@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from interposer.errors import FOREIGN_ERRORS
 from interposer.records import AttentionEntry, Kernel, LayerEntry, PlatformEntry, load_target
 from interposer.request import Request
 from interposer.verdict import Verdict
@@ -73,10 +74,10 @@ def _guarded(judge: Judge) -> Judge:
     def guarded(request: Request) -> Verdict:
         try:
             verdict = judge(request)
-        except Exception as error:
-            return Verdict.refuse(f"its own code raised {error!r}", traceback.format_exc())
-        if not isinstance(verdict, Verdict):
-            return Verdict.refuse(f"its own code answered {verdict!r}, which is not a Verdict")
+            if not isinstance(verdict, Verdict):
+                raise TypeError(f"{verdict!r} is not a Verdict")
+        except FOREIGN_ERRORS as error:
+            return Verdict.refuse(f"its own code failed: {error!r}", traceback.format_exc())
         return verdict
 
     return guarded

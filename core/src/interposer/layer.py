@@ -76,12 +76,16 @@ class PluggableLayer(nn.Module):
 def check_replacement(standard: type[PluggableLayer], replacement: object, name: str) -> None:
     """Raise RecordError unless ``replacement`` can stand wherever ``standard`` does."""
     if not (isinstance(replacement, type) and issubclass(replacement, standard)):
-        raise RecordError(f"layer {name!r} does not subclass {standard.__qualname__}")
+        raise RecordError(
+            f"layer {name!r} is {replacement!r}, which does not subclass {standard.__qualname__}. "
+            f"Try: another one, Config(layers={{{standard.layer_id!r}: ...}})"
+        )
     expected = list(inspect.signature(standard.__init__).parameters.values())
     found = list(inspect.signature(replacement.__init__).parameters.values())
     same = [(p.name, p.kind, p.default) for p in expected]
     if [(p.name, p.kind, p.default) for p in found] != same:
         raise RecordError(
-            f"layer {name!r} takes {inspect.signature(replacement)}, "
-            f"but {standard.__qualname__} takes {inspect.signature(standard)}"
+            f"layer {name!r} takes {inspect.signature(replacement.__init__)}, "
+            f"but {standard.__qualname__} takes {inspect.signature(standard.__init__)}. "
+            f"Try: another one, Config(layers={{{standard.layer_id!r}: ...}})"
         )

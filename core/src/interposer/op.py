@@ -28,8 +28,12 @@ class Case:
         label: what is special about it, unique within its op and dtype.
         arguments: by parameter name, in the op's order.
         dims: what a layer would state in its request for these arguments.
-        reduction: length of the longest sum behind one output element.
-        magnitude: bound of the absolute values that such a sum passes through.
+        reduction: number of float32 additions in a row behind one output element; 0 where
+            elements are only copied.
+        magnitude: bound of the absolute values that pass through these additions, in whatever
+            order they are done: the largest sum of absolute terms.
+        rounded: bound of the absolute values that a kernel may hold in the storage dtype on the
+            way; 0 where none is larger than the output element that it ends in.
     """
 
     label: str
@@ -37,6 +41,7 @@ class Case:
     dims: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     reduction: int = 1
     magnitude: float = 1.0
+    rounded: float = 0.0
 
 
 class CaseGenerator(Protocol):
@@ -49,10 +54,14 @@ class CaseGenerator(Protocol):
 class Tolerance:
     """How far a kernel may stray from the float64 reference.
 
-    bound = roundings * u(dtype) * max(|y|, magnitude) + 2 * reduction * u(float32) * magnitude
+    bound = roundings * (u(dtype) * max(|y|, rounded) + s(dtype))
+            + 2 * reduction * u(float32) * magnitude
 
-    where u is the unit roundoff, half the dtype's machine epsilon: a kernel may round to the
-    storage dtype ``roundings`` times on the way, and sums in float32.
+    u is the unit roundoff, half the machine epsilon, and s the smallest subnormal. The first line
+    allows ``roundings`` roundings to the storage dtype on the way, the result's own included. The
+    second is the first-order bound of a float32 sum in any order: every addition, and the
+    multiplication before it, adds an error of at most u(float32) times the partial sum. Integers
+    must be equal.
     """
 
     roundings: int = 2
@@ -61,10 +70,11 @@ class Tolerance:
         """Return the largest allowed absolute error for every element of ``expected``."""
         if not dtype.is_floating_point:
             return torch.zeros_like(expected)
-        roundoff = torch.finfo(dtype).eps / 2
+        facts = torch.finfo(dtype)
+        roundoff, smallest = facts.eps / 2, facts.smallest_normal * facts.eps
+        stored = roundoff * expected.abs().clamp(min=case.rounded) + smallest
         accumulated = case.reduction * torch.finfo(torch.float32).eps * case.magnitude
-        scale = expected.abs().clamp(min=case.magnitude)
-        return self.roundings * roundoff * scale + accumulated
+        return self.roundings * stored + accumulated
 
 
 class CustomOp(Generic[P, R]):

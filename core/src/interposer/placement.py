@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from interposer.capability import Device
-from interposer.choice import Choice
+from interposer.choice import Candidate, Choice
 from interposer.config import Config, effective_config
-from interposer.errors import NoCandidateError, PlatformUnavailableError
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    NoCandidateError,
+    PlatformUnavailableError,
+    UnknownNameError,
+)
 from interposer.platform import Platform
-from interposer.records import PlatformEntry, load_target
+from interposer.records import PlatformEntry
 from interposer.registry import Registry, current_registry
 from interposer.request import Request
 from interposer.selection import select
@@ -33,8 +39,10 @@ class Placement:
 def current_platform(config: Config | None = None) -> Platform:
     """Return the platform in force; asking again for the same configuration is cheap.
 
-    Raises: PlatformUnavailableError: none accepts, the pinned one refuses, or a platform failed
-        that might have been the better one.
+    Raises:
+        PlatformUnavailableError: none accepts, the pinned one refuses, or a platform failed that
+            might have been the better one.
+        UnknownNameError: no installed plugin has the pinned one.
     """
     return place(config).platform
 
@@ -48,36 +56,66 @@ def place(config: Config | None = None) -> Placement:
 @lru_cache(maxsize=8)
 def _place(registry: Registry, pinned: str | None) -> Placement:
     candidates = registry.candidates("platform")
+    failures = _plugin_failures(registry)
     if not candidates:
-        raise PlatformUnavailableError("platform", _plugin_failures(registry), "pip install interposer-cpu")
+        raise PlatformUnavailableError("platform", failures, "pip install interposer-cpu")
     try:
-        choice = select(Request("platform", "platform"), candidates, pinned)
+        choice = select(Request("platform", ""), candidates, pinned)
+    except UnknownNameError as error:
+        if not failures:
+            raise
+        # The plugin that would provide it may be among those that failed.
+        what = f"platform {pinned!r}; known: {', '.join(error.known)}"
+        raise PlatformUnavailableError(what, failures, "mend what failed") from error
     except NoCandidateError as error:
         raise PlatformUnavailableError(
-            "usable platform",
-            (*error.refusals, *_plugin_failures(registry)),
-            error.action or "install a plugin for this machine; `interposer plugins` lists what is there",
+            "usable platform" if pinned is None else f"platform {pinned!r}, which was asked for",
+            (*error.refusals, *failures),
+            error.action
+            or "install a plugin for this machine; `interposer plugins` lists what is there",
         ) from error
-    record = choice.chosen.record
-    assert isinstance(record, PlatformEntry)
-    platform: Platform = load_target(record.target)()
+    placement = _opened(registry, choice)
     if pinned is None:
-        _refuse_silent_fallback(registry, choice, platform)
-    return Placement(platform, platform.devices()[0], choice)
+        _refuse_silent_fallback(candidates, placement, failures)
+    return placement
 
 
-def _refuse_silent_fallback(registry: Registry, choice: Choice, platform: Platform) -> None:
-    """Raise if the choice is only second best because something broke."""
-    failures = [refusal for refusal in choice.refusals if refusal.traceback]
-    visible = torch.accelerator.current_accelerator(check_available=True)
-    if visible is not None and visible.type != platform.device_type:
-        failures += _plugin_failures(registry)
-    if failures:
-        name = choice.chosen.name
+def _opened(registry: Registry, choice: Choice) -> Placement:
+    """Return the chosen platform with its first device; a platform that fails here raises."""
+    chosen = choice.chosen
+    assert isinstance(chosen.record, PlatformEntry)
+    try:
+        platform: Platform = registry.load(chosen, chosen.record.target)()
+        device = platform.devices()[0]
+    except FOREIGN_ERRORS as error:
+        failure = f"accepted this machine, but lists no device: {error!r}"
         raise PlatformUnavailableError(
-            f"automatic platform: {name!r} would be a silent fallback, because others failed",
+            f"device on platform {chosen.name!r}",
+            [Refusal(chosen.name, chosen.origin, failure, traceback.format_exc())],
+            f"mend or reinstall {chosen.provider}, or ask for another with INTERPOSER_PLATFORM",
+        ) from error
+    return Placement(platform, device, choice)
+
+
+def _refuse_silent_fallback(
+    candidates: list[Candidate], placement: Placement, plugin_failures: list[Refusal]
+) -> None:
+    """Raise if the choice is only second best because something broke."""
+    chosen = placement.choice.chosen
+    better = {(c.name, c.origin) for c in candidates if c.score >= chosen.score}
+    failures = [
+        refusal
+        for refusal in placement.choice.refusals
+        if refusal.traceback and (refusal.candidate, refusal.provider) in better
+    ]
+    visible = torch.accelerator.current_accelerator(check_available=True)
+    if visible is not None and visible.type != placement.platform.device_type:
+        failures += plugin_failures
+    if failures:
+        raise PlatformUnavailableError(
+            f"automatic platform: {chosen.name!r} would be a silent fallback, for others failed",
             failures,
-            f"mend what failed, or ask for it: INTERPOSER_PLATFORM={name}",
+            f"mend what failed, or ask for it: INTERPOSER_PLATFORM={chosen.name}",
         )
 
 

@@ -12,10 +12,11 @@ from typing import Any, get_args
 
 import importlib_metadata
 import pluggy
+from packaging.utils import canonicalize_name
 
 from interposer import hookspecs
-from interposer.errors import PluginConflictError, PluginError
-from interposer.records import Record
+from interposer.errors import FOREIGN_ERRORS, PluginConflictError, PluginError, nearest_first
+from interposer.records import Record, identity
 
 __all__ = ["Failure", "Plugin", "PluginWarning", "Plugins", "discover"]
 
@@ -67,25 +68,29 @@ class Plugins:
         self.skipped: list[tuple[str, str]] = []
         self._manager = pluggy.PluginManager("interposer")
         self._manager.add_hookspecs(hookspecs)
+        self._sources: dict[str, _Source] = {}
 
     def observe(self, hook: str, **facts: Any) -> None:
         """Tell every observer; one that raises is quarantined and never breaks the caller."""
         for implementation in list(getattr(self._manager.hook, hook).get_hookimpls()):
+            name = implementation.plugin_name
+            if not self._manager.has_plugin(name):
+                continue  # another hook of it failed while this one was told
             try:
                 implementation.function(**{k: facts[k] for k in implementation.argnames})
-            except Exception as error:
-                name = implementation.plugin_name
-                self._manager.unregister(name=name)
-                source = _Source(name, "an observer", "", lambda: None)
-                self._quarantine(source, f"its observer {hook} raised {error!r}", error)
+            except FOREIGN_ERRORS as error:
+                self._forget(name)
+                reason = f"its observer {hook} raised {error!r}"
+                self._quarantine(self._sources[name], reason, error)
 
     def add(self, source: _Source) -> None:
         """Load one plugin and take its records, or quarantine it."""
         try:
             module = source.load()
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             self._quarantine(source, f"its import raised {error!r}", error)
             return
+        self._sources[source.name] = source
         try:
             self._manager.register(module, name=source.name)
             self._manager.check_pending()
@@ -95,14 +100,14 @@ class Plugins:
             return
         try:
             records = self._records(source.name)
-        except Exception as error:
+        except FOREIGN_ERRORS as error:
             self._forget(source.name)
             self._quarantine(source, f"interposer_records raised {error!r}", error)
             return
-        strangers = [r for r in records if not isinstance(r, get_args(Record))]
-        if strangers:
+        nonsense = self._nonsense(source, records)
+        if nonsense:
             self._forget(source.name)
-            self._quarantine(source, f"interposer_records returned {strangers[0]!r}, not a record")
+            self._quarantine(source, f"interposer_records returned {nonsense}")
             return
         self.loaded.append(Plugin(source.name, source.distribution, source.version, tuple(records)))
 
@@ -121,6 +126,17 @@ class Plugins:
         others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name]
         caller = self._manager.subset_hook_caller("interposer_records", others)
         return [record for returned in caller() for record in returned]
+
+    def _nonsense(self, source: _Source, records: list[Record]) -> str:
+        """Return what is wrong with ``records``, or an empty string."""
+        strangers = [record for record in records if not isinstance(record, get_args(Record))]
+        if strangers:
+            return f"{strangers[0]!r}, not a record"
+        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
+        declared = [record for plugin in neighbours for record in plugin.records]
+        counts = Counter(identity(record) for record in (*declared, *records))
+        twice = next((found for found, count in counts.items() if count > 1), None)
+        return f"{' '.join(filter(None, twice))} twice" if twice else ""
 
     def _forget(self, name: str) -> None:
         if self._manager.has_plugin(name):
@@ -156,12 +172,14 @@ def discover(disabled: frozenset[str] = frozenset(), extra: Iterable[ModuleType]
     """
     plugins = Plugins(disabled)
     sources = [*_installed(), *(_in_code(module) for module in extra)]
+    disabled_names = {canonicalize_name(name) for name in disabled}
     wanted = []
     for source in sorted(sources, key=lambda s: (s.name, s.distribution, s.version)):
-        if {_normal(source.name), _normal(source.distribution)} & {_normal(d) for d in disabled}:
+        if not disabled_names.isdisjoint(_names(source)):
             plugins.skipped.append((source.name, source.distribution))
         else:
             wanted.append(source)
+    _warn_of_unknown(disabled_names, sources)
     claims = Counter(source.name for source in wanted)
     for source in wanted:
         if claims[source.name] > 1:
@@ -184,5 +202,14 @@ def _in_code(module: ModuleType) -> _Source:
     return _Source(module.__name__, module.__name__, "in code", lambda: module)
 
 
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
+def _names(source: _Source) -> tuple[str, str]:
+    return canonicalize_name(source.name), canonicalize_name(source.distribution)
+
+
+def _warn_of_unknown(disabled: Iterable[str], sources: list[_Source]) -> None:
+    """Warn only: one policy may serve machines that have different plugins installed."""
+    known = {name for source in sources for name in _names(source)}
+    for name in sorted(set(disabled) - known):
+        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
+        text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
+        warnings.warn(text, PluginWarning, stacklevel=3)

@@ -6,6 +6,7 @@ when it was chosen. This module imports neither torch nor any plugin.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "PlatformEntry",
     "Record",
     "SchemeEntry",
+    "identity",
     "load_target",
 ]
 
@@ -39,7 +41,7 @@ class OpEntry:
     target: str
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Kernel:
 
     Attributes:
         op: name of the op that is implemented.
-        name: ``<op>_<technique>``, unique among the kernels of one distribution.
+        name: ``<op>_<technique>``, unique among the kernels of one distribution; not
+            ``reference``, which is the op's own definition.
         target: import string of a function with the op's signature.
         platform: name of the platform that it runs on; empty runs on any.
         requires: what can be judged without importing the kernel.
@@ -70,11 +73,15 @@ class Kernel:
     properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target, self.predicate, self.prepare)
+        _check(self, self.predicate, self.prepare)
+        if self.name == "reference":
+            raise RecordError(f"a kernel for {self.op!r} is named 'reference', as the op itself is")
         unknown = sorted(self.properties - PROPERTIES)
         if unknown:
             known = ", ".join(sorted(PROPERTIES))
-            raise RecordError(f"kernel {self.name!r} has unknown properties {unknown}; known: {known}")
+            raise RecordError(
+                f"kernel {self.name!r} has unknown properties {unknown}; known: {known}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class LayerEntry:
     score: float = 10.0
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target, self.predicate)
+        _check(self, self.predicate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class AttentionEntry:
     score: float = 10.0
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ class SchemeEntry:
     score: float = 10.0
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +136,23 @@ class PlatformEntry:
     score: float = 10.0
 
     def __post_init__(self) -> None:
-        _check(self.name, self.target)
+        _check(self)
 
 
 Record = OpEntry | Kernel | LayerEntry | AttentionEntry | SchemeEntry | PlatformEntry
+
+
+def identity(record: Record) -> tuple[str, str, str]:
+    """Return kind, subject and name, which no two records of one distribution share."""
+    subject = ""
+    match record:
+        case Kernel():
+            subject = record.op
+        case LayerEntry():
+            subject = record.layer_id
+        case SchemeEntry():
+            subject = record.method
+    return type(record).__name__, subject, record.name
 
 
 def load_target(target: str) -> Any:
@@ -145,16 +165,25 @@ def load_target(target: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        raise RecordError(f"{target!r} points nowhere: {module_name} has no {attribute!r}") from None
+        raise RecordError(
+            f"{target!r} points nowhere: {module_name} has no {attribute!r}"
+        ) from None
 
 
-def _check(name: str, target: str, *optional_targets: str) -> None:
-    if not name:
-        raise RecordError(f"a record for {target!r} has no name")
-    for import_string in (target, *(t for t in optional_targets if t)):
-        module, _, attribute = import_string.partition(":")
+def _check(record: Record, *optional_targets: str) -> None:
+    for label in ("name", "op", "layer_id", "method"):
+        if not hasattr(record, label):
+            continue
+        value = getattr(record, label)
+        if not (isinstance(value, str) and value):
+            raise RecordError(f"{record!r} has the {label} {value!r}, which is not a name")
+    score = getattr(record, "score", 0.0)
+    if not isinstance(score, int | float) or math.isnan(score):
+        raise RecordError(f"{record.name!r} has the score {score!r}, which is not a number")
+    for target in (record.target, *filter(None, optional_targets)):
+        module, _, attribute = target.partition(":")
         parts = [*module.split("."), attribute]
         if not all(part.isidentifier() for part in parts):
             raise RecordError(
-                f"{name!r} names {import_string!r}, which is not of the form 'package.module:name'"
+                f"{record.name!r} names {target!r}, which is not of the form 'package.module:name'"
             )

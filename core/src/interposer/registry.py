@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import get_args
+from typing import Any, get_args
 
 from interposer.choice import Candidate
 from interposer.config import Config, effective_config
-from interposer.errors import RecordError, UnknownNameError
+from interposer.errors import FOREIGN_ERRORS, PluginError, RecordError, UnknownNameError
 from interposer.judges import Judge, accept, judge_attention, judge_declared, judge_platform
 from interposer.plugins import Plugin, Plugins, discover
 from interposer.records import (
@@ -19,6 +19,7 @@ from interposer.records import (
     PlatformEntry,
     Record,
     SchemeEntry,
+    load_target,
 )
 from interposer.request import AttentionType, Kind
 
@@ -69,6 +70,26 @@ class Registry:
             raise UnknownNameError(_SUBJECTS[kind], subject, known, hint)
         return self._candidates[kind].get(subject, [])
 
+    def load(self, candidate: Candidate, target: str) -> Any:
+        """Return what ``target``, an import string of the candidate's record, names.
+
+        Raises: PluginError: it cannot be imported.
+        """
+        try:
+            return load_target(target)
+        except FOREIGN_ERRORS as error:
+            plugin = next(
+                plugin.name
+                for plugin in self.plugins.loaded
+                if plugin.distribution == candidate.provider and candidate.record in plugin.records
+            )
+            raise PluginError(
+                plugin,
+                candidate.origin,
+                f"{candidate.name!r} was chosen, but {target!r} cannot be loaded: {error!r}",
+                f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={plugin}",
+            ) from error
+
     def check_pins(self, config: Config) -> None:
         """Raise UnknownNameError for a pin on an op, layer id or attention type nobody knows."""
         types = get_args(AttentionType)
@@ -81,7 +102,7 @@ class Registry:
 
 
 def current_registry(config: Config | None = None) -> Registry:
-    """Return the registry for the configuration in force, discovered once per set of disabled names."""
+    """Return the registry for the configuration in force, one per set of disabled names."""
     return _registry(effective_config(config).disable)
 
 
@@ -112,7 +133,7 @@ def _claim(owners: dict[str, Plugin], record: OpEntry, plugin: Plugin) -> None:
         both = sorted((owners[record.name].distribution, plugin.distribution))
         raise RecordError(
             f"op {record.name!r} is defined by {both[0]} and by {both[1]}. "
-            f"Try: disable one of them, INTERPOSER_DISABLE={both[1]}"
+            f"Try: disable one of them, INTERPOSER_DISABLE={both[0]} or {both[1]}"
         )
     owners[record.name] = plugin
 

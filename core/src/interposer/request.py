@@ -22,7 +22,7 @@ class Request:
 
     Attributes:
         kind: ``platform``, ``kernel``, ``layer``, ``attention`` or ``scheme``.
-        name: the op, layer id, attention type or quantization method.
+        name: the op, layer id, attention type or quantization method; empty for platforms.
         platform: name of the platform to run on; empty when platforms themselves are chosen.
         capability: of the device to run on.
         dtype: torch name without ``torch.``, or empty where it does not matter.
@@ -50,4 +50,5 @@ class Request:
     def __str__(self) -> str:
         parts = [part for part in (self.dtype, self.platform) if part]
         parts += [f"{name}={value}" for name, value in sorted(self.dims.items())]
-        return f"{self.kind} {self.name!r}" + (f" [{' '.join(parts)}]" if parts else "")
+        named = f"{self.kind} {self.name!r}" if self.name else self.kind
+        return named + (f" [{' '.join(parts)}]" if parts else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from interposer.errors import NoCandidateError
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
 from interposer.quantization import QuantizationScheme
-from interposer.records import AttentionEntry, Kernel, LayerEntry, load_target
+from interposer.records import AttentionEntry, Kernel, LayerEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
 from interposer.selection import pinned_name, select
@@ -63,15 +64,18 @@ class Resolver:
     ) -> BoundKernel[P, R]:
         """Return the kernel for ``op``, loaded.
 
-        Raises: NoCandidateError: every kernel was refused, or the pinned one.
+        Raises:
+            NoCandidateError: every kernel was refused, or the pinned one.
+            PluginError: the chosen one cannot be imported.
         """
         request = self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
         choice = self._choose(request, op.name, self.config.kernels)
         record = choice.chosen.record
         if not isinstance(record, Kernel):
             return BoundKernel(op.reference, None, choice)
-        prepare = load_target(record.prepare) if record.prepare else None
-        return BoundKernel(load_target(record.target), prepare, choice)
+        load = partial(self.registry.load, choice.chosen)
+        prepare = load(record.prepare) if record.prepare else None
+        return BoundKernel(load(record.target), prepare, choice)
 
     def layer(self, standard: type[PluggableLayer], site: Site) -> type[PluggableLayer]:
         """Return the class to build for ``standard``: itself or its replacement."""
@@ -79,19 +83,22 @@ class Resolver:
         choice = self._choose(request, standard.layer_id, self.config.layers)
         record = choice.chosen.record
         assert isinstance(record, LayerEntry)
-        replacement = load_target(record.target)
-        check_replacement(standard, replacement, record.name)
+        replacement = self.registry.load(choice.chosen, record.target)
+        check_replacement(standard, replacement, choice.chosen.qualified_name)
         return replacement  # type: ignore[no-any-return]
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Return the backend for ``spec``, shared by all layers with an equal spec."""
-        request = self._request("attention", spec.type, site.prefix, dtype=spec.dtype, detail=spec)
+        request = self._request(
+            "attention", spec.type, site.prefix, dtype=spec.dtype, dims=spec.dims(), detail=spec
+        )
         choice = self._choose(request, "", self.config.attention)
         key = (choice.chosen.qualified_name, spec)
         if key not in self._backends:
             record = choice.chosen.record
             assert isinstance(record, AttentionEntry)
-            self._backends[key] = load_target(record.target)(spec, site)
+            backend = self.registry.load(choice.chosen, record.target)
+            self._backends[key] = backend(spec, site)
         return self._backends[key]
 
     def _request(

@@ -50,7 +50,9 @@ def select(request: Request, candidates: Iterable[Candidate], pinned: str | None
     else:
         raise NoCandidateError(f"candidate for {request}", refused)
     outranked = [
-        Refusal(c.name, c.origin, _outranked(c, chosen, pinned)) for c in accepted if c is not chosen
+        Refusal(c.name, c.origin, _outranked(c, chosen, pinned))
+        for c in accepted
+        if c is not chosen
     ]
     return Choice(request, chosen, why, (*outranked, *refused))
 
@@ -73,10 +75,11 @@ def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candida
     found = [c for c in candidates if pinned in (c.name, c.qualified_name)]
     if not found:
         names = [c.name for c in candidates]
-        raise UnknownNameError(f"{request.kind} for {request.name!r}", pinned, names)
+        subject = f" for {request.name!r}" if request.name else ""
+        raise UnknownNameError(request.kind + subject, pinned, names)
     if len(found) > 1:
-        names = " or ".join(repr(c.qualified_name) for c in found)
-        raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {names}")
+        qualified = " or ".join(repr(c.qualified_name) for c in found)
+        raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {qualified}")
     return found[0]
 
 
@@ -93,5 +96,5 @@ def _outranked(candidate: Candidate, chosen: Candidate, pinned: str | None) -> s
     if pinned is not None:
         return f"accepted, but {chosen.name} is pinned"
     if candidate.score == chosen.score:
-        return f"accepted, but ties with {chosen.name} and stands behind it by name"
+        return f"accepted, but ties with {chosen.name} and stands behind by provider and name"
     return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"

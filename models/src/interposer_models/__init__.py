@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from interposer_models.loader import load
     from interposer_models.sampling_params import SamplingParams
 
+__all__ = ["Completion", "Delta", "LanguageModel", "SamplingParams", "load"]
+
 # Loaded on first use, so that the commands of this distribution can print help without torch.
 _HOMES = {
     "Completion": "language_model",

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
-from interposer import AttentionBatch
 
+from interposer import AttentionBatch
 from interposer_models.scheduler import Chunk
 
 __all__ = ["StepBatch"]

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from interposer.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
+
+from interposer.errors import CheckpointError
 
 __all__ = ["Checkpoint"]
 
@@ -50,6 +51,8 @@ class Checkpoint:
         tensors = read_json(root / _INDEX).get("weight_map")
         if not isinstance(tensors, dict) or not tensors:
             raise CheckpointError(root / _INDEX, "has no 'weight_map'")
+        if not all(isinstance(name, str) for name in tensors.values()):
+            raise CheckpointError(root / _INDEX, "has a 'weight_map' that names no files")
         shards = []
         for name in sorted(set(tensors.values())):
             shard = root / name
@@ -87,7 +90,8 @@ class Checkpoint:
         for name, shard_name in self.tensors.items():
             if name not in seen:
                 raise CheckpointError(
-                    self.path / _INDEX, f"names the tensor {name!r} in {shard_name!r}, which lacks it"
+                    self.path / _INDEX,
+                    f"names the tensor {name!r} in {shard_name!r}, which lacks it",
                 )
 
 

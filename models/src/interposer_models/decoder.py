@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+
 from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_models.decoder_config import DecoderConfig
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
@@ -17,9 +20,6 @@ from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.rope_scaling import rotary_table
-from torch import nn
-
-from interposer_models.decoder_config import DecoderConfig
 
 __all__ = ["CausalLM"]
 
@@ -41,7 +41,7 @@ class CausalLM(nn.Module):
     @property
     def attention_layers(self) -> list[Attention]:
         """Return the attention layers in order; cache i belongs to layer i."""
-        return [block.self_attn.attn for block in self.model.layers]  # type: ignore[union-attr]
+        return [module for module in self.modules() if isinstance(module, Attention)]
 
     def finalize(self, device: str) -> None:
         """Prepare every layer for inference on ``device``, after the weights were loaded."""

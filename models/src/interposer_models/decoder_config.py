@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "Traits"]
 
@@ -121,7 +122,9 @@ class DecoderConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"]) or "config"
-            raise CheckpointError(path, f"{place}: {first['msg']} (got {first['input']!r})") from error
+            raise CheckpointError(
+                path, f"{place}: {first['msg']} (got {first['input']!r})"
+            ) from error
         except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
             raise CheckpointError(path, f"a field has the wrong type: {error}") from error
 

@@ -8,16 +8,15 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
-from interposer.errors import RequestError
-from interposer_ops.layers.sampler import Sampler
 
+from interposer.errors import RequestError
 from interposer_models.batch import StepBatch
 from interposer_models.decoder import CausalLM
 from interposer_models.pages import PagePool
-from interposer_models.sampling_inputs import sampling_batch
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.scheduler import Chunk, Scheduler
 from interposer_models.sequence import Sequence
+from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 __all__ = ["Engine", "Event"]
 
@@ -140,8 +139,7 @@ class Engine:
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
         sequences = [chunk.sequence for chunk in chunks]
-        batch = sampling_batch(sequences, self.model.config.vocab_size, self.device)
-        tokens, logprobs = self.sampler(logits, batch)
+        tokens, logprobs = self.sampler(logits, self._sampling_batch(sequences))
         events = []
         for sequence, token, logprob in zip(
             sequences, tokens.tolist(), logprobs.tolist(), strict=True
@@ -151,6 +149,24 @@ class Engine:
             self._finish(sequence, token)
             events.append(Event(sequence, token, logprob))
         return events
+
+    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        params = [sequence.params for sequence in sequences]
+        return SamplingBatch.build(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[sequence.seed for sequence in sequences],
+            steps=[len(sequence.output) for sequence in sequences],
+            repetition=[p.repetition_penalty for p in params],
+            presence=[p.presence_penalty for p in params],
+            frequency=[p.frequency_penalty for p in params],
+            prompts=[sequence.prompt for sequence in sequences],
+            outputs=[sequence.output for sequence in sequences],
+            vocab_size=self.model.config.vocab_size,
+            device=self.device,
+        )
 
     def _finish(self, sequence: Sequence, token: int) -> None:
         params = sequence.params

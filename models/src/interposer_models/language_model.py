@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from interposer import Placement, Resolver
 from interposer.errors import RequestError
-
 from interposer_models import sequence as sequences
 from interposer_models.engine import Engine
 from interposer_models.sampling_params import SamplingParams

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
 from interposer import Config, Resolver, Site, current_registry, effective_config, place
-from interposer.errors import NoCandidateError, UnknownNameError
+from interposer.errors import UnknownNameError
 from interposer.placement import Placement
 from interposer.quantization import QuantizationScheme
 from interposer.records import SchemeEntry, load_target
 from interposer.registry import Registry
 from interposer.request import Request
 from interposer.selection import select
-from interposer_ops.layers.sampler import Sampler
-
 from interposer_models.checkpoint import Checkpoint
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
@@ -23,6 +22,7 @@ from interposer_models.engine import Engine
 from interposer_models.language_model import LanguageModel
 from interposer_models.tokenizer import TextTokenizer, stop_tokens
 from interposer_models.weights import load_weights
+from interposer_ops.layers.sampler import Sampler
 
 __all__ = ["Plan", "load", "plan"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from interposer.errors import CheckpointError
 from tokenizers import Tokenizer as FastTokenizer
 
+from interposer.errors import CheckpointError
 from interposer_models.checkpoint import read_json
 
 __all__ = ["Detokenizer", "TextTokenizer", "stop_tokens"]
@@ -88,5 +88,7 @@ def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
         return frozenset()
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) for i in ids):
-        raise CheckpointError(path, f"eos_token_id is {value!r}, must be an integer or a list of them")
+        raise CheckpointError(
+            path, f"eos_token_id is {value!r}, must be an integer or a list of them"
+        )
     return frozenset(ids)

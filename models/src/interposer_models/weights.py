@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_ops.layers.linear import Linear
-from torch import nn
 
 __all__ = ["Progress", "load_weights"]
 
@@ -22,7 +23,7 @@ _DERIVED = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Rows ``start`` to ``stop`` along ``dim`` of a module's parameter; all of it if dim is None."""
+    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None."""
 
     module: nn.Module
     parameter: str
@@ -53,7 +54,9 @@ def load_weights(
             _place(name, tensor, targets[name], path, device)
             filled.add(name)
         elif name not in tied and not name.endswith(_DERIVED):
-            raise CheckpointError(path, f"holds the tensor {name!r}, which the model has no place for")
+            raise CheckpointError(
+                path, f"holds the tensor {name!r}, which the model has no place for"
+            )
         if progress is not None:
             progress(tensor.nbytes)
     missing = sorted(set(targets) - filled)

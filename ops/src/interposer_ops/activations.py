@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 from torch.nn import functional
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.activations import gelu_and_mul_cases, silu_and_mul_cases
 
 __all__ = ["gelu_and_mul", "silu_and_mul"]

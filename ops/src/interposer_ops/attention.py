@@ -7,8 +7,8 @@ longest sequence, P pages, S page size, Q longest query, L = M S cached tokens.
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.attention import paged_attention_cases
 
 __all__ = ["paged_attention"]
@@ -81,7 +81,9 @@ def paged_attention(
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     mixed = torch.einsum("bkgql,blkd->bqkgd", scores.softmax(-1), values)
 
-    sequence = torch.bucketize(torch.arange(num_tokens, device=device), query_starts[1:], right=True)
+    sequence = torch.bucketize(
+        torch.arange(num_tokens, device=device), query_starts[1:], right=True
+    )
     sequence = sequence.clamp(max=max(num_seqs - 1, 0))
     offset = torch.arange(num_tokens, device=device) - query_starts[sequence]
     return mixed[sequence, offset].reshape(num_tokens, num_heads, head_size).to(query.dtype)

@@ -6,8 +6,8 @@ Dimensions: T tokens, K kv heads, D head size, P pages, S page size.
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.attention import reshape_and_cache_cases
 
 __all__ = ["reshape_and_cache"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 from torch.nn import functional
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.linear import embedding_cases, linear_cases
 
 __all__ = ["embedding", "linear"]

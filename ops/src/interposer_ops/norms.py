@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.norms import fused_add_rms_norm_cases, rms_norm_cases
 
 __all__ = ["fused_add_rms_norm", "rms_norm"]

@@ -1,6 +1,7 @@
 """Tables of rotary angles: plain, and stretched for longer contexts.
 
-Sources: arXiv:2104.09864 (rotary), the Llama 3.1 release (frequency bands), arXiv:2309.00071 (YaRN).
+Sources: arXiv:2104.09864 (rotary), the Llama 3.1 release (frequency bands), arXiv:2309.00071
+(YaRN).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from interposer.errors import ConfigError, UnknownNameError
 
 __all__ = ["ROPE_TYPES", "rotary_frequencies", "rotary_table"]

@@ -6,8 +6,8 @@ Dimensions: T tokens, N heads, K kv heads, D head size, R rotated size (R <= D),
 from __future__ import annotations
 
 import torch
-from interposer import Tolerance, custom_op
 
+from interposer import Tolerance, custom_op
 from interposer_ops.cases.rotary import rotary_embedding_cases
 
 __all__ = ["rotary_embedding"]

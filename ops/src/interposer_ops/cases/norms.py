@@ -1,4 +1,4 @@
-"""Cases of the norms."""
+"""Cases of the norms. T tokens, N heads, H hidden size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 from interposer import Case
+
+from interposer_ops.cases.magnitude import peak
 
 __all__ = ["fused_add_rms_norm_cases", "rms_norm_cases"]
 
@@ -21,29 +23,55 @@ _SHAPES = {
 
 
 def rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield rows of several shapes, rows of zeros and rows of large values."""
+    """Yield rows of several shapes and magnitudes: zero, below the root of eps, large."""
     generator = torch.Generator().manual_seed(seed)
-    for label, shape in _SHAPES.items():
-        yield _case(label, torch.randn(shape, generator=generator), dtype, generator)
-    yield _case("zeros", torch.zeros(3, 64), dtype, generator)
-    yield _case("large", torch.randn(3, 64, generator=generator) * 1e4, dtype, generator)
-    strided = torch.randn(4, 192, generator=generator)[:, 32:160]
-    yield _case("strided rows", strided, dtype, generator)
+    for label, x in _inputs(generator):
+        x = x.to(dtype)
+        weight = _weight(x, generator)
+        arguments = {"x": x, "weight": weight, "eps": 1e-5}
+        yield _case(label, arguments, x, weight)
 
 
 def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield the cases of ``rms_norm`` with a residual."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    for case in rms_norm_cases(dtype, seed):
-        x, weight, eps = case.arguments.values()
-        residual = torch.randn(x.shape, generator=generator).to(dtype)
-        arguments = {"x": x, "residual": residual, "weight": weight, "eps": eps}
-        magnitude = max(case.magnitude, float((x.abs() + residual.abs()).max()) if x.numel() else 1.0)
-        yield Case(case.label, arguments, case.dims, case.reduction, magnitude)
+    """Yield the inputs of ``rms_norm`` with a residual of the same magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    for label, x in _inputs(generator):
+        x = x.to(dtype)
+        noise = torch.randn(x.shape, generator=generator)
+        residual = (noise * x.float().std() if x.numel() > 1 else noise).to(dtype)
+        weight = _weight(x, generator)
+        arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
+        yield _case(label, arguments, x.float() + residual.float(), weight)
 
 
-def _case(label: str, x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    width = x.shape[-1]
-    weight = (1 + 0.1 * torch.randn(width, generator=generator)).to(dtype)
-    arguments = {"x": x.to(dtype), "weight": weight, "eps": 1e-5}
-    return Case(label, arguments, {"hidden_size": width}, reduction=width, magnitude=1.0)
+def _inputs(generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    for label, shape in _SHAPES.items():
+        yield label, torch.randn(shape, generator=generator)
+    yield "zeros", torch.zeros(3, 64)
+    # The square of 1e-3 is a tenth of eps.
+    yield "smaller than eps", torch.randn(3, 64, generator=generator) * 1e-3
+    # The squares are beyond the range of float16.
+    yield "large", torch.randn(3, 64, generator=generator) * 5e3
+    yield "strided rows", torch.randn(4, 192, generator=generator)[:, 32:160]
+    # [T, N, H]: the heads of one projection among three.
+    heads = torch.randn(3, 6, 64, generator=generator)[:, :4]
+    yield "strided heads", heads
+
+
+def _weight(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return (1 + 0.1 * torch.randn(x.shape[-1], generator=generator)).to(x.dtype)
+
+
+def _case(
+    label: str, arguments: dict[str, object], normalised: torch.Tensor, weight: torch.Tensor
+) -> Case:
+    """Return the case of the rows ``normalised``.
+
+    The squares are all positive, so the sum's error is relative, and shows as one of the result:
+    the magnitude is a bound of the result.
+    """
+    width = weight.shape[0]
+    rows = normalised.double()
+    ratio = rows.abs().amax(-1) / rows.square().mean(-1).sqrt()
+    magnitude = peak(ratio.nan_to_num()) * peak(weight)
+    return Case(label, arguments, {"hidden_size": width}, reduction=width, magnitude=magnitude)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
+
 from interposer import PluggableLayer, Site
 from interposer.errors import UnknownNameError
-
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 
 __all__ = ["GatedActivation"]
@@ -26,14 +26,16 @@ class GatedActivation(PluggableLayer):
 
     def __init__(self, site: Site, activation: str, intermediate_size: int) -> None:
         super().__init__(site)
+        self.activate: Callable[..., torch.Tensor]
+        self.options: tuple[str, ...] = ()
         if activation in _SILU:
             self.activate = site.bind(silu_and_mul, intermediate_size=intermediate_size)
         elif activation in _GELU:
-            kernel = site.bind(gelu_and_mul, intermediate_size=intermediate_size)
-            self.activate = partial(kernel, approximate=_GELU[activation])
+            self.activate = site.bind(gelu_and_mul, intermediate_size=intermediate_size)
+            self.options = (_GELU[activation],)
         else:
             raise UnknownNameError("activation", activation, (*_SILU, *_GELU))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[..., I]`` of ``x`` ``[..., 2 I]``."""
-        return self.activate(x)
+        return self.activate(x, *self.options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from interposer import (
     AttentionBackend,
     AttentionBatch,
@@ -13,7 +14,6 @@ from interposer import (
     Site,
     Verdict,
 )
-
 from interposer_ops.attention import paged_attention
 from interposer_ops.kv_cache import reshape_and_cache
 
@@ -47,19 +47,8 @@ class PagedBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        dims = {
-            "head_size": spec.head_size,
-            "num_heads": spec.num_heads,
-            "num_kv_heads": spec.num_kv_heads,
-            "page_size": spec.page_size,
-        }
-        self.write = site.bind(reshape_and_cache, **dims)
-        self.attend = site.bind(
-            paged_attention,
-            **dims,
-            windowed=spec.window_tokens is not None,
-            softcapped=spec.softcap is not None,
-        )
+        self.write = site.bind(reshape_and_cache, **spec.dims())
+        self.attend = site.bind(paged_attention, **spec.dims())
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from interposer import PluggableLayer, Site
 from torch import nn
 
+from interposer import PluggableLayer, Site
 from interposer_ops.layers.linear import prepared_linear
 from interposer_ops.linear import embedding, linear
 

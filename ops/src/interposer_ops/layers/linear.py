@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from interposer import LinearMethod, PluggableLayer, Site
-from interposer.resolver import BoundKernel
 from torch import nn
 
+from interposer import LinearMethod, PluggableLayer, Site
+from interposer.resolver import BoundKernel
 from interposer_ops.linear import linear
 
 __all__ = ["Linear", "MergedLinear", "PlainLinear", "prepared_linear"]
@@ -24,18 +24,18 @@ class PlainLinear(LinearMethod):
         """Register ``weight`` and, if asked for, ``bias``."""
         self.bound = site.bind_kernel(linear, in_features=in_features, out_features=out_features)
         weight = torch.empty(out_features, in_features, dtype=site.dtype)
-        layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=site.dtype), requires_grad=False)
-            if bias
-            else None
-        )
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        offsets = torch.empty(out_features, dtype=site.dtype) if bias else None
+        parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
+        layer.register_parameter("bias", parameter)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its weights, prepared if it wants them so."""
-        operands = prepared_linear(self.bound, layer.weight, layer.bias)  # type: ignore[arg-type]
-        if operands[0] is not layer.weight:
-            layer.weight = None  # the prepared copy replaces it; held twice it would double memory
+        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        operands = prepared_linear(self.bound, weight, bias)
+        if operands[0] is not weight:
+            # The prepared copy replaces it; held twice it would double the memory.
+            layer.register_parameter("weight", None)
         return self.bound.function, operands
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from interposer import PluggableLayer, Site
 from torch import nn
 
+from interposer import PluggableLayer, Site
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 
 __all__ = ["RMSNorm"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from interposer import PluggableLayer, Site
 
+from interposer import PluggableLayer, Site
 from interposer_ops.rotary import rotary_embedding
 
 __all__ = ["RotaryEmbedding"]

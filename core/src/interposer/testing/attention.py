@@ -1,0 +1,199 @@
+"""The check of an attention backend against the references of the ops that define it.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from interposer.attention import AttentionBackend, AttentionBatch, AttentionSpec
+from interposer.layer import Site
+from interposer.op import Case, CustomOp
+from interposer.records import load_target
+from interposer.testing.comparison import compare_form, compare_value
+from interposer.testing.fault import Fault
+from interposer.testing.operand import Operand, poisoned_memory
+from interposer.testing.scenario import chunked_steps, occupying_step, pages_needed
+
+__all__ = ["attention_specs", "check_attention"]
+
+_HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
+_MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"window_tokens": 6},
+    "softcap": {"softcap": 2.0},
+    "window+softcap": {"window_tokens": 3, "softcap": 2.0},
+}
+_NUM_LAYERS = 2
+
+
+def attention_specs() -> Iterator[tuple[str, AttentionSpec]]:
+    """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations."""
+    axes = product(_HEADS, _MASKS, (32, 64, 80, 128), (4, 16), (torch.float32, torch.bfloat16))
+    for heads, mask, head_size, page_size, dtype in axes:
+        num_heads, num_kv_heads = _HEADS[heads]
+        spec = AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+            cache_dtype=dtype,
+            page_size=page_size,
+            # Three times the usual, so that random scores differ enough to matter.
+            scale=3 * head_size**-0.5,
+            **_MASKS[mask],
+        )
+        yield f"{heads} {mask} head {head_size} page {page_size}", spec
+
+
+def check_attention(
+    backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0
+) -> list[Fault]:
+    """Return everything in which ``backend`` departs from the ops that define paged attention.
+
+    Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
+    occupied before by NaN. The cache belongs to the backend, so only results are compared. One
+    plan serves two layers, as in a model. What the backend raises is passed on.
+
+    Args:
+        site: of the layer; its registry must have ``reshape_and_cache`` and ``paged_attention``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with poisoned_memory():
+        return _run_steps(backend(spec, site), spec, site, generator)
+
+
+def _run_steps(
+    backend: AttentionBackend, spec: AttentionSpec, site: Site, generator: torch.Generator
+) -> list[Fault]:
+    """Run all steps on all layers; the first that is wrong ends it, as the rest would follow."""
+    device = site.resolver.device.torch_device
+    layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
+    caches = [layout.allocate(num_pages, device) for _ in range(_NUM_LAYERS)]
+    _occupy(backend, spec, caches, device)
+    layers = [_Layer(spec, cache, site) for cache in caches]
+    for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
+        plan = backend.plan(_on(batch, device))
+        for number, layer in enumerate(layers):
+            faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
+            if faults:
+                at = f"step {step}, layer {number}"
+                return [replace(fault, where=f"{at}, {fault.where}") for fault in faults]
+    return []
+
+
+class _Layer:
+    """One layer: the backend's cache and, beside it, the reference's in float64."""
+
+    def __init__(self, spec: AttentionSpec, cache: torch.Tensor, site: Site) -> None:
+        registry, self.device = site.resolver.registry, site.resolver.device.torch_device
+        self.write: CustomOp[..., Any] = load_target(registry.ops["reshape_and_cache"].target)
+        self.attend: CustomOp[..., Any] = load_target(registry.ops["paged_attention"].target)
+        self.spec = spec
+        self.cache = cache
+        shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
+        self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
+        self.values = self.keys.clone()
+
+    def step(
+        self,
+        backend: AttentionBackend,
+        batch: AttentionBatch,
+        plan: Any,
+        generator: torch.Generator,
+        *,
+        fused: bool,
+    ) -> Iterator[Fault]:
+        """Run one step on both and yield where they differ.
+
+        ``fused`` gives query, key and value as slices of one product.
+        """
+        num_tokens = int(batch.query_starts[-1])
+        given = _projections(self.spec, num_tokens, generator, fused=fused)
+        operands = [Operand(tensor, self.device) for tensor in given]
+        query, key, value = (operand.tensor for operand in operands)
+        output = backend.forward(query, key, value, self.cache, plan)
+        expected = self._expected(batch, *(tensor.double() for tensor in given))
+        # The contract leaves the stride of the output to the backend.
+        faults = [f for f in compare_form(output, torch.empty_like(query)) if f.check != "stride"]
+        yield from faults
+        if not any(fault.check in ("structure", "shape") for fault in faults):
+            yield from compare_value("output", output, expected, self._bound(expected, batch))
+        for name, operand in zip(("query", "key", "value"), operands, strict=True):
+            if operand.is_changed():
+                yield Fault("mutation", f"argument {name!r}", "it is written")
+
+    def _expected(
+        self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        self.write.reference(key, value, self.keys, self.values, batch.slots)
+        expected: torch.Tensor = self.attend.reference(
+            query,
+            self.keys,
+            self.values,
+            batch.page_table,
+            batch.query_starts,
+            batch.seq_lens,
+            batch.max_query_tokens,
+            self.spec.scale,
+            True,
+            self.spec.window_tokens,
+            self.spec.softcap,
+        )
+        return expected
+
+    def _bound(self, expected: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Return the op's bound, for numbers that all lie between -1 and 1.
+
+        A score is a sum of D terms that are scaled afterwards; its error is one of the weights,
+        which act on values of at most 1.
+        """
+        spec = self.spec
+        case = Case(
+            "step",
+            {},
+            reduction=spec.head_size + batch.max_seq_tokens,
+            magnitude=1 + spec.head_size * spec.scale,
+            rounded=1.0,
+        )
+        coarser = max(spec.dtype, spec.cache_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return self.attend.tolerance.bound(expected, coarser, case)
+
+
+def _occupy(
+    backend: AttentionBackend, spec: AttentionSpec, caches: list[torch.Tensor], device: str
+) -> None:
+    """Let a step of NaN go through every page, so that reading a stale slot shows."""
+    batch = occupying_step(spec.page_size)
+    plan = backend.plan(_on(batch, device))
+    generator = torch.Generator()
+    given = _projections(spec, int(batch.query_starts[-1]), generator, fused=False)
+    for cache in caches:
+        query, key, value = (torch.full_like(tensor, torch.nan, device=device) for tensor in given)
+        backend.forward(query, key, value, cache, plan)
+
+
+def _projections(
+    spec: AttentionSpec, num_tokens: int, generator: torch.Generator, *, fused: bool
+) -> list[torch.Tensor]:
+    """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1."""
+    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    shape = (num_tokens, sum(heads), spec.head_size)
+    product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
+    parts = product.split(heads, dim=1)
+    return list(parts) if fused else [part.contiguous() for part in parts]
+
+
+def _on(batch: AttentionBatch, device: str) -> AttentionBatch:
+    tensors = {
+        field.name: getattr(batch, field.name).to(device)
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor)
+    }
+    return replace(batch, **tensors)

@@ -1,0 +1,42 @@
+"""What the suite reports: one departure of something under test from its contract."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Check", "Fault"]
+
+Check = Literal[
+    "alias", "call", "dtype", "import", "mutation", "shape", "stride", "structure", "value"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong.
+
+    Attributes:
+        check: the kind of check that found it.
+        where: the output, argument or call that it was found in.
+        reason: what is wrong, with the offending value.
+        error: largest absolute error, where values were compared.
+        bound: the error allowed at the place of the largest.
+        traceback: set where code under test raised.
+    """
+
+    check: Check
+    where: str
+    reason: str
+    error: float | None = None
+    bound: float | None = None
+    traceback: str = field(default="", repr=False)
+
+    @classmethod
+    def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
+        """Return the fault of code that raised; call it where the exception is handled."""
+        return cls(check, where, f"raised {error!r}", traceback=traceback.format_exc())
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason} ({self.check})"

@@ -1,0 +1,83 @@
+"""Sequences that arrive, are prefilled in chunks and decode, as a scheduler would batch them.
+
+Dimensions: T tokens, B sequences, M pages of the longest sequence, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from interposer.attention import AttentionBatch
+
+__all__ = ["chunked_steps", "occupying_step", "pages_needed"]
+
+# Tokens per step of each sequence, in pages and tokens; no tokens while it waits or idles.
+_CHUNKS = (
+    ((0, 7), (0, 1), (0, 1), (0, 1)),  # a prompt, then decoding
+    ((1, 0), (0, 1), (0, 1), (0, 1)),  # a prompt of exactly one page
+    ((1, -1), (0, 1), (0, 1), (0, 1)),  # decoding fills the page, then begins the next
+    ((0, 3), (1, 2), (0, 0), (1, 0)),  # a long prompt in chunks, once preempted
+    ((0, 0), (2, 1), (0, 1), (0, 1)),  # arrives later
+    ((0, 1), (0, 1), (0, 0), (0, 1)),  # begins with a single token
+)
+
+
+def pages_needed(page_size: int) -> int:
+    """Return P, the pages that ``chunked_steps`` spreads its sequences over."""
+    return sum(_num_pages(chunks, page_size) for chunks in _CHUNKS)
+
+
+def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[AttentionBatch]:
+    """Yield the batches of four steps in a row over one cache, in host memory.
+
+    The pages of each sequence are scattered at random, and every step has the sequences in an
+    order of its own.
+    """
+    scattered = torch.randperm(pages_needed(page_size), generator=generator)
+    tables = scattered.split([_num_pages(chunks, page_size) for chunks in _CHUNKS])
+    done = [0] * len(_CHUNKS)
+    for step in range(len(_CHUNKS[0])):
+        order = torch.randperm(len(_CHUNKS), generator=generator).tolist()
+        lengths = {b: _tokens(_CHUNKS[b][step], page_size) for b in order}
+        running = [b for b in order if lengths[b]]
+        starts = [done[b] for b in running]
+        yield _batch([tables[b] for b in running], starts, [lengths[b] for b in running], page_size)
+        for b in running:
+            done[b] += lengths[b]
+
+
+def occupying_step(page_size: int) -> AttentionBatch:
+    """Return a batch that fills every page, as sequences do that have ended before."""
+    num_pages = pages_needed(page_size)
+    tables = list(torch.arange(num_pages).split(1))
+    return _batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
+
+
+def _batch(
+    tables: list[torch.Tensor], starts: list[int], lengths: list[int], page_size: int
+) -> AttentionBatch:
+    positions = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+    slots = [
+        table[at // page_size] * page_size + at % page_size
+        for table, at in zip(tables, positions, strict=True)
+    ]
+    seq_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
+    return AttentionBatch(
+        query_starts=torch.tensor([0, *lengths]).cumsum(0),
+        seq_lens=torch.tensor(seq_lens),
+        page_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+        slots=torch.cat(slots),
+        max_query_tokens=max(lengths),
+        max_seq_tokens=max(seq_lens),
+    )
+
+
+def _num_pages(chunks: tuple[tuple[int, int], ...], page_size: int) -> int:
+    return -(-sum(_tokens(chunk, page_size) for chunk in chunks) // page_size)
+
+
+def _tokens(chunk: tuple[int, int], page_size: int) -> int:
+    pages, tokens = chunk
+    return pages * page_size + tokens

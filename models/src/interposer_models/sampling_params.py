@@ -1,0 +1,89 @@
+"""How the tokens of one request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from interposer.errors import RequestError, UnknownNameError
+
+__all__ = ["SamplingParams"]
+
+_INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
+
+# Each description says in an error what is allowed.
+_Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+_Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
+_Text = Annotated[str, Field(min_length=1)]
+_TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+
+
+class SamplingParams(BaseModel):
+    """Parameters of one request; the defaults choose the likeliest token each time.
+
+    Attributes:
+        max_new_tokens: the request ends after that many.
+        temperature: divides the logits; 0 is greedy.
+        top_k: only so many of the likeliest tokens are left; 0 leaves all.
+        top_p: the likeliest tokens are left that hold this probability together; 1 leaves all.
+        min_p: tokens are left that are at least this fraction as likely as the likeliest; 0
+            leaves all.
+        repetition_penalty: above 1 discourages tokens of prompt and output.
+        presence_penalty: subtracted from the logits of tokens that were generated.
+        frequency_penalty: subtracted once for each time that a token was generated.
+        seed: the same seed gives the same tokens, whatever runs beside; None draws one.
+        stop: texts that end the request and are left out of its text.
+        stop_token_ids: tokens that end the request.
+        ignore_eos: the model's own end tokens don't end the request.
+    Raises:
+        RequestError: a value has the wrong type or is out of range.
+        UnknownNameError: a field of that name does not exist.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_new_tokens: int = Field(default=16, ge=1, description="an integer of at least 1")
+    temperature: float = Field(
+        default=0.0, ge=0, le=1000, description="a number from 0, which is greedy, to 1000"
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=_INT64_MAX,
+        description="0, which keeps all tokens, or a positive integer",
+    )
+    top_p: _Fraction = 1.0
+    min_p: _Fraction = 0.0
+    repetition_penalty: float = Field(
+        default=1.0, ge=0.001, le=1000, description="a number from 0.001 to 1000"
+    )
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    seed: int | None = Field(
+        default=None, ge=0, le=_INT64_MAX, description="None or an integer from 0 to 2^63 - 1"
+    )
+    stop: tuple[_Text, ...] = Field(
+        default=(), strict=False, description="a list or tuple of texts that are not empty"
+    )
+    stop_token_ids: tuple[_TokenId, ...] = Field(
+        default=(), strict=False, description="a list or tuple of integers of at least 0"
+    )
+    ignore_eos: bool = Field(default=False, description="True or False")
+
+    if not TYPE_CHECKING:  # type checkers derive the signature from the fields
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise _reason(error, fields) from None
+
+
+def _reason(error: ValidationError, fields: dict[str, Any]) -> RequestError | UnknownNameError:
+    known = SamplingParams.model_fields
+    for name in fields:
+        if name not in known:
+            return UnknownNameError("sampling parameter", name, known)
+    name = str(error.errors()[0]["loc"][0])
+    return RequestError(f"{name} is {fields[name]!r}; allowed is {known[name].description}")

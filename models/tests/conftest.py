@@ -1,0 +1,113 @@
+"""Real checkpoints, written by transformers from configs with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama-llama3-rope": lambda: LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "llama-yarn-rope": lambda: LlamaConfig(**SIZES, rope_parameters=YARN),
+    "llama-tied-biased": lambda: LlamaConfig(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen2-windowed": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=24, head_dim=16),
+    "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
+}
+
+
+def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
+    """Write a model of random weights and a tokenizer of one token per byte; return the model."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path, **options)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return model
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """One of ``CONFIGS``: the model directory and transformers' own model of it."""
+    path = tmp_path_factory.mktemp(request.param)
+    return path, write_checkpoint(CONFIGS[request.param](), path)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny Llama."""
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(CONFIGS["llama"](), path)
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """The directory of the same tiny Llama in several shards, which a test may spoil."""
+    write_checkpoint(CONFIGS["llama"](), tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return tmp_path
+
+
+@pytest.fixture
+def copied(llama: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny Llama that a test may spoil."""
+    target = tmp_path / "model"
+    target.mkdir()
+    for source in llama.iterdir():
+        (target / source.name).write_bytes(source.read_bytes())
+    return target

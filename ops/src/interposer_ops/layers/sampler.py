@@ -1,0 +1,167 @@
+"""The last step of a model: one token for each sequence of a batch.
+
+Dimensions: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from interposer import PluggableLayer, Site
+from interposer.errors import RequestError
+from interposer_ops.sampling import apply_penalties, sample_tokens
+
+__all__ = ["Penalties", "Sampler", "SamplingBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What ``apply_penalties`` takes besides the logits, in its order."""
+
+    prompt_mask: torch.Tensor
+    output_counts: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What ``sample_tokens`` takes besides the logits, in its order, and the penalties.
+
+    None stands for what no request of the batch uses.
+    """
+
+    temperature: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
+    seeds: torch.Tensor
+    steps: torch.Tensor
+    penalties: Penalties | None
+
+    @property
+    def all_greedy(self) -> bool:
+        """Say whether every row takes its largest logit."""
+        return self.temperature is None
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        min_p: Sequence[float],
+        seeds: Sequence[int],
+        steps: Sequence[int],
+        repetition: Sequence[float],
+        presence: Sequence[float],
+        frequency: Sequence[float],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: str,
+    ) -> SamplingBatch:
+        """Return the batch of B requests, from one item of each argument per request.
+
+        Args:
+            temperature: up to ``frequency``, as the ops define them.
+            prompts: token ids; read only if a request has a penalty.
+            outputs: token ids that were generated so far; read likewise.
+        Raises: RequestError: a token id that is read is not in the vocabulary.
+        """
+        random = [value > 0 for value in temperature]
+
+        def truncation(
+            values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32
+        ) -> torch.Tensor | None:
+            used = any(row and value != neutral for row, value in zip(random, values, strict=True))
+            return torch.tensor(values, dtype=dtype, device=device) if used else None
+
+        penalties = None
+        if any(r != 1 for r in repetition) or any(presence) or any(frequency):
+            penalties = Penalties(
+                _counts(prompts, vocab_size, device) > 0,
+                _counts(outputs, vocab_size, device),
+                *(_floats(values, device) for values in (repetition, presence, frequency)),
+            )
+        return cls(
+            temperature=_floats(temperature, device) if any(random) else None,
+            top_k=truncation(top_k, 0, torch.int64),
+            top_p=truncation(top_p, 1),
+            min_p=truncation(min_p, 0),
+            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            steps=torch.tensor(steps, dtype=torch.int64, device=device),
+            penalties=penalties,
+        )
+
+
+class Sampler(PluggableLayer):
+    """Penalise used tokens where a request asks for it, then choose one token for each row."""
+
+    layer_id = "sampler"
+
+    def __init__(self, site: Site, vocab_size: int) -> None:
+        super().__init__(site)
+        self.penalize = site.bind(apply_penalties, vocab_size=vocab_size)
+        self.sample = site.bind(sample_tokens, vocab_size=vocab_size)
+        # Penalised logits are wider than the model's, and a kernel is chosen for one dtype.
+        self.sample_penalized = self.sample
+        wide = torch.promote_types(site.dtype, torch.float32)
+        if wide != site.dtype:
+            at = replace(site, dtype=wide)
+            self.sample_penalized = at.bind(sample_tokens, vocab_size=vocab_size)
+
+    def forward(
+        self, logits: torch.Tensor, batch: SamplingBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32.
+
+        Args:
+            logits: ``[B, V]``, dtype of the site.
+            batch: of the same B requests, on the device of ``logits``.
+        Returns: logprobs are natural logs, after penalties, before temperature and truncation.
+        """
+        sample = self.sample
+        penalties = batch.penalties
+        if penalties is not None:
+            logits = self.penalize(
+                logits,
+                penalties.prompt_mask,
+                penalties.output_counts,
+                penalties.repetition,
+                penalties.presence,
+                penalties.frequency,
+            )
+            sample = self.sample_penalized
+        return sample(
+            logits,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            batch.seeds,
+            batch.steps,
+        )
+
+
+def _floats(values: Sequence[float], device: str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _counts(sequences: Sequence[Sequence[int]], vocab_size: int, device: str) -> torch.Tensor:
+    """Return how often each sequence holds each token, ``[B, V]`` int32."""
+    tokens = list(chain.from_iterable(sequences))
+    for token in (min(tokens), max(tokens)) if tokens else ():
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"Token id {token} is outside the vocabulary of {vocab_size}")
+    rows = [row for row, sequence in enumerate(sequences) for _ in sequence]
+    places = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    ones = torch.ones(len(tokens), dtype=torch.int32, device=device)
+    counts = torch.zeros(len(sequences), vocab_size, dtype=torch.int32, device=device)
+    return counts.index_put_(tuple(places), ones, accumulate=True)

@@ -1,0 +1,1 @@
+"""The CPU as a platform: what it can do, and kernels made of torch's own operators."""

@@ -1,0 +1,38 @@
+"""Binding of this process's threads to processors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from interposer.verdict import Verdict
+
+__all__ = ["bind_process"]
+
+
+def bind_process(processors: Iterable[int]) -> Verdict:
+    """Bind every thread of this process, or refuse and leave all as it was.
+
+    Threads that start later inherit the binding from the one that starts them.
+    """
+    wanted = set(processors)
+    if not wanted:
+        return Verdict.refuse("no processors were given")
+    if not hasattr(os, "sched_setaffinity"):
+        return Verdict.refuse("this operating system cannot bind threads to processors")
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, wanted)
+    except (OSError, ValueError, OverflowError) as error:
+        return Verdict.refuse(f"the system denies processors {sorted(wanted)}: {error}")
+    granted = os.sched_getaffinity(0)
+    if granted != wanted:  # the kernel drops processors outside the process's cpuset silently
+        os.sched_setaffinity(0, before)
+        denied = sorted(wanted - granted)
+        return Verdict.refuse(f"processors {denied} do not exist or are denied to this process")
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):  # it ended since it was listed
+            os.sched_setaffinity(int(thread.name), wanted)
+    return Verdict.accept(f"bound to processors {sorted(wanted)}")

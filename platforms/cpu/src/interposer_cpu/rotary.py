@@ -1,0 +1,33 @@
+"""Rotary position embedding. T tokens, N heads, D head size, R rotated size."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["rotary_embedding"]
+
+# Elements from which fresh temporaries cost more than passes over one that is there.
+_MANY = 1 << 20
+
+
+def rotary_embedding(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``rotary_embedding``, every second product fused with its sum."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R / 2]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    if x.dtype == cos.dtype and x.numel() < _MANY:
+        a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+        first = torch.mul(a, cos).addcmul_(b, sin, value=-1)
+        second = torch.mul(b, cos).addcmul_(a, sin)
+        return torch.cat((first, second, rest), dim=-1)
+    wide = x.to(cos.dtype, copy=True, memory_format=torch.contiguous_format)
+    a, b = wide[..., : 2 * half].chunk(2, dim=-1)
+    from_b = b * sin
+    b.mul_(cos).addcmul_(a, sin)
+    a.mul_(cos).sub_(from_b)
+    return wide.to(x.dtype)

@@ -1,0 +1,34 @@
+"""What this distribution declares. It names its code by import string and imports none of it."""
+
+from __future__ import annotations
+
+from interposer.hookspecs import hookimpl
+from interposer.records import Kernel, LayerEntry, Record
+from interposer.requires import Requires
+
+_REQUIRES = Requires(dtypes=("float32", "bfloat16"))
+_SCORE = 20.0
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return two kernels and one layer, which run on any platform."""
+    kernels = [
+        Kernel(
+            op=op,
+            name=f"{op}_example",
+            target=f"interposer_example_norm.kernels:{op}",
+            requires=_REQUIRES,
+            score=_SCORE,
+            properties=frozenset({"deterministic", "traceable"}),
+        )
+        for op in ("rms_norm", "fused_add_rms_norm")
+    ]
+    layer = LayerEntry(
+        layer_id="rms_norm",
+        name="example_norm",
+        target="interposer_example_norm.layers:ExampleNorm",
+        requires=_REQUIRES,
+        score=_SCORE,
+    )
+    return [*kernels, layer]

@@ -1,0 +1,108 @@
+"""The example does what a plugin has to: its kernels are right, and it can be seen and turned off."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
+from interposer.testing import check_lightness, conformance
+from interposer_example_norm.layers import ExampleNorm
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.norms import fused_add_rms_norm, rms_norm
+
+DISTRIBUTION = "interposer-example-norm"
+# A platform of no plugin, so that no kernel written for a platform takes part.
+DEVICE = Device("bare", "cpu", "a device without kernels of its own", Capability("any"))
+
+
+def site(dtype: torch.dtype = torch.bfloat16, config: Config | None = None) -> Site:
+    config = config or Config()
+    return Site(Resolver(current_registry(config), DEVICE, config), "model.norm", dtype)
+
+
+def trials() -> Iterator[object]:
+    for trial in conformance(current_registry(), DEVICE, distribution=DISTRIBUTION):
+        yield pytest.param(trial, id=str(trial))
+
+
+@pytest.mark.parametrize("trial", trials())
+def test_kernel_conforms(trial) -> None:  # type: ignore[no-untyped-def]
+    assert trial.run() == []
+
+
+def test_every_declared_dtype_is_tried() -> None:
+    tried = conformance(current_registry(), DEVICE, distribution=DISTRIBUTION)
+    accepted = {(trial.request.name, trial.request.dtype) for trial in tried if trial.verdict}
+    ops = ("rms_norm", "fused_add_rms_norm")
+    assert accepted == {(op, dtype) for op in ops for dtype in ("float32", "bfloat16")}
+
+
+def test_plugin_module_is_light() -> None:
+    assert check_lightness("interposer_example_norm.plugin") == []
+
+
+def test_replacement_keeps_the_signature() -> None:
+    assert inspect.signature(ExampleNorm.__init__) == inspect.signature(RMSNorm.__init__)
+
+
+def test_model_code_gets_the_replacement_and_the_kernels() -> None:
+    layer = RMSNorm(site(), 64, 1e-5)
+    assert type(layer) is ExampleNorm
+    assert layer.norm.__module__ == layer.add_norm.__module__ == "interposer_example_norm.kernels"
+
+
+def test_layer_computes_what_the_reference_does() -> None:
+    layer = RMSNorm(site(torch.float32), 96, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 5, 96, generator=generator)
+    layer.weight.copy_(torch.randn(96, generator=generator))
+    torch.testing.assert_close(layer(x), rms_norm(x, layer.weight, 1e-5))
+    expected = fused_add_rms_norm(x, residual, layer.weight, 1e-5)
+    torch.testing.assert_close(layer.forward_add(x, residual), expected)
+
+
+def test_printed_layer_names_its_kernels() -> None:
+    printed = str(RMSNorm(site(), 64, 1e-5))
+    kernels = "interposer_example_norm.kernels"
+    assert printed == (
+        f"ExampleNorm(64, eps=1e-05, kernels: {kernels}.rms_norm, {kernels}.fused_add_rms_norm)"
+    )
+
+
+@pytest.mark.parametrize("function", [torch.ops.aten.relu.default, lambda x: x, len])
+def test_printed_layer_names_any_callable(function: object) -> None:
+    layer = RMSNorm(site(), 64, 1e-5)
+    layer.norm = function  # type: ignore[assignment]
+    assert getattr(function, "__name__") in str(layer)  # noqa: B009
+
+
+def test_explanation_shows_the_plugin() -> None:
+    place = site()
+    RMSNorm(place, 64, 1e-5)
+    text = str(explain(place))
+    for name in ("example_norm", "rms_norm_example", "fused_add_rms_norm_example"):
+        assert f"-> {name} ({DISTRIBUTION} 0.1.0)" in text
+
+
+@pytest.mark.parametrize("name", ["example-norm", DISTRIBUTION])
+def test_disabled_plugin_is_gone(name: str) -> None:
+    place = site(config=Config(disable=frozenset({name})))
+    layer = RMSNorm(place, 64, 1e-5)
+    assert type(layer) is RMSNorm
+    assert layer.norm is rms_norm.reference
+    assert "example" not in str(explain(place))
+
+
+def test_another_dtype_is_refused_with_a_reason() -> None:
+    place = site(torch.float16)
+    assert type(RMSNorm(place, 64, 1e-5)) is RMSNorm
+    assert "needs dtype float32 or bfloat16, got float16" in str(explain(place))
+
+
+def test_pinned_reference_outranks_it() -> None:
+    place = site(config=Config(kernels={"rms_norm": "reference"}))
+    assert RMSNorm(place, 64, 1e-5).norm is rms_norm.reference
+    assert "rms_norm_example (interposer-example-norm 0.1.0): accepted, but" in str(explain(place))

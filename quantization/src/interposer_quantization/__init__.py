@@ -1,0 +1,1 @@
+"""Standard quantization schemes: how checkpoints store quantized weights, and the ops that apply them."""
