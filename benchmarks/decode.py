@@ -44,8 +44,8 @@ def interposer_run(lm: LanguageModel) -> Run:
         while not all(sequence.output for sequence in sequences):
             lm.engine.step()
         middle = time.perf_counter()
-        while lm.engine.step():
-            pass
+        while lm.engine.busy:
+            lm.engine.step()
         return middle - start, time.perf_counter() - middle
 
     return run

@@ -19,7 +19,7 @@ def lm(llama: Path) -> LanguageModel:
 
 def idle(lm: LanguageModel) -> bool:
     pool = lm.engine.pool
-    return pool.num_free == pool.num_pages and not lm.engine.step()
+    return pool.num_free == pool.num_pages and not lm.engine.busy
 
 
 @pytest.mark.parametrize("prompt", ["", []])
@@ -169,8 +169,8 @@ def test_any_schedule_gives_what_each_request_gives_alone(
             sequences.append(lm.engine.add(prompt, SamplingParams(max_new_tokens=count)))
             for _ in range(pause):
                 lm.engine.step()
-        while lm.engine.step():
-            pass
+        while lm.engine.busy:
+            lm.engine.step()
     finally:
         scheduler.max_step_tokens, scheduler.max_sequences = before
     # A chunked prompt may round differently in the last bit, which no tie here is near to.

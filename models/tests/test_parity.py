@@ -66,8 +66,8 @@ def test_greedy_tokens_are_equal_while_requests_join_and_leave(pair: Pair) -> No
         sequences.append(lm.engine.add(prompt, SamplingParams(max_new_tokens=count)))
         for _ in range(4):
             lm.engine.step()
-    while lm.engine.step():
-        pass
+    while lm.engine.busy:
+        lm.engine.step()
     for prompt, count, sequence in zip(requests, steps, sequences, strict=True):
         assert sequence.output == greedy_of(model, prompt, count)
     assert lm.engine.pool.num_free == lm.engine.pool.num_pages

@@ -146,8 +146,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, site: Site, config: DecoderConfig, index: int, page_size: int) -> None:
         super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        size = config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+        size = config.head_size
         self.sizes = (heads * size, kv_heads * size, kv_heads * size)
         self.head_size = size
         self.qkv_proj = MergedLinear(

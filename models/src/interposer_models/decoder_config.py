@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
 
@@ -41,7 +42,10 @@ ARCHITECTURES: Mapping[str, Traits] = {
 
 
 class DecoderConfig(BaseModel):
-    """The fields of config.json that shape a decoder, by their Hugging Face names."""
+    """The fields of config.json that shape a decoder, by their Hugging Face names.
+
+    Properties state what follows from them together with the architecture.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -50,8 +54,8 @@ class DecoderConfig(BaseModel):
     intermediate_size: Positive
     num_hidden_layers: Positive
     num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
     vocab_size: Positive
     max_position_embeddings: Positive
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
@@ -59,38 +63,87 @@ class DecoderConfig(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    rope_parameters: dict[str, Any] = Field(
+        default_factory=dict, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
+    )
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
-    rope_scaling: dict[str, Any] | None = None
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    windows: tuple[int | None, ...]
-    dtype: str = "float32"
+    sliding_window: Positive | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: int = 0
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    dtype: str = Field(default="float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
     quantization_config: dict[str, Any] | None = None
 
     @property
     def traits(self) -> Traits:
-        """Return what is special about the architecture."""
+        """What is special about the architecture."""
         return ARCHITECTURES[self.architecture]
 
     @property
+    def num_kv_heads(self) -> int:
+        """Heads that keys and values have."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        derived = self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.traits.head_size or derived
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that are rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
     def qkv_bias(self) -> bool:
-        """Say whether the Q, K and V projections have a bias."""
+        """Whether the Q, K and V projections have a bias."""
         fixed = self.traits.qkv_bias
         return self.attention_bias if fixed is None else fixed
 
     @property
-    def rotary_size(self) -> int:
-        """Return how many elements of each head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+    def rope_scaling(self) -> dict[str, Any]:
+        """``rope_type`` and its parameters."""
+        # A yarn config without it means that max_position_embeddings is the original length.
+        original = {"original_max_position_embeddings": self.max_position_embeddings}
+        return {**original, **self.rope_parameters}
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer in tokens, None where a layer sees everything."""
+        window = self.sliding_window
+        if self.layer_types is not None:
+            return tuple(window if t == "sliding_attention" else None for t in self.layer_types)
+        switch = self.use_sliding_window
+        if not (self.traits.windowed if switch is None else switch):
+            window = None
+        first = 0 if switch is None else self.max_window_layers
+        return tuple(window if i >= first else None for i in range(self.num_hidden_layers))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten_rope(cls, fields: Any) -> Any:
+        """Lift what newer configs keep inside of rope_parameters to where older ones have it."""
+        rope = fields.get("rope_parameters", fields.get("rope_scaling"))
+        if isinstance(rope, dict):
+            inner = {n: rope[n] for n in ("rope_theta", "partial_rotary_factor") if n in rope}
+            return {**fields, **inner}
+        return fields
 
     @model_validator(mode="after")
     def _coherent(self) -> DecoderConfig:
-        if self.num_attention_heads % self.num_key_value_heads:
+        heads, kv_heads, types = self.num_attention_heads, self.num_kv_heads, self.layer_types
+        if heads % kv_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         if self.rotary_size % 2:
             raise ValueError(f"the rotated part of a head is {self.rotary_size}, must be even")
+        if types is not None and len(types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
+        if types is not None and "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding layers, but sliding_window is missing")
         return self
 
     @classmethod
@@ -101,32 +154,16 @@ class DecoderConfig(BaseModel):
             UnsupportedModelError: the architecture is not among ``ARCHITECTURES``.
             CheckpointError: a field is missing, mistyped or contradictory.
         """
-        architecture = _architecture(raw, path)
         fields = {name: value for name, value in raw.items() if value is not None}
-        traits = ARCHITECTURES[architecture]
+        fields["architecture"] = _architecture(raw, path)
         try:
-            fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-            derived = fields["hidden_size"] // fields["num_attention_heads"]
-            fields.setdefault("head_dim", traits.head_size or derived)
-            rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-            fields["rope_theta"] = rope.pop("rope_theta", fields.get("rope_theta", 10000.0))
-            fields["partial_rotary_factor"] = rope.pop(
-                "partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)
-            )
-            fields["rope_scaling"] = _scaling(rope, fields)
-            fields["windows"] = _windows(fields, traits)
-            fields["dtype"] = str(fields.get("dtype", fields.get("torch_dtype", "float32")))
-            return cls(**{**fields, "architecture": architecture})
-        except KeyError as error:
-            raise CheckpointError(path, f"the field {error} is missing") from error
+            return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "config"
-            raise CheckpointError(
-                path, f"{place}: {first['msg']} (got {first['input']!r})"
-            ) from error
-        except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
-            raise CheckpointError(path, f"a field has the wrong type: {error}") from error
+            place = ".".join(str(part) for part in first["loc"])
+            given = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
+            reason = f"{place or 'config'}: {first['msg']}{given}"
+            raise CheckpointError(path, reason, "mend the field") from error
 
 
 def _architecture(raw: Mapping[str, Any], path: object) -> str:
@@ -140,31 +177,3 @@ def _architecture(raw: Mapping[str, Any], path: object) -> str:
     raise UnsupportedModelError(
         path, f"architecture {names[0]!r} is not supported; supported are {listed}"
     )
-
-
-def _scaling(rope: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "yarn":
-        # A yarn config without it means that max_position_embeddings is the original length.
-        rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    return rope
-
-
-def _windows(fields: Mapping[str, Any], traits: Traits) -> tuple[int | None, ...]:
-    """Return the window of each layer in tokens, None where a layer sees everything."""
-    num_layers = int(fields["num_hidden_layers"])
-    window = fields.get("sliding_window")
-    types = fields.get("layer_types")
-    if types is not None:
-        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
-        if unknown or len(types) != num_layers:
-            raise ValueError(f"layer_types {types!r} does not describe {num_layers} known layers")
-        if "sliding_attention" in types and window is None:
-            raise ValueError("layer_types has sliding layers, but sliding_window is missing")
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if window is None or not fields.get("use_sliding_window", traits.windowed):
-        return (None,) * num_layers
-    first = int(fields.get("max_window_layers", 0)) if "use_sliding_window" in fields else 0
-    return tuple(window if index >= first else None for index in range(num_layers))

@@ -74,6 +74,11 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
+    @property
+    def busy(self) -> bool:
+        """Say whether any request is unfinished."""
+        return self.scheduler.busy
+
     def cancel(self, sequence: Sequence) -> None:
         """End a request early and free what it holds; one that has ended stays as it is."""
         if sequence.finish_reason is None:
@@ -82,7 +87,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Compute the next step and return its new tokens; empty if there is nothing to do."""
+        """Compute the next step and return its new tokens.
+
+        None come while prompts are computed in chunks, nor when there is nothing to do; ``busy``
+        tells the two apart.
+        """
         chunks = self.scheduler.next_step()
         if not chunks:
             return []

@@ -39,6 +39,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
+    @property
+    def busy(self) -> bool:
+        """Say whether any sequence is running or waiting."""
+        return bool(self.running or self.waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self.waiting.append(sequence)

@@ -1,1 +1,1 @@
-"""Standard quantization schemes: how checkpoints store quantized weights, and the ops that apply them."""
+"""Standard quantization schemes: what checkpoints store, and the ops that apply it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -51,10 +52,13 @@ def _weight(out_features: int, in_features: int, generator: torch.Generator) -> 
 
 
 def _scale(weight: torch.Tensor, group_size: int, generator: torch.Generator) -> torch.Tensor:
-    """Return scales that differ by up to four times and make products of unit variance."""
+    """Return scales that differ by up to four times and keep outputs around one."""
     out_features, in_features = weight.shape
-    spread = 0.5 + 1.5 * torch.rand(out_features, in_features // group_size, generator=generator)
-    return spread / (74 * in_features**0.5)
+    shape = (out_features, in_features // group_size)
+    # 74 is the standard deviation of int8 that are all equally likely.
+    return torch.empty(shape).uniform_(0.5, 2.0, generator=generator) / (
+        74 * math.sqrt(in_features)
+    )
 
 
 def _case(

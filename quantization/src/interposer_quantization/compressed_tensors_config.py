@@ -73,15 +73,14 @@ class Weights(_Model):
 
     @model_validator(mode="after")
     def _coherent(self) -> Weights:
-        # A strategy that is not stated follows from the group size.
-        grouped = self.group_size is not None and self.group_size > 0
-        allowed = {None, "group"} if grouped else {"channel"}
-        if self.group_size == -1:
-            allowed.add(None)
-        if self.strategy not in allowed or (self.group_size not in (None, -1) and not grouped):
+        size = self.group_size
+        grouped = size is not None and size > 0
+        # Unstated, it follows from the group size; without one, a single scale serves the tensor.
+        strategy = self.strategy or ("group" if grouped else "channel" if size == -1 else "tensor")
+        if strategy != ("group" if grouped else "channel") or not (grouped or size in (None, -1)):
             raise ValueError(
-                f"strategy {self.strategy!r} contradicts group_size {self.group_size!r}; 'group' "
-                "takes a positive one, 'channel' takes null"
+                f"strategy {strategy!r} does not go with group_size {size!r}; 'group' takes a "
+                "positive one, 'channel' null or -1"
             )
         return self
 
@@ -140,15 +139,17 @@ class Settings(_Model):
         """
         if any(_precedence(pattern, name) is not None for pattern in self.ignore or ()):
             return None
-        groups = {
-            target: group for group in self.config_groups.values() for target in group.targets
-        }
-        matching = [
-            (precedence, target)
-            for target in groups
+        matching = {
+            (precedence, target): group.weights
+            for group in self.config_groups.values()
+            for target in group.targets
             if (precedence := _precedence(target, name)) is not None
-        ]
-        return groups[min(matching)[1]].weights if matching else None
+        }
+        return matching[min(matching)] if matching else None
+
+
+# By the number of names that lead to a model: none but the root, a group, its weights.
+_FIELDS = {1: Settings.model_fields, 3: Group.model_fields, 4: Weights.model_fields}
 
 
 def _precedence(pattern: str, name: str) -> int | None:
@@ -166,8 +167,8 @@ def _config_error(error: ValidationError) -> ConfigError:
         *place, last = ("quantization_config", *map(str, problem["loc"]))
         parent = ".".join(place)
         if problem["type"] == "extra_forbidden":
-            model: type[BaseModel] = {1: Settings, 3: Group}.get(len(place), Weights)
-            return UnknownNameError(f"setting in {parent}", last, model.model_fields, _SUPPORTED)
+            known = _FIELDS[len(place)]
+            return UnknownNameError(f"setting in {parent}", last, known, _SUPPORTED)
         found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
         problems.append(f"  {parent}.{last} = {found}: {problem['msg']}")
     listed = "\n".join(problems)

@@ -10,7 +10,7 @@ from interposer.records import OpEntry, Record, SchemeEntry
 def interposer_records() -> list[Record]:
     """Return the ops of quantized layers and the schemes that read checkpoints."""
     return [
-        OpEntry("w8a16_linear", "interposer_quantization.linear:w8a16_linear"),
+        OpEntry("w8a16_linear", "interposer_quantization.quantized_linear:w8a16_linear"),
         SchemeEntry(
             "compressed-tensors",
             "compressed_tensors",

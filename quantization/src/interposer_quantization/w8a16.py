@@ -10,7 +10,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
-from interposer_quantization.linear import w8a16_linear
+from interposer_quantization.quantized_linear import w8a16_linear
 
 __all__ = ["W8A16Linear"]
 

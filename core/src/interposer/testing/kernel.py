@@ -167,7 +167,9 @@ def _widened(value: Any) -> Any:
 
 
 def _storages(tensors: list[torch.Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    """Return the addresses of memory behind ``tensors``; packed layouts have none that is known."""
+    strided = [t for t in tensors if t.numel() and t.layout == torch.strided]
+    return {tensor.untyped_storage().data_ptr() for tensor in strided}
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,14 +13,16 @@ from interposer.attention import AttentionBatch
 
 __all__ = ["chunked_steps", "occupying_step", "pages_needed"]
 
-# Tokens per step of each sequence, in pages and tokens; no tokens while it waits or idles.
+# Tokens per step of each sequence, in pages and tokens; none while it waits. The steps are: one
+# prompt alone, prompts beside a decode, a chunk and a late prompt, one decode alone, a chunk beside
+# decodes, decodes only.
 _CHUNKS = (
-    ((0, 7), (0, 1), (0, 1), (0, 1)),  # a prompt, then decoding
-    ((1, 0), (0, 1), (0, 1), (0, 1)),  # a prompt of exactly one page
-    ((1, -1), (0, 1), (0, 1), (0, 1)),  # decoding fills the page, then begins the next
-    ((0, 3), (1, 2), (0, 0), (1, 0)),  # a long prompt in chunks, once preempted
-    ((0, 0), (2, 1), (0, 1), (0, 1)),  # arrives later
-    ((0, 1), (0, 1), (0, 0), (0, 1)),  # begins with a single token
+    ((0, 7), (0, 1), (0, 1), (0, 1), (0, 1), (0, 1)),
+    ((0, 0), (1, 0), (0, 1), (0, 0), (0, 1), (0, 1)),  # a prompt of exactly one page
+    ((0, 0), (1, -1), (0, 1), (0, 0), (0, 1), (0, 1)),  # decodes fill a page, then begin the next
+    ((0, 0), (0, 3), (1, 2), (0, 0), (1, 0), (0, 1)),  # a prompt in chunks
+    ((0, 0), (0, 0), (2, 1), (0, 0), (0, 1), (0, 1)),
+    ((0, 0), (0, 1), (0, 1), (0, 0), (0, 0), (0, 1)),  # a prompt of a single token
 )
 
 
@@ -30,13 +32,12 @@ def pages_needed(page_size: int) -> int:
 
 
 def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[AttentionBatch]:
-    """Yield the batches of four steps in a row over one cache, in host memory.
+    """Yield the batches of steps in a row over one cache, in host memory.
 
-    The pages of each sequence are scattered at random, and every step has the sequences in an
-    order of its own.
+    The pages of every second sequence are scattered at random, those of the others follow each
+    other, and every step has the sequences in an order of its own.
     """
-    scattered = torch.randperm(pages_needed(page_size), generator=generator)
-    tables = scattered.split([_num_pages(chunks, page_size) for chunks in _CHUNKS])
+    tables = _tables(page_size, generator)
     done = [0] * len(_CHUNKS)
     for step in range(len(_CHUNKS[0])):
         order = torch.randperm(len(_CHUNKS), generator=generator).tolist()
@@ -53,6 +54,16 @@ def occupying_step(page_size: int) -> AttentionBatch:
     num_pages = pages_needed(page_size)
     tables = list(torch.arange(num_pages).split(1))
     return _batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
+
+
+def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    counts = [_num_pages(chunks, page_size) for chunks in _CHUNKS]
+    ordered = sum(counts[::2])
+    scattered = ordered + torch.randperm(sum(counts[1::2]), generator=generator)
+    tables: list[torch.Tensor] = [torch.empty(0)] * len(counts)
+    tables[::2] = torch.arange(ordered).split(counts[::2])
+    tables[1::2] = scattered.split(counts[1::2])
+    return tables
 
 
 def _batch(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from interposer import Case
 
+from interposer import Case
 from interposer_ops.cases.magnitude import peak
 
 __all__ = ["gelu_and_mul_cases", "silu_and_mul_cases"]
@@ -21,7 +21,7 @@ _SHAPES = {
     "wide": (2, 2 * 2051),
 }
 # Where exponentials underflow and overflow, and where the two forms of GELU differ.
-_GATES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3, 6e4)
+_GATES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3)
 
 
 def silu_and_mul_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
@@ -49,7 +49,7 @@ def _inputs(generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
     yield "strided rows", torch.randn(4, 192, generator=generator)[:, 32:160]
 
 
-def _case(label: str, arguments: dict[str, object]) -> Case:
+def _case(label: str, arguments: Mapping[str, object]) -> Case:
     """Return the case of ``x``.
 
     An activation takes about four float32 operations, and 1 + erf cancels down to the error of 1,

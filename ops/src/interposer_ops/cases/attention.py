@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
 from interposer import Case
 
 __all__ = ["paged_attention_cases", "reshape_and_cache_cases"]
@@ -84,13 +85,14 @@ def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.G
     for cache in (keys, values):
         stored = _uniform((len(slots), kv_heads, head_size), generator).to(dtype)
         cache[slots // batch.page_size, slots % batch.page_size] = stored
-    fused = batch.query_peak * _uniform((int(query_lens.sum()), heads + 2, head_size), generator)
-    query = fused[:, :heads] if batch.fused else fused[:, :heads].contiguous()
+    num_tokens = int(query_lens.sum())
+    projection = batch.query_peak * _uniform((num_tokens, heads + 2, head_size), generator)
+    query = projection.to(dtype)[:, :heads]
     # Three times the usual, so that random scores differ enough to matter.
     scale = 3 * head_size**-0.5
     largest_score = batch.query_peak * head_size * scale
     arguments = {
-        "query": query.to(dtype),
+        "query": query if batch.fused else query.contiguous(),
         "key_cache": keys,
         "value_cache": values,
         "page_table": page_table,

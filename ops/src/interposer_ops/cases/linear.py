@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from interposer import Case
 
+from interposer import Case
 from interposer_ops.cases.magnitude import peak
 
 __all__ = ["embedding_cases", "linear_cases"]
@@ -21,6 +21,7 @@ _SHAPES = {
     "no rows": ((0,), 64, 32),
     "three dimensions": ((2, 3), 64, 48),
     "long sum": ((3,), 2048, 16),
+    "many weights": ((3,), 640, 448),
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from interposer import Case
 
+from interposer import Case
 from interposer_ops.cases.magnitude import peak
 
 __all__ = ["rotary_embedding_cases"]

@@ -7,6 +7,8 @@ S page size, L cached tokens that are read.
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+
 from interposer import (
     AttentionBackend,
     AttentionBatch,
@@ -16,9 +18,7 @@ from interposer import (
     Site,
     Verdict,
 )
-from torch.nn import functional
-
-from interposer_cpu.attention_plan import Decodes, Plan, Prefill, Span, make_plan
+from interposer_cpu.attention_plan import Decode, Decodes, Plan, Prompt, Span, make_plan
 
 __all__ = ["SdpaBackend"]
 
@@ -73,36 +73,31 @@ class SdpaBackend(AttentionBackend):
         plan: Plan,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
-        spec = self.spec
-        slots = cache.view(2, 1, spec.num_kv_heads, -1, spec.head_size)  # [2, 1, K, P S, D]
-        _write(slots, key, value, plan)
-        if len(plan.parts) == 1 and isinstance(plan.parts[0], Prefill):
-            return self._prefill(query, key, value, slots, plan.parts[0])
+        _write(cache, key, value, plan)
+        if len(plan.parts) == 1:
+            return self._attend(query, key, value, cache, plan.parts[0])
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for part in plan.parts:
-            if isinstance(part, Decodes):
-                out[part.rows] = self._decodes(query[part.rows], cache, part)
-            else:
-                rows = slice(part.start_row, part.start_row + part.num_rows)
-                own = query[rows], key[rows], value[rows]
-                out[rows] = self._prefill(*own, slots, part)
+            rows = part.rows
+            out[rows] = self._attend(query[rows], key[rows], value[rows], cache, part)
         return out
 
-    def _prefill(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        slots: torch.Tensor,
-        part: Prefill,
+        cache: torch.Tensor,
+        part: Prompt | Decode | Decodes,
     ) -> torch.Tensor:
-        if part.num_rows == 1:
-            keys, values = _read(slots, part.span)
-            return self._attend_one(query, keys, values, None)
+        if isinstance(part, Decode):
+            return self._single_rows(query, *_read(cache, part.span), None)
+        if isinstance(part, Decodes):
+            return self._single_rows(query, *_gather(cache, part), part.mask)
         if part.causal and part.span.pages is not None:
             keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
         else:
-            keys, values = _read(slots, part.span)
+            keys, values = _read(cache, part.span)
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys,
@@ -114,17 +109,7 @@ class SdpaBackend(AttentionBackend):
         )
         return out[0].transpose(0, 1)  # contiguous: the kernel returns tokens before heads
 
-    def _decodes(self, query: torch.Tensor, cache: torch.Tensor, part: Decodes) -> torch.Tensor:
-        spec = self.spec
-        batch = part.rows.shape[0]
-        pages = cache.index_select(2, part.pages)
-        gathered = pages.view(2, spec.num_kv_heads, -1, spec.head_size)
-        if part.hidden is not None:  # a weight of zero does not silence a NaN
-            gathered.index_fill_(2, part.hidden, 0)
-        keys, values = gathered.unflatten(2, (batch, -1)).transpose(1, 2).unbind(0)
-        return self._attend_one(query, keys, values, part.mask)
-
-    def _attend_one(
+    def _single_rows(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -146,20 +131,31 @@ class SdpaBackend(AttentionBackend):
         return out.reshape(query.shape)
 
 
-def _write(slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
-    if plan.first_slot is not None and key.shape[0] == 1:
-        torch.stack((key, value), out=slots.select(3, plan.first_slot))
-        return
-    pair = key.transpose(0, 1), value.transpose(0, 1)  # each [K, T, D]
-    rows = slots.squeeze(1)
-    if plan.first_slot is not None:
-        torch.stack(pair, out=rows.narrow(2, plan.first_slot, key.shape[0]))
+def _write(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+    slots = cache.flatten(2, 3)  # [2, K, P S, D]
+    if plan.first_slot is None:
+        pair = key.transpose(0, 1), value.transpose(0, 1)  # each [K, T, D]
+        slots.index_copy_(2, plan.slots, torch.stack(pair))
+    elif key.shape[0] == 1:
+        torch.cat((key, value), out=slots.select(2, plan.first_slot))
     else:
-        rows.index_copy_(2, plan.slots, torch.stack(pair))
+        pair = key.transpose(0, 1), value.transpose(0, 1)
+        torch.stack(pair, out=slots.narrow(2, plan.first_slot, key.shape[0]))
 
 
-def _read(slots: torch.Tensor, span: Span) -> tuple[torch.Tensor, ...]:
-    """Return keys and values, each ``[1, K, L, D]``."""
-    if span.pages is None:
-        return slots.narrow(3, span.start, span.num_tokens).unbind(0)
-    raise NotImplementedError
+def _read(cache: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of ``span``, each ``[1, K, L, D]``."""
+    if span.pages is not None:
+        cache = cache.index_select(2, span.pages)
+    read = cache.flatten(2, 3).narrow(2, span.start, span.num_tokens)
+    keys, values = read.unsqueeze(1).unbind(0)
+    return keys, values
+
+
+def _gather(cache: torch.Tensor, part: Decodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all sequences, each ``[B, K, P S, D]``."""
+    gathered = cache.index_select(2, part.pages).flatten(2, 3)
+    if part.hidden is not None:  # a weight of zero does not silence a NaN
+        gathered.index_fill_(2, part.hidden, 0)
+    keys, values = gathered.unflatten(2, (part.num_sequences, -1)).transpose(1, 2).unbind(0)
+    return keys, values

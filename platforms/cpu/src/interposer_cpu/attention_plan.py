@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+
 from interposer import AttentionBatch, AttentionSpec
 
-__all__ = ["Decodes", "Plan", "Prefill", "Span", "make_plan"]
+__all__ = ["Decode", "Decodes", "Plan", "Prompt", "Span", "make_plan"]
 
 # Bytes of keys and values per sequence up to which one gathered call beats one call each.
 _GATHERED_BYTES = 1 << 18
@@ -32,8 +33,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """One sequence with its queries in consecutive rows; a decode is a prefill of one row.
+class Prompt:
+    """Several tokens of one sequence, in consecutive rows.
 
     Attributes:
         mask: ``[T, L]`` float32 to add to the scores, or None.
@@ -41,16 +42,23 @@ class Prefill:
             values are all there is to read.
     """
 
-    start_row: int
-    num_rows: int
+    rows: slice
     span: Span
     mask: torch.Tensor | None
     causal: bool
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """One token of one sequence, which sees all of the span."""
+
+    rows: slice
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Decodes:
-    """Several sequences of one query each, padded to one length.
+    """One token each of several sequences, padded to one length.
 
     Attributes:
         rows: ``[B]`` int64.
@@ -60,6 +68,7 @@ class Decodes:
     """
 
     rows: torch.Tensor
+    num_sequences: int
     pages: torch.Tensor
     mask: torch.Tensor | None
     hidden: torch.Tensor | None
@@ -71,7 +80,7 @@ class Plan:
 
     slots: torch.Tensor
     first_slot: int | None
-    parts: tuple[Prefill | Decodes, ...]
+    parts: tuple[Prompt | Decode | Decodes, ...]
 
 
 def make_plan(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
@@ -80,35 +89,44 @@ def make_plan(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
     first = slots[0] if slots and _consecutive(slots) else None
     starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
     token_bytes = 2 * spec.num_kv_heads * spec.head_size * spec.cache_dtype.itemsize
-    parts: list[Prefill | Decodes] = []
+    parts: list[Prompt | Decode | Decodes] = []
     gathered = []
     for index, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
         num_seen = min(length, spec.window_tokens or length)
-        if end - start == 1 and num_seen * token_bytes <= _GATHERED_BYTES:
-            gathered.append((start, index, length))
+        if end - start > 1:
+            parts.append(_prompt(batch, spec, index, slice(start, end), length))
+        elif end > start and num_seen * token_bytes > _GATHERED_BYTES:
+            parts.append(_decode(batch, spec, start, index, length))
         elif end > start:
-            parts.append(_prefill(batch, spec, index, start, end - start, length))
-    if len(gathered) > 1:
+            gathered.append((start, index, length))
+    if len(gathered) == 1:
+        parts.append(_decode(batch, spec, *gathered[0]))
+    elif gathered:
         parts.append(_decodes(batch, spec, gathered))
-    else:
-        parts += [_prefill(batch, spec, index, row, 1, length) for row, index, length in gathered]
     return Plan(batch.slots, first, tuple(parts))
 
 
-def _prefill(
-    batch: AttentionBatch, spec: AttentionSpec, index: int, row: int, num_rows: int, length: int
-) -> Prefill:
+def _prompt(
+    batch: AttentionBatch, spec: AttentionSpec, index: int, rows: slice, length: int
+) -> Prompt:
     window = spec.window_tokens or length
-    before = length - num_rows  # tokens in the cache before this step
+    before = length - (rows.stop - rows.start)  # tokens in the cache before this step
     first = max(before - window + 1, 0)
-    causal = num_rows > 1 and before == 0 and window >= length
+    causal = before == 0 and window >= length
     mask = None
-    if num_rows > 1 and not causal:
-        positions = torch.arange(before, length)[:, None]
-        distance = positions - torch.arange(first, length)
+    if not causal:
+        distance = torch.arange(before, length)[:, None] - torch.arange(first, length)
         mask = _additive((distance >= 0) & (distance < window))
     span = _span(batch.page_table[index], spec.page_size, first, length)
-    return Prefill(row, num_rows, span, mask, causal)
+    return Prompt(rows, span, mask, causal)
+
+
+def _decode(
+    batch: AttentionBatch, spec: AttentionSpec, row: int, index: int, length: int
+) -> Decode:
+    first = max(length - (spec.window_tokens or length), 0)
+    span = _span(batch.page_table[index], spec.page_size, first, length)
+    return Decode(slice(row, row + 1), span)
 
 
 def _span(pages: torch.Tensor, page_size: int, first: int, last: int) -> Span:
@@ -136,9 +154,9 @@ def _decodes(
     positions = first_page[:, None] * size + torch.arange(num_pages * size)
     seen = (positions >= first[:, None]) & (positions < lengths[:, None])
     if bool(seen.all()):
-        return Decodes(rows, pages, None, None)
+        return Decodes(rows, len(members), pages, None, None)
     hidden = (~seen).flatten().nonzero().flatten()
-    return Decodes(rows, pages, _additive(seen)[:, None, None], hidden)
+    return Decodes(rows, len(members), pages, _additive(seen)[:, None, None], hidden)
 
 
 def _additive(seen: torch.Tensor) -> torch.Tensor:

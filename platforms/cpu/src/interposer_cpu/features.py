@@ -39,10 +39,24 @@ _OTHER_NAMES = {
     "dot": "dotprod",
     "fp16_arith": "fp16",
 }
-_EXACT = frozenset(
-    "aes bf16 bmi1 bmi2 dotprod f16c fhm fma fp16 gfni i8mm lzcnt neon nnpa popcnt rdm sha "
-    "sme sme2 ssse3 sve sve2 sve_bf16 sve_i8mm vaes vx vxd vxe vxe2 vxe3 vxp vxp2".split()
+_X86 = ("aes", "bmi1", "bmi2", "f16c", "fma", "gfni", "lzcnt", "popcnt", "sha", "ssse3", "vaes")
+_ARM = (
+    "bf16",
+    "dotprod",
+    "fhm",
+    "fp16",
+    "i8mm",
+    "neon",
+    "rdm",
+    "sme",
+    "sme2",
+    "sve",
+    "sve2",
+    "sve_bf16",
+    "sve_i8mm",
 )
+_Z = ("nnpa", "vx", "vxd", "vxe", "vxe2", "vxe3", "vxp", "vxp2")
+_EXACT = frozenset({*_X86, *_ARM, *_Z})
 _FAMILIES = ("amx_", "avx", "sse")
 _FORMATS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interposer.capability import Memory
-
 from interposer_cpu.cgroup import cpu_limit, memory_limits
 
 __all__ = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from interposer_ops import kv_cache
 
 __all__ = ["reshape_and_cache"]

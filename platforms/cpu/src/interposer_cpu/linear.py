@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from interposer import Request, Verdict
 from torch.nn import functional
+
+from interposer import Request, Verdict
 
 __all__ = [
     "embedding",

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import torch
-from interposer import Capability, Device, Memory, Platform, Verdict
 
+from interposer import Capability, Device, Memory, Platform, Verdict
 from interposer_cpu import features, host
 from interposer_cpu.binding import bind_process
 

@@ -8,52 +8,70 @@ from interposer.requires import Requires
 
 _FLOATS = Requires(dtypes=("float32", "bfloat16", "float16"))
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+_X86 = frozenset({"x86_64"})
 
+# Kernels of one function without preparation: op, technique, where the function is.
+_PLAIN = (
+    ("rms_norm", "vector_norm", "norms:rms_norm"),
+    ("fused_add_rms_norm", "vector_norm", "norms:fused_add_rms_norm"),
+    ("silu_and_mul", "native", "activations:silu_and_mul"),
+    ("gelu_and_mul", "native", "activations:gelu_and_mul"),
+    ("rotary_embedding", "addcmul", "rotary:rotary_embedding"),
+    ("reshape_and_cache", "index_copy", "kv_cache:reshape_and_cache"),
+    ("embedding", "index_select", "linear:embedding"),
+)
 
-def _kernel(op: str, technique: str, module: str, requires: Requires, **options: str) -> Kernel:
-    name = f"{op}_{technique}"
-    return Kernel(op, name, f"interposer_cpu.{module}", "cpu", requires, **options)
+# Kernels of ``linear``: technique, where it was seen to win, its function, predicate and
+# preparation. They differ in the weights that they hold.
+_PACKED = (
+    ("packed", Requires(_AVX512, _X86, ("float32",)), "linear_packed", "judge_packed", "pack"),
+    (
+        "packed_bfloat16",
+        Requires(_AVX512 | {"avx512_bf16"}, _X86, ("bfloat16",)),
+        "linear_packed",
+        "judge_packed",
+        "pack",
+    ),
+    (
+        "packed_by_rows",
+        Requires(_AVX512, _X86, ("float32",)),
+        "linear_packed_by_rows",
+        "judge_packed_by_rows",
+        "pack_beside",
+    ),
+)
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
     """Return the platform, its kernels and its attention backend."""
-    packed = Requires(_AVX512, frozenset({"x86_64"}), ("float32",))
-    packed_bfloat16 = Requires(
-        _AVX512 | {"avx512_bf16"}, frozenset({"x86_64"}), ("bfloat16",)
-    )
+    plain = [
+        Kernel(
+            op,
+            f"{op}_{technique}",
+            f"interposer_cpu.{target}",
+            "cpu",
+            _FLOATS,
+            properties=frozenset({"deterministic", "traceable"}),
+        )
+        for op, technique, target in _PLAIN
+    ]
+    packed = [
+        Kernel(
+            "linear",
+            f"linear_{technique}",
+            f"interposer_cpu.linear:{function}",
+            "cpu",
+            requires,
+            predicate=f"interposer_cpu.linear:{judge}",
+            prepare=f"interposer_cpu.linear:{prepare}",
+            properties=frozenset({"deterministic", "opaque"}),
+        )
+        for technique, requires, function, judge, prepare in _PACKED
+    ]
     return [
         PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),
         AttentionEntry("sdpa", "interposer_cpu.attention:SdpaBackend", "cpu", score=10.0),
-        _kernel("rms_norm", "vector_norm", "norms:rms_norm", _FLOATS),
-        _kernel("fused_add_rms_norm", "vector_norm", "norms:fused_add_rms_norm", _FLOATS),
-        _kernel("silu_and_mul", "native", "activations:silu_and_mul", _FLOATS),
-        _kernel("gelu_and_mul", "native", "activations:gelu_and_mul", _FLOATS),
-        _kernel("rotary_embedding", "addcmul", "rotary:rotary_embedding", _FLOATS),
-        _kernel("reshape_and_cache", "index_copy", "kv_cache:reshape_and_cache", _FLOATS),
-        _kernel("embedding", "index_select", "linear:embedding", _FLOATS),
-        _kernel(
-            "linear",
-            "packed",
-            "linear:linear_packed",
-            packed,
-            predicate="interposer_cpu.linear:judge_packed",
-            prepare="interposer_cpu.linear:pack",
-        ),
-        _kernel(
-            "linear",
-            "packed_bfloat16",
-            "linear:linear_packed",
-            packed_bfloat16,
-            predicate="interposer_cpu.linear:judge_packed",
-            prepare="interposer_cpu.linear:pack",
-        ),
-        _kernel(
-            "linear",
-            "packed_by_rows",
-            "linear:linear_packed_by_rows",
-            packed,
-            predicate="interposer_cpu.linear:judge_packed_by_rows",
-            prepare="interposer_cpu.linear:pack_beside",
-        ),
+        *plain,
+        *packed,
     ]

@@ -1,0 +1,42 @@
+"""Requests for the same thing are one question, wherever in the model they come from."""
+
+from __future__ import annotations
+
+import pytest
+
+from interposer import Request
+
+
+def test_place_is_not_part_of_the_question() -> None:
+    first = Request("kernel", "linear", dims={"n": 1}, prefix="layers.0")
+    second = Request("kernel", "linear", dims={"n": 1}, prefix="layers.1")
+    assert first == second
+    assert first.key == second.key
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Request("layer", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 2}),
+        Request("kernel", "embedding", "cpu", dtype="float32", dims={"n": 1, "m": 2}),
+        Request("kernel", "linear", "tpu", dtype="float32", dims={"n": 1, "m": 2}),
+        Request("kernel", "linear", "cpu", dtype="bfloat16", dims={"n": 1, "m": 2}),
+        Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 3}),
+        Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1}),
+        Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 2}, detail="x"),
+    ],
+)
+def test_everything_else_is(other: Request) -> None:
+    request = Request("kernel", "linear", "cpu", dtype="float32", dims={"m": 2, "n": 1})
+    assert request.key != other.key
+    assert (
+        request.key
+        == Request(*("kernel", "linear", "cpu"), dtype="float32", dims={"n": 1, "m": 2}).key
+    )
+
+
+def test_text_states_dtype_platform_and_dimensions() -> None:
+    request = Request("kernel", "linear", "cpu", dtype="float32", dims={"b": 2, "a": 1})
+    assert str(request) == "kernel 'linear' [float32 cpu a=1 b=2]"
+    assert str(Request("platform", "")) == "platform"
