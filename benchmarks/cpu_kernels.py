@@ -45,6 +45,7 @@ WEIGHTS_BYTES = 64 << 20
 
 Call = Callable[[], object]
 Arguments = dict[str, Any]
+Row = tuple[str, Call, Call]
 
 
 def arguments(op: str, t: int, h: int, dtype: torch.dtype) -> tuple[Arguments, dict[str, int]]:
@@ -101,9 +102,6 @@ def kernel_rows(registry: Registry, device: Device, wanted: Sequence[str]) -> It
                             yield f"{candidate.name:32} {name:8} T={t:<4} H={h:<4}", *pair
 
 
-Row = tuple[str, Call, Call]
-
-
 def _is_ours(record: object) -> bool:
     return isinstance(record, Kernel) and record.target.startswith("interposer_cpu.")
 
@@ -144,8 +142,9 @@ def attention_rows(registry: Registry, device: Device) -> Iterator[Row]:
                     for backend in (PagedBackend, SdpaBackend)
                 ]
                 name = str(dtype).removeprefix("torch.")
-                shape = f"N={num_heads:<2} D={head_size:<3} B={num_seqs} Q={query_tokens:<3} L={context}"
-                yield f"sdpa {name:8} {shape}", calls[0], calls[1]
+                heads = f"N={num_heads:<2} K={num_kv_heads} D={head_size:<3}"
+                shape = f"B={num_seqs} Q={query_tokens:<3} L={context:<4}"
+                yield f"sdpa {name:8} {heads} {shape}", calls[0], calls[1]
 
 
 def _batch(num_seqs: int, query_tokens: int, context: int) -> AttentionBatch:
@@ -210,11 +209,11 @@ def main() -> None:
     print(f"{device.name}, {options.threads} threads, torch {torch.__version__}")
     with torch.inference_mode():
         if options.names != ["sdpa"]:
-            for label, *calls in kernel_rows(registry, device, options.names):
-                print(label, compare(*calls, options.rounds), flush=True)
+            for label, reference, kernel in kernel_rows(registry, device, options.names):
+                print(label, compare(reference, kernel, options.rounds), flush=True)
         if not options.names or "sdpa" in options.names:
-            for label, *calls in attention_rows(registry, device):
-                print(label, compare(*calls, options.rounds), flush=True)
+            for label, reference, kernel in attention_rows(registry, device):
+                print(label, compare(reference, kernel, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

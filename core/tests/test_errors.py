@@ -34,7 +34,7 @@ def test_unknown_name_lists_the_known_nearest_first() -> None:
     assert (error.kind, error.name, error.hint) == ("op", "rms_nrom", "Look around.")
     assert error.known[0] == "rms_norm"
     assert str(error) == (
-        "Unknown op 'rms_nrom'. Known, nearest first: 'rms_norm', 'linear', 'embedding'.\n"
+        "Unknown op 'rms_nrom'. Known, nearest first: 'rms_norm', 'embedding', 'linear'.\n"
         "Look around."
     )
 

@@ -151,10 +151,10 @@ def test_a_pinned_one_that_refuses_raises_with_its_own_refusal_only() -> None:
 
 def test_an_unknown_pin_lists_the_known_nearest_first() -> None:
     with pytest.raises(UnknownNameError) as caught:
-        select(REQUEST, [candidate("linear_packed"), candidate("reference")], "refrence")
+        select(REQUEST, [candidate("linear_tiled"), candidate("linear_packed")], "linear_pakced")
     assert str(caught.value) == (
-        "Unknown kernel for 'linear' 'refrence'. "
-        "Known, nearest first: 'reference', 'linear_packed'."
+        "Unknown kernel for 'linear' 'linear_pakced'. "
+        "Known, nearest first: 'linear_packed', 'linear_tiled'."
     )
 
 
@@ -177,4 +177,4 @@ def test_the_most_specific_pin_of_a_place_counts(
 ) -> None:
     request = Request("kernel", "linear", prefix="layers.0.mlp")
     assert pinned_name(pins, request) == expected
-    assert pinned_name(dict(reversed(pins.items())), request) == expected
+    assert pinned_name(dict(reversed(list(pins.items()))), request) == expected

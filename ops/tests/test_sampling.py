@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import itertools
 import math
-import struct
 from collections import Counter
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,22 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import CustomOp
-from interposer_ops.noise import gumbel_noise, uniform_noise
 from interposer_ops.sampling import apply_penalties, sample_tokens
-from interposer_ops.truncation import temper, truncation_threshold
 
 NEGATIVE_INFINITY = float("-inf")
 OPS = pytest.mark.parametrize("op", [apply_penalties, sample_tokens], ids=lambda op: op.name)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
-@pytest.fixture(scope="module")
-def processors() -> ModuleType:
-    """Logits processors of transformers, which many models' generation settings are written for."""
-    module: ModuleType = pytest.importorskip(
-        "transformers.generation.logits_process", reason="needs transformers"
-    )
-    return module
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -181,8 +167,9 @@ def test_rows_have_their_own_penalties() -> None:
     prompt_length=st.integers(0, 30),
 )
 def test_repetition_is_what_transformers_does(
-    processors: ModuleType, seed: int, penalty: float, used: list[int], prompt_length: int
+    seed: int, penalty: float, used: list[int], prompt_length: int
 ) -> None:
+    processors = pytest.importorskip("transformers.generation.logits_process")
     logits = normal(1, 20, seed=seed, dtype=torch.float64)
     prompt, output = used[:prompt_length], Counter(used[prompt_length:])
     found = apply_penalties(
@@ -197,61 +184,7 @@ def test_repetition_is_what_transformers_does(
     torch.testing.assert_close(found, processor(torch.tensor([used]), logits))
 
 
-# Truncation
-
-
-@given(
-    seed=st.integers(0, 2**32),
-    vocab_size=st.integers(1, 60),
-    temperature=st.sampled_from([0.1, 0.5, 1.0, 1.7, 5.0]),
-    top_k=st.none() | st.integers(1, 70),
-    top_p=st.none() | st.integers(0, 99).map(lambda percent: percent / 100),
-    min_p=st.none() | st.integers(0, 100).map(lambda percent: percent / 100),
-)
-def test_the_kept_set_is_that_of_transformers(
-    processors: ModuleType,
-    seed: int,
-    vocab_size: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-) -> None:
-    logits = 3 * normal(4, vocab_size, seed=seed, dtype=torch.float64)
-    chain = processors.LogitsProcessorList([processors.TemperatureLogitsWarper(temperature)])
-    if top_k is not None:
-        chain.append(processors.TopKLogitsWarper(top_k))
-    if top_p is not None:
-        chain.append(processors.TopPLogitsWarper(top_p))
-    if min_p is not None:
-        chain.append(processors.MinPLogitsWarper(min_p))
-    expected = chain(torch.zeros(4, 1, dtype=torch.int64), logits).isfinite()
-
-    def column(value: float | None) -> torch.Tensor | None:
-        return None if value is None else torch.full((4,), value, dtype=torch.float64)
-
-    scaled = temper(logits, torch.full((4,), temperature, dtype=torch.float64))
-    ranks = None if top_k is None else torch.full((4,), top_k)
-    kept = scaled >= truncation_threshold(scaled, ranks, column(top_p), column(min_p))
-    assert torch.equal(kept, expected)
-
-
-def test_neutral_values_keep_what_none_keeps() -> None:
-    scaled = temper(5 * normal(3, 1000, seed=0), torch.ones(3))
-    zeros = torch.zeros(3)
-    threshold = truncation_threshold(scaled, zeros.long(), zeros + 1, zeros)
-    assert (scaled >= threshold).all()
-    assert torch.equal(
-        threshold <= scaled, truncation_threshold(scaled, None, None, None) <= scaled
-    )
-
-
-def test_equal_tokens_are_kept_together() -> None:
-    scaled = torch.tensor([[0.0, -1.0, -1.0, -2.0]])
-    kept = scaled >= truncation_threshold(scaled, torch.tensor([2]), None, None)
-    assert kept.tolist() == [[True, True, True, False]]
-    kept = scaled >= truncation_threshold(scaled, None, torch.tensor([0.6]), None)
-    assert kept.tolist() == [[True, True, True, False]]
+# Drawing
 
 
 @pytest.mark.parametrize(
@@ -271,9 +204,6 @@ def test_only_kept_tokens_are_drawn(truncation: dict[str, Any], expected: set[in
     weights = torch.tensor([0.05, 0.25, 0.04, 0.06, 0.5, 0.1])
     tokens, _ = sample(weights.log().expand(2000, -1), **truncation)
     assert set(tokens) == expected
-
-
-# Drawing
 
 
 def chi_square(tokens: list[int], probabilities: torch.Tensor) -> float:
@@ -424,80 +354,3 @@ def test_arguments_are_left_alone(dtype: torch.dtype) -> None:
             }
             op(**case.arguments)
             torch.testing.assert_close(dict(case.arguments), before, rtol=0, atol=0)
-
-
-# Noise
-
-WORD = 2**64
-GAMMA = 0x9E3779B97F4A7C15
-
-
-def mix(word: int) -> int:
-    """SplitMix64's finalizer in unbounded integers."""
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORD
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORD
-    return word ^ (word >> 31)
-
-
-def test_the_test_knows_split_mix() -> None:
-    outputs = [mix(GAMMA * n % WORD) for n in (1, 2, 3)]  # of a generator that starts at 0
-    assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-
-
-@given(seed=st.integers(-(2**63), 2**63 - 1), step=st.integers(0, 2**40), token=st.integers(0, 300))
-def test_uniform_noise_is_bit_for_bit_what_it_says(seed: int, step: int, token: int) -> None:
-    key = mix((mix(seed % WORD) + (step + 1) * GAMMA) % WORD)
-    bits = mix((key + (token + 1) * GAMMA) % WORD) >> 24 | 1
-    (exact,) = struct.unpack("f", struct.pack("f", bits * 2.0**-40))
-    found = uniform_noise(torch.tensor([seed]), torch.tensor([step]), token + 1)
-    assert found.dtype == torch.float32
-    assert float(found[0, token]) == min(exact, 1 - 2.0**-24)
-
-
-def noise(seeds: range, steps: range, num_tokens: int) -> torch.Tensor:
-    """Return uniform noise ``[seeds, steps, tokens]`` in float64."""
-    pairs = torch.tensor(list(itertools.product(seeds, steps)))
-    flat = uniform_noise(pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), num_tokens)
-    return flat.double().reshape(len(seeds), len(steps), num_tokens)
-
-
-def test_noise_is_uniform() -> None:
-    u = noise(range(20), range(20), 500)
-    assert 0 < float(u.min()) < float(u.max()) < 1
-    count = u.numel()
-    assert abs(float(u.mean()) - 1 / 2) < 4 / math.sqrt(12 * count)
-    assert abs(float(u.var()) - 1 / 12) < 4 / math.sqrt(180 * count)
-    bins = (u * 100).long().flatten().tolist()
-    assert chi_square(bins, torch.full((100,), 0.01)) < 148.2  # 0.1 % at 99 degrees of freedom
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("lag", [1, 2, 7])
-def test_neighbouring_seeds_steps_and_tokens_do_not_correlate(axis: int, lag: int) -> None:
-    u = noise(range(60), range(60), 60) - 0.5
-    length = u.shape[axis] - lag
-    products = u.narrow(axis, 0, length) * u.narrow(axis, lag, length) * 12
-    assert abs(float(products.mean())) < 4 / math.sqrt(products.numel())
-
-
-def test_seed_and_step_are_not_interchangeable() -> None:
-    u = noise(range(30), range(30), 10)
-    mirrored = u.transpose(0, 1)
-    off_diagonal = ~torch.eye(30, dtype=torch.bool)
-    assert not (u == mirrored)[off_diagonal].any()
-    assert len(u.flatten().unique()) > 0.99 * u.numel()
-
-
-def test_gumbel_noise_has_mean_and_variance_of_its_distribution() -> None:
-    g = gumbel_noise(torch.arange(100), torch.arange(100), 5000, torch.float64)
-    count = g.numel()
-    assert abs(float(g.mean()) - 0.5772156649) < 4 * math.pi / math.sqrt(6 * count)
-    assert abs(float(g.var()) - math.pi**2 / 6) < 4 * math.sqrt(4.4 / count) * math.pi**2 / 6
-    assert g.isfinite().all()
-
-
-def test_gumbel_noise_of_both_dtypes_differs_by_rounding() -> None:
-    seeds = torch.arange(100)
-    narrow, wide = (gumbel_noise(seeds, seeds, 5000, d) for d in (torch.float32, torch.float64))
-    assert narrow.dtype == torch.float32
-    torch.testing.assert_close(narrow.double(), wide, rtol=1e-6, atol=1e-6)

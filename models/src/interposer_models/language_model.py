@@ -26,7 +26,8 @@ class Completion:
 
     Attributes:
         token_ids: new tokens, an ending one included.
-        logprobs: natural-log probability of each, before temperature and truncation.
+        logprobs: natural-log probability of each, after penalties, before temperature and
+            truncation.
         finish_reason: ``"stop"`` for an end token or stop text, ``"length"`` for a limit.
     """
 

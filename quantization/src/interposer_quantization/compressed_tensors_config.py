@@ -66,8 +66,8 @@ class Weights(_Model):
     actorder: Literal[False] | None = None
     block_structure: None = None
     scale_dtype: Literal["torch.float32", "torch.bfloat16", "torch.float16"] | None = None
+    zp_dtype: Literal["torch.int8"] | None = None
     # How the scales were found does not change what is stored.
-    zp_dtype: str | None = None
     observer: str | None = None
     observer_kwargs: dict[str, Any] = Field(default_factory=dict)
 

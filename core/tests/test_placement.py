@@ -1,0 +1,231 @@
+"""Where to run: asked for, or chosen; never a silent second best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+
+from interposer import (
+    Capability,
+    Config,
+    Device,
+    Platform,
+    PlatformEntry,
+    Verdict,
+    current_platform,
+    hookimpl,
+    place,
+    use,
+)
+from interposer import placement as placement_module
+from interposer.errors import ConfigError, PlatformUnavailableError, UnknownNameError
+from interposer.plugins import Plugins, PluginWarning
+from interposer.registry import Registry
+
+Make = Callable[..., ModuleType]
+Find = Callable[..., Plugins]
+
+
+class Host(Platform):
+    name = "host"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return Verdict.accept()
+
+    def devices(self) -> Sequence[Device]:
+        return [Device(self.name, "cpu", "a device", Capability("any"))]
+
+    def capability(self, device: str) -> Capability:
+        return Capability("any")
+
+    def dtypes(self, device: str) -> Sequence[torch.dtype]:
+        return (torch.float32,)
+
+
+class Absent(Host):
+    name = "absent"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return Verdict.refuse("no such device")
+
+
+class Broken(Host):
+    name = "broken"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        raise OSError("driver too old")
+
+
+class Undecided(Host):
+    name = "undecided"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return False  # type: ignore[return-value]
+
+
+class Empty(Host):
+    name = "empty"
+
+    def devices(self) -> Sequence[Device]:
+        return []
+
+
+class Unbuilt(Host):
+    name = "unbuilt"
+
+    def __init__(self) -> None:
+        raise OSError("no permission")
+
+
+def entry(platform: type[Platform], score: float = 10.0) -> PlatformEntry:
+    return PlatformEntry(platform.name, f"{__name__}:{platform.__name__}", score)
+
+
+@pytest.fixture
+def installed(
+    make_plugin: Make, discovered: Find, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Return what makes the given platforms, and plugins, the installed ones."""
+
+    def install(*entries: PlatformEntry, plugins: Sequence[ModuleType] = ()) -> None:
+        registry = Registry(discovered(make_plugin("acme", *entries), *plugins))
+        monkeypatch.setattr(placement_module, "current_registry", lambda _: registry)
+
+    return install
+
+
+Install = Callable[..., None]
+
+
+def test_the_best_that_accepts_is_taken_with_its_first_device(installed: Install) -> None:
+    installed(entry(Host, 0.0), entry(Absent, 20.0))
+    found = place()
+    assert type(found.platform) is Host
+    assert found.device.name == "a device"
+    assert found.choice.why == "the only one accepted"
+    assert [str(r) for r in found.choice.refusals] == ["absent (acme in code): no such device"]
+    assert current_platform() is found.platform
+
+
+def test_asking_again_gives_the_same(installed: Install) -> None:
+    installed(entry(Host))
+    assert place() is place()
+    assert place(Config(platform="host")).platform is place(Config(platform="host")).platform
+
+
+def test_no_platform_at_all_says_what_to_install(installed: Install) -> None:
+    installed()
+    with pytest.raises(PlatformUnavailableError) as caught:
+        current_platform()
+    assert str(caught.value) == (
+        "No platform.\n  No installed plugin declares one.\nTry: pip install interposer-cpu"
+    )
+
+
+def test_no_platform_that_accepts_lists_every_reason_and_what_to_do(installed: Install) -> None:
+    installed(entry(Absent))
+    with pytest.raises(PlatformUnavailableError) as caught:
+        current_platform()
+    assert str(caught.value).startswith("No usable platform.\n  absent (acme in code): no such dev")
+    assert "interposer plugins" in caught.value.action
+
+
+def test_failed_plugins_are_among_the_reasons(installed: Install) -> None:
+    @hookimpl
+    def interposer_records() -> None:
+        raise RuntimeError("broken on purpose")
+
+    broken = ModuleType("accelerator")
+    broken.interposer_records = interposer_records  # type: ignore[attr-defined]
+    with pytest.warns(PluginWarning):
+        installed(entry(Absent), plugins=[broken])
+    with pytest.raises(PlatformUnavailableError, match=r"accelerator .*broken on purpose"):
+        current_platform()
+    with pytest.raises(PlatformUnavailableError) as caught:
+        current_platform(Config(platform="tpu"))
+    assert str(caught.value).startswith("No platform 'tpu'; known: absent.\n  accelerator (")
+
+
+@pytest.mark.parametrize("better", [Broken, Undecided])
+@pytest.mark.parametrize("score", [10.0, 20.0])
+def test_a_better_one_whose_probe_fails_is_not_passed_over(
+    better: type[Platform], score: float, installed: Install
+) -> None:
+    installed(entry(Host, 10.0), entry(better, score))
+    with pytest.raises(PlatformUnavailableError) as caught:
+        current_platform()
+    assert "'host' would be a silent fallback" in str(caught.value)
+    (failure,) = caught.value.refusals
+    assert failure.candidate == better.name
+    assert failure.traceback
+    assert "INTERPOSER_PLATFORM=host" in caught.value.action
+    assert type(current_platform(Config(platform="host"))) is Host
+
+
+def test_a_worse_one_whose_probe_fails_does_not_matter(installed: Install) -> None:
+    installed(entry(Host, 10.0), entry(Broken, 0.0))
+    found = place()
+    assert type(found.platform) is Host
+    assert "driver too old" in found.choice.refusals[0].reason
+
+
+def test_a_target_that_points_nowhere_is_not_passed_over(installed: Install) -> None:
+    installed(entry(Host, 10.0), PlatformEntry("tpu", "acme_of_nowhere:Tpu", 20.0))
+    with pytest.raises(PlatformUnavailableError, match="No module named 'acme_of_nowhere'"):
+        current_platform()
+
+
+@pytest.mark.parametrize(("chosen", "reason"), [(Empty, "IndexError"), (Unbuilt, "no permission")])
+def test_a_platform_that_accepts_but_cannot_be_opened_raises(
+    chosen: type[Platform], reason: str, installed: Install
+) -> None:
+    installed(entry(Host, 10.0), entry(chosen, 20.0))
+    with pytest.raises(PlatformUnavailableError, match=reason) as caught:
+        current_platform()
+    assert str(caught.value).startswith(f"No device on platform '{chosen.name}'.")
+    assert caught.value.refusals[0].traceback
+
+
+def test_the_platform_asked_for_is_taken_from_argument_context_or_environment(
+    installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(entry(Host, 0.0), entry(Empty, 20.0))
+    assert type(current_platform(Config(platform="host"))) is Host
+    with use(platform="host"):
+        assert type(current_platform()) is Host
+    monkeypatch.setenv("INTERPOSER_PLATFORM", "host")
+    assert place().choice.why == "pinned by the configuration"
+
+
+def test_the_platform_asked_for_is_never_replaced(installed: Install) -> None:
+    installed(entry(Host), entry(Absent))
+    with pytest.raises(PlatformUnavailableError) as caught:
+        current_platform(Config(platform="absent"))
+    assert str(caught.value) == (
+        "No platform 'absent', which was asked for.\n"
+        "  absent (acme in code): no such device\n"
+        "Try: remove the pin; accepted here: 'host'"
+    )
+
+
+def test_an_unknown_platform_lists_the_known(installed: Install) -> None:
+    installed(entry(Host), entry(Absent))
+    with pytest.raises(UnknownNameError, match="Unknown platform 'hots'. .* first: 'host', 'absen"):
+        current_platform(Config(platform="hots"))
+
+
+def test_a_mistake_in_the_environment_is_no_platform(
+    installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(entry(Host))
+    monkeypatch.setenv("INTERPOSER_PLATFROM", "host")
+    with pytest.raises(ConfigError, match="INTERPOSER_PLATFROM"):
+        current_platform()

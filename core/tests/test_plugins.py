@@ -1,0 +1,194 @@
+"""Plugins are found and taken apart; a broken one is quarantined and the rest works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import importlib_metadata
+import pytest
+
+from interposer import Kernel, LayerEntry, OpEntry, hookimpl
+from interposer.errors import PluginConflictError, PluginError
+from interposer.hookspecs import GROUP
+from interposer.plugins import Plugins, PluginWarning, discover
+
+Make = Callable[..., ModuleType]
+Find = Callable[..., Plugins]
+
+OP = OpEntry("linear", "acme.ops:linear")
+KERNEL = Kernel("linear", "linear_fast", "acme.kernels:fast")
+
+
+def module(name: str, **members: object) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+def test_a_plugin_is_taken_with_its_records(make_plugin: Make, discovered: Find) -> None:
+    plugins = discovered(make_plugin("acme", OP, KERNEL))
+    (plugin,) = plugins.loaded
+    assert (plugin.name, plugin.distribution, plugin.version) == ("acme", "acme", "in code")
+    assert plugin.records == (OP, KERNEL)
+    assert plugin.summary() == {"OpEntry": 1, "Kernel": 1}
+    assert plugins.failed == []
+
+
+def test_a_plugin_without_records_is_one(discovered: Find) -> None:
+    plugins = discovered(module("quiet"))
+    assert [plugin.records for plugin in plugins.loaded] == [()]
+
+
+def test_records_may_be_yielded(discovered: Find) -> None:
+    @hookimpl
+    def interposer_records() -> Iterator[OpEntry]:
+        yield OP
+
+    plugins = discovered(module("acme", interposer_records=interposer_records))
+    assert plugins.loaded[0].records == (OP,)
+
+
+def test_order_of_discovery_does_not_matter(make_plugin: Make, discovered: Find) -> None:
+    modules = [make_plugin("b", KERNEL), make_plugin("a", OP), make_plugin("c")]
+    assert [plugin.name for plugin in discovered(*modules).loaded] == ["a", "b", "c"]
+    assert [plugin.name for plugin in discovered(*reversed(modules)).loaded] == ["a", "b", "c"]
+
+
+def raising(*_: object) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+def leaving() -> None:
+    raise SystemExit(3)
+
+
+def yielding_then_raising() -> Iterator[OpEntry]:
+    yield OP
+    raise RuntimeError("broken on purpose")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "reason", "has_traceback"),
+    [
+        ({"interposer_records": raising}, "interposer_records raised RuntimeError", True),
+        ({"interposer_records": leaving}, r"interposer_records raised SystemExit\(3\)", True),
+        ({"interposer_records": yielding_then_raising}, "raised RuntimeError", True),
+        ({"interposer_records": lambda: 3}, "interposer_records raised TypeError", True),
+        ({"interposer_records": lambda: [OP, "x"]}, "returned 'x', not a record", False),
+        ({"interposer_records": lambda: [OpEntry]}, "returned <class .*>, not a record", False),
+        ({"interposer_records": lambda: [KERNEL, OP, KERNEL]}, "returned Kernel linear lin", False),
+        ({"interposer_recrods": lambda: [OP]}, "not valid: unknown hook 'interposer_recr", True),
+        ({"interposer_selected": lambda choise: None}, "not valid: .*choise", True),
+    ],
+)
+def test_a_broken_plugin_is_quarantined_and_its_neighbour_works(
+    hooks: dict[str, Callable[..., object]],
+    reason: str,
+    has_traceback: bool,
+    make_plugin: Make,
+    discovered: Find,
+) -> None:
+    broken = module("broken", **{name: hookimpl(function) for name, function in hooks.items()})
+    with pytest.warns(PluginWarning, match=f"(?s)Plugin 'broken' of broken: .*{reason}"):
+        plugins = discovered(make_plugin("a", OP), broken, make_plugin("z", KERNEL))
+    assert [plugin.name for plugin in plugins.loaded] == ["a", "z"]
+    (failure,) = plugins.failed
+    assert (failure.name, failure.distribution) == ("broken", "broken")
+    assert isinstance(failure.error, PluginError)
+    assert "INTERPOSER_DISABLE=broken" in failure.error.mend
+    assert failure.traceback.startswith("Traceback") is has_traceback
+
+
+def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make, discovered: Find) -> None:
+    with pytest.warns(PluginWarning, match="claimed by acme in code, acme in code") as warned:
+        plugins = discovered(make_plugin("acme", OP), make_plugin("acme"), make_plugin("fine"))
+    assert [plugin.name for plugin in plugins.loaded] == ["fine"]
+    assert [failure.name for failure in plugins.failed] == ["acme", "acme"]
+    assert all(isinstance(failure.error, PluginConflictError) for failure in plugins.failed)
+    assert len(warned) == 2
+
+
+@pytest.mark.parametrize("name", ["acme-norm", "acme_norm", "Acme.Norm"])
+def test_a_plugin_can_be_disabled_however_its_name_is_spelt(
+    name: str, make_plugin: Make, discovered: Find
+) -> None:
+    modules = make_plugin("acme_norm", OP), make_plugin("fine")
+    plugins = discovered(*modules, disabled=frozenset({name}))
+    assert [plugin.name for plugin in plugins.loaded] == ["fine"]
+    assert ("acme_norm", "acme_norm") in plugins.skipped
+
+
+def test_an_installed_plugin_can_be_disabled_by_its_distribution() -> None:
+    installed = {
+        (point.name, point.dist.name)
+        for point in importlib_metadata.entry_points(group=GROUP)
+        if point.dist
+    }
+    assert installed
+    plugins = discover(frozenset(distribution for _, distribution in installed))
+    assert plugins.loaded == []
+    assert set(plugins.skipped) == installed
+
+
+def test_disabling_what_is_not_installed_warns_with_the_nearest(discovered: Find) -> None:
+    with pytest.warns(PluginWarning, match="disables 'acme-nrom', .* Installed: 'acme-norm'"):
+        discovered(module("acme_norm"), disabled=frozenset({"acme-nrom"}))
+
+
+def test_observers_are_told_what_they_ask_for(make_plugin: Make, discovered: Find) -> None:
+    seen: list[object] = []
+    plugins = discovered(
+        make_plugin("a", interposer_failed=lambda reason: seen.append(reason)),
+        make_plugin("b", interposer_failed=lambda reason, plugin: seen.append((plugin, reason))),
+    )
+    plugins.observe("interposer_failed", plugin="x", distribution="y", reason="z")
+    assert sorted(seen, key=str) == [("x", "z"), "z"]
+
+
+def test_observers_hear_of_plugins_that_failed_after_them(
+    make_plugin: Make, discovered: Find
+) -> None:
+    seen: list[str] = []
+    observer = make_plugin("a", interposer_failed=lambda plugin: seen.append(plugin))
+    with pytest.warns(PluginWarning):
+        discovered(observer, module("broken", interposer_recrods=hookimpl(raising)))
+    assert seen == ["broken"]
+
+
+def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
+    make_plugin: Make, discovered: Find
+) -> None:
+    seen: list[str] = []
+    plugins = discovered(
+        make_plugin("a", KERNEL, interposer_selected=raising),
+        make_plugin("b", interposer_selected=lambda choice: seen.append(choice)),
+    )
+    with pytest.warns(PluginWarning, match="Plugin 'a' of a: its observer interposer_selected"):
+        plugins.observe("interposer_selected", choice="first")
+    plugins.observe("interposer_selected", choice="second")
+    assert seen == ["first", "second"]
+    (failure,) = plugins.failed
+    assert (failure.name, failure.version) == ("a", "in code")
+    assert "broken on purpose" in failure.traceback
+    assert KERNEL in plugins.loaded[0].records
+
+
+def test_observers_of_failures_that_fail_do_not_break_the_caller(
+    make_plugin: Make, discovered: Find
+) -> None:
+    plugins = discovered(
+        make_plugin("a", interposer_failed=raising), make_plugin("b", interposer_failed=raising)
+    )
+    with pytest.warns(PluginWarning):
+        plugins.observe("interposer_failed", plugin="x", distribution="y", reason="z")
+    assert sorted(failure.name for failure in plugins.failed) == ["a", "b"]
+
+
+def test_records_of_one_distribution_are_told_apart_by_name(
+    make_plugin: Make, discovered: Find
+) -> None:
+    kernels = [Kernel("linear", "x", "a:b"), Kernel("embedding", "x", "a:b")]
+    layers = [LayerEntry("linear", "x", "a:b"), LayerEntry("embedding", "x", "a:b")]
+    assert len(discovered(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4

@@ -1,0 +1,143 @@
+"""The registry files every record as a candidate, and says what it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from interposer import (
+    AttentionEntry,
+    Config,
+    Kernel,
+    LayerEntry,
+    OpEntry,
+    PlatformEntry,
+    SchemeEntry,
+    current_registry,
+)
+from interposer.errors import PluginError, RecordError, UnknownNameError
+from interposer.plugins import Plugins
+from interposer.registry import Registry
+
+Make = Callable[..., ModuleType]
+Find = Callable[..., Plugins]
+Register = Callable[..., Registry]
+
+RECORDS = (
+    OpEntry("linear", "acme.ops:linear"),
+    Kernel("linear", "linear_fast", "acme.kernels:fast", score=7.0),
+    LayerEntry("rms_norm", "acme_norm", "acme.layers:Norm"),
+    AttentionEntry("paged", "acme.attention:Paged"),
+    SchemeEntry("gptq", "acme_gptq", "acme.schemes:Gptq"),
+    PlatformEntry("tpu", "acme.tpu:Tpu"),
+)
+
+
+def test_every_record_is_a_candidate(registered: Register) -> None:
+    registry = registered(*RECORDS)
+    names = {
+        (kind, subject): [c.qualified_name for c in registry.candidates(kind, subject)]
+        for kind, subject in (
+            ("kernel", "linear"),
+            ("layer", "rms_norm"),
+            ("attention", ""),
+            ("scheme", "gptq"),
+            ("platform", ""),
+        )
+    }
+    assert names == {
+        ("kernel", "linear"): ["acme/reference", "acme/linear_fast"],
+        ("layer", "rms_norm"): ["acme/acme_norm"],
+        ("attention", ""): ["acme/paged"],
+        ("scheme", "gptq"): ["acme/acme_gptq"],
+        ("platform", ""): ["acme/tpu"],
+    }
+    assert [c.score for c in registry.candidates("kernel", "linear")] == [0.0, 7.0]
+    assert set(registry.ops) == {"linear"}
+
+
+def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) -> None:
+    registry = registered()
+    assert registry.candidates("platform") == []
+    assert registry.candidates("attention") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("kernel", "Unknown op 'linaer'. Known, nearest first: 'linear'"),
+        ("layer", "Unknown layer id 'linaer'. Known, nearest first: 'rms_norm'"),
+        ("scheme", "Unknown quantization method 'linaer'. Known, nearest first: 'gptq'"),
+    ],
+)
+def test_an_unknown_subject_lists_the_known(kind: str, message: str, registered: Register) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        registered(*RECORDS).candidates(kind, "linaer")  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+    assert "interposer plugins" in caught.value.hint
+
+
+def test_a_kernel_does_not_make_its_op_known(registered: Register) -> None:
+    with pytest.raises(UnknownNameError, match="Unknown op 'linear'"):
+        registered(Kernel("linear", "linear_fast", "acme.kernels:fast")).candidates(
+            "kernel", "linear"
+        )
+
+
+def test_an_op_defined_by_two_distributions_raises(make_plugin: Make, discovered: Find) -> None:
+    plugins = discovered(make_plugin("zeta", RECORDS[0]), make_plugin("acme", RECORDS[0]))
+    with pytest.raises(RecordError, match="'linear' is defined by acme and by zeta") as caught:
+        Registry(plugins)
+    assert "INTERPOSER_DISABLE=acme or zeta" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(kernels={"linaer": "x"}), "op in Config.kernels 'linaer'.* 'linear'"),
+        (Config(kernels={"linaer@layers.*": "x"}), "op in Config.kernels 'linaer'.* 'linear'"),
+        (Config(layers={"norm": "x"}), "layer id in Config.layers 'norm'.* 'rms_norm'"),
+        (Config(attention={"decode": "x"}), "attention type in Config.attention 'decode'.* 'deco"),
+    ],
+)
+def test_a_pin_on_what_nobody_knows_raises(
+    config: Config, message: str, registered: Register
+) -> None:
+    with pytest.raises(UnknownNameError, match=message):
+        registered(*RECORDS).check_pins(config)
+
+
+def test_pins_on_what_is_known_pass(registered: Register) -> None:
+    config = Config(
+        kernels={"linear": "x", "linear@a.*": "y"},
+        layers={"rms_norm@b": "x"},
+        attention={"encoder_only": "x"},
+    )
+    registered(*RECORDS).check_pins(config)
+
+
+def test_a_target_that_cannot_be_loaded_names_plugin_target_and_mend(
+    registered: Register,
+) -> None:
+    registry = registered(*RECORDS)
+    candidate = registry.candidates("kernel", "linear")[1]
+    with pytest.raises(PluginError) as caught:
+        registry.load(candidate, "acme_of_nowhere.kernels:fast")
+    assert (caught.value.plugin, caught.value.distribution) == ("acme", "acme in code")
+    assert "'linear_fast' was chosen, but 'acme_of_nowhere.kernels:fast'" in caught.value.reason
+    assert "No module named 'acme_of_nowhere'" in caught.value.reason
+    assert "INTERPOSER_DISABLE=acme" in caught.value.mend
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_the_current_registry_is_kept_per_set_of_disabled_names() -> None:
+    everything = frozenset(
+        plugin.distribution for plugin in current_registry().plugins.loaded
+    ) | frozenset(failure.distribution for failure in current_registry().plugins.failed)
+    disabled = Config(disable=everything)
+    assert current_registry() is current_registry(Config(platform="cpu"))
+    assert current_registry(disabled) is current_registry(disabled)
+    assert current_registry(disabled) is not current_registry()
+    assert current_registry(disabled).plugins.loaded == []

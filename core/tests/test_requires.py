@@ -1,0 +1,81 @@
+"""A requirement that is not met says which, with the value found and the limit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interposer import Capability, Dim, Request, Requires
+
+CAPABILITY = Capability("x86_64", features=frozenset({"avx2", "fma"}))
+REQUEST = Request(
+    "kernel",
+    "linear",
+    capability=CAPABILITY,
+    dtype="float16",
+    dims={"size": 48, "ratio": 0.5, "layout": "nk", "fused": True},
+)
+
+REFUSED = [
+    (Requires(features=frozenset({"avx512_bf16", "amx", "fma"})), "needs amx, avx512_bf16, which"),
+    (Requires(architectures=frozenset({"s390x", "aarch64"})), "needs aarch64, s390x, .* x86_64"),
+    (Requires(dtypes=("float32", "bfloat16")), "needs dtype float32 or bfloat16, got float16"),
+    (Requires(dims={"size": Dim(at_least=64)}), "size is 48, must be at least 64"),
+    (Requires(dims={"size": Dim(at_most=32)}), "size is 48, must be at most 32"),
+    (Requires(dims={"size": Dim(multiple_of=32)}), "size is 48, must be a multiple of 32"),
+    (Requires(dims={"size": Dim(one_of=(64, 128))}), r"size is 48, must be one of \[64, 128\]"),
+    (Requires(dims={"ratio": Dim(at_least=1)}), "ratio is 0.5, must be at least 1"),
+    (Requires(dims={"layout": Dim(one_of=("kn",))}), r"layout is 'nk', must be one of \['kn'\]"),
+    (Requires(dims={"layout": Dim(at_least=1)}), "layout is 'nk', must be a number"),
+    (Requires(dims={"fused": Dim(one_of=(False,))}), r"fused is True, must be one of \[False\]"),
+    (Requires(dims={"group": Dim(at_least=1)}), "needs to know group, which .* does not state"),
+    (Requires(dims={"group": Dim()}), "needs to know group"),
+]
+
+ACCEPTED = [
+    Requires(),
+    Requires(features=frozenset({"avx2"})),
+    Requires(architectures=frozenset({"x86_64", "s390x"})),
+    Requires(dtypes=("float16",)),
+    Requires(dims={"size": Dim(at_least=48, at_most=48, multiple_of=16, one_of=(48,))}),
+    Requires(dims={"ratio": Dim(at_most=1), "layout": Dim(one_of=("nk", "kn")), "fused": Dim()}),
+]
+
+
+@pytest.mark.parametrize(("requires", "reason"), REFUSED)
+def test_what_lacks_something_is_refused_with_value_and_limit(
+    requires: Requires, reason: str
+) -> None:
+    verdict = requires.judge(REQUEST)
+    assert not verdict
+    assert re.match(reason, verdict.reason)
+
+
+@pytest.mark.parametrize("requires", ACCEPTED)
+def test_what_has_everything_is_accepted(requires: Requires) -> None:
+    assert requires.judge(REQUEST)
+
+
+limits = st.none() | st.integers(-5, 20)
+
+
+@given(st.integers(-10, 30), limits, limits, st.none() | st.integers(1, 8))
+def test_a_dimension_is_accepted_exactly_within_its_limits(
+    value: int, at_least: int | None, at_most: int | None, multiple_of: int | None
+) -> None:
+    verdict = Dim(at_least, at_most, multiple_of).judge("size", value)
+    expected = (
+        (at_least is None or value >= at_least)
+        and (at_most is None or value <= at_most)
+        and (multiple_of is None or value % multiple_of == 0)
+    )
+    assert bool(verdict) is expected
+    assert expected or str(value) in verdict.reason
+
+
+def test_the_first_thing_that_is_missing_is_named() -> None:
+    requires = Requires(features=frozenset({"amx"}), dtypes=("float32",))
+    assert requires.judge(REQUEST).reason == "needs amx, which the device lacks"

@@ -1,0 +1,129 @@
+"""``interposer run`` and ``interposer explain``, through the command's own entry point."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interposer.cli import main
+
+
+class Command:
+    """Calls the command and keeps what it printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.monkeypatch = monkeypatch
+        self.capsys = capsys
+
+    def __call__(self, *arguments: str | Path) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["interposer", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = self.capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def facts(command: Command, *arguments: str | Path) -> dict[str, Any]:
+    code, out, _ = command(*arguments, "--json")
+    assert code == 0
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def test_run_streams_the_text_and_ends_with_the_figures(command: Command, llama: Path) -> None:
+    options = ("run", llama, "--prompt", "def f", "--max-new-tokens", "12")
+    told = facts(command, *options)
+    assert len(told["token_ids"]) == 12
+    assert told["finish_reason"] == "length"
+    assert 0 < told["time_to_first_token_s"] < 60
+    assert told["tokens_per_second"] > 0
+    assert told["peak_memory_bytes"] > 2**20
+    code, out, err = command(*options)
+    assert code == 0
+    assert out == told["text"] + "\n"
+    assert "12 tokens (length)" in err
+    assert "first token after" in err
+    assert "tokens/s" in err
+    assert "peak memory" in err
+
+
+def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: Path) -> None:
+    options = ("run", llama, "--prompt", "x", "--temperature", "1.5", "--seed", "3")
+    assert facts(command, *options)["token_ids"] == facts(command, *options)["token_ids"]
+
+
+def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> None:
+    options = ("--dtype", "bfloat16", "--platform", "cpu", "--kernel", "linear=reference")
+    told = facts(command, "run", llama, "--prompt", "x", *options)
+    assert len(told["token_ids"]) == 64
+
+
+def test_explain_says_what_was_chosen_and_refused(command: Command, llama: Path) -> None:
+    told = facts(command, "explain", llama, "--kernel", "rms_norm=reference")
+    norms = [c for c in told["choices"] if (c["kind"], c["name"]) == ("kernel", "rms_norm")]
+    assert [(c["chosen"], c["why"]) for c in norms] == [
+        ("reference", "pinned by the configuration")
+    ]
+    assert norms[0]["provider"] == "interposer-ops"
+    assert all(refused["reason"] for choice in told["choices"] for refused in choice["refused"])
+    code, out, _ = command("explain", llama)
+    assert code == 0
+    for choice in told["choices"]:
+        assert f"{choice['kind']} {choice['name']!r}" in out
+
+
+def test_explain_needs_no_weights(command: Command, copied: Path) -> None:
+    (copied / "model.safetensors").write_bytes(b"")
+    assert facts(command, "explain", copied)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--kernel", "rms_norm"), "not of the form OP=NAME"),
+        (("--kernel", "rms_nrom=reference"), "nearest first: 'rms_norm'"),
+        (("--kernel", "rms_norm=refrence"), "nearest first: 'reference'"),
+        (("--platform", "abacus"), "Unknown platform"),
+        (("--dtype", "float17"), "Unknown dtype 'float17'"),
+    ],
+)
+def test_a_bad_option_is_one_message(
+    command: Command, llama: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = command("explain", llama, *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", ""), "prompt is empty"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("--prompt", "x", "--temperature", "nan"), "temperature"),
+        (("--prompt", "x", "--max-new-tokens", "0"), "max_new_tokens"),
+    ],
+)
+def test_a_bad_request_is_one_message(
+    command: Command, llama: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = command("run", llama, *arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_directory_is_one_message(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("run", tmp_path / "none", "--prompt", "x")
+    assert code == 1
+    assert "is not a directory" in err

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interposer_ops.kv_cache import reshape_and_cache
+
+Shape = tuple[int, int, int, int]
+
+
+@st.composite
+def writes(draw: st.DrawFn) -> tuple[Shape, list[int], int]:
+    """Return the shape of a cache, distinct slots in any order, and a seed."""
+    shape = tuple(draw(st.integers(1, 5)) for _ in range(4))
+    num_slots = shape[0] * shape[1]
+    slots = draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=num_slots))
+    return shape, slots, draw(st.integers(0, 1000))  # type: ignore[return-value]
+
+
+def step(shape: Shape, num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    key, value = torch.randn(2, num_tokens, *shape[2:], generator=generator).unbind()
+    return key, value
+
+
+def empty(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@given(writes())
+def test_each_token_lands_in_its_slot_and_nothing_else_changes(
+    write: tuple[Shape, list[int], int],
+) -> None:
+    shape, slots, seed = write
+    key, value = step(shape, len(slots), seed)
+    keys, values = empty(shape)
+    reshape_and_cache(key, value, keys, values, torch.tensor(slots, dtype=torch.int64))
+    for slot in range(shape[0] * shape[1]):
+        stored = keys[slot // shape[1], slot % shape[1]], values[slot // shape[1], slot % shape[1]]
+        if slot in slots:
+            token = slots.index(slot)
+            assert torch.equal(stored[0], key[token])
+            assert torch.equal(stored[1], value[token])
+        else:
+            assert stored[0].isnan().all()
+            assert stored[1].isnan().all()
+
+
+@given(writes(), st.integers(0, 30))
+def test_writing_in_chunks_is_writing_at_once(
+    write: tuple[Shape, list[int], int], cut: int
+) -> None:
+    shape, slots, seed = write
+    key, value = step(shape, len(slots), seed)
+    places = torch.tensor(slots, dtype=torch.int64)
+    whole, chunked = empty(shape), empty(shape)
+    reshape_and_cache(key, value, *whole, places)
+    for part in (slice(0, cut), slice(cut, None)):
+        reshape_and_cache(key[part], value[part], *chunked, places[part])
+    assert same(whole[0], chunked[0])
+    assert same(whole[1], chunked[1])
+
+
+@given(writes())
+def test_the_order_of_tokens_does_not_matter(write: tuple[Shape, list[int], int]) -> None:
+    shape, slots, seed = write
+    key, value = step(shape, len(slots), seed)
+    places = torch.tensor(slots, dtype=torch.int64)
+    order = torch.randperm(len(slots), generator=torch.Generator().manual_seed(seed))
+    forward, shuffled = empty(shape), empty(shape)
+    reshape_and_cache(key, value, *forward, places)
+    reshape_and_cache(key[order], value[order], *shuffled, places[order])
+    assert same(forward[0], shuffled[0])
+    assert same(forward[1], shuffled[1])
+
+
+def test_a_cache_need_not_be_contiguous() -> None:
+    cache = torch.zeros(3, 2, 4, 1, 5)  # [P, 2, S, K, D]
+    key, value = step((3, 4, 1, 5), 2, 0)
+    reshape_and_cache(key, value, *cache.unbind(1), torch.tensor([11, 0]))
+    assert torch.equal(cache[2, 0, 3], key[0])
+    assert torch.equal(cache[0, 1, 0], value[1])
+    assert int(cache.count_nonzero()) == 20

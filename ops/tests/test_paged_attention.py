@@ -1,0 +1,228 @@
+"""The reference of paged attention against other formulations, and what must hold of any."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from interposer_ops.attention import paged_attention
+
+few = settings(max_examples=40)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences over a paged cache, and how they are attended to.
+
+    ``sequences`` holds (tokens in the cache, tokens of the query); ``keys`` and ``values`` hold
+    ``[L, K, D]`` of each sequence, ``queries`` ``[Q, N, D]``.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    page_size: int
+    queries: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    options: dict[str, Any]
+
+    def attend(self, page_seed: int = 0) -> list[torch.Tensor]:
+        """Return the output of each sequence; ``page_seed`` decides where pages lie."""
+        counts = [-(-length // self.page_size) for length, _ in self.sequences]
+        generator = torch.Generator().manual_seed(page_seed)
+        pages = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)]
+        shape = (sum(counts) + 2, self.page_size, *self.keys[0].shape[1:])
+        caches = [torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2)]
+        tables = pages.split(counts)
+        for table, key, value in zip(tables, self.keys, self.values, strict=True):
+            for position in range(key.shape[0]):
+                page, offset = table[position // self.page_size], position % self.page_size
+                caches[0][page, offset], caches[1][page, offset] = key[position], value[position]
+        lengths = [tokens for _, tokens in self.sequences]
+        result = paged_attention(
+            torch.cat(self.queries),
+            *caches,
+            torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True),
+            torch.tensor([0, *lengths]).cumsum(0),
+            torch.tensor([length for length, _ in self.sequences]),
+            max(lengths),
+            **self.options,
+        )
+        return list(result.split(lengths))
+
+    def part(self, *indices: int) -> Batch:
+        """Return the batch of some of the sequences, in the given order."""
+
+        def some(column: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(column[i] for i in indices)
+
+        return Batch(
+            some(self.sequences),
+            self.page_size,
+            some(self.queries),
+            some(self.keys),
+            some(self.values),
+            self.options,
+        )
+
+
+@st.composite
+def batches(draw: st.DrawFn, **fixed: Any) -> Batch:
+    kv_heads, group, head_size = (draw(st.integers(1, 3)) for _ in range(3))
+    sequences = tuple(
+        (length, draw(st.integers(1, length)))
+        for length in draw(st.lists(st.integers(1, 12), min_size=1, max_size=4))
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+
+    def numbers(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, head_size, generator=generator, dtype=torch.float64)
+
+    options: dict[str, Any] = {
+        "scale": draw(st.sampled_from([0.3, 1.0, 2.0])),
+        "causal": draw(st.booleans()),
+        "window_tokens": draw(st.one_of(st.none(), st.integers(1, 13))),
+        "softcap": draw(st.sampled_from([None, 0.7, 5.0])),
+    }
+    return Batch(
+        sequences,
+        draw(st.integers(1, 5)),
+        tuple(numbers(tokens, kv_heads * group) for _, tokens in sequences),
+        tuple(numbers(length, kv_heads) for length, _ in sequences),
+        tuple(numbers(length, kv_heads) for length, _ in sequences),
+        {**options, **fixed},
+    )
+
+
+def attend_one_by_one(batch: Batch, sequence: int) -> torch.Tensor:
+    """Return the output of one sequence from its definition, in loops."""
+    query, keys, values = (column[sequence] for column in (batch.queries, batch.keys, batch.values))
+    length, tokens = batch.sequences[sequence]
+    group = query.shape[1] // keys.shape[1]
+    out = torch.empty_like(query)
+    for row in range(tokens):
+        position = length - tokens + row
+        for head in range(query.shape[1]):
+            weights, total = [], torch.zeros(query.shape[2], dtype=torch.float64)
+            for other in range(length):
+                score = float(query[row, head] @ keys[other, head // group])
+                score *= batch.options["scale"]
+                cap, window = batch.options["softcap"], batch.options["window_tokens"]
+                if cap is not None:
+                    score = cap * math.tanh(score / cap)
+                hidden = batch.options["causal"] and other > position
+                hidden |= window is not None and position - other >= window
+                weights.append(0.0 if hidden else math.exp(score))
+                total += weights[-1] * values[other, head // group]
+            out[row, head] = total / sum(weights)
+    return out
+
+
+@few
+@given(batches())
+def test_attention_is_what_its_definition_says(batch: Batch) -> None:
+    for sequence, output in enumerate(batch.attend()):
+        torch.testing.assert_close(output, attend_one_by_one(batch, sequence))
+
+
+@few
+@given(batches(softcap=None))
+def test_attention_is_that_of_torch(batch: Batch) -> None:
+    columns = zip(batch.sequences, batch.queries, batch.keys, batch.values, strict=True)
+    for ((length, tokens), query, key, value), output in zip(columns, batch.attend(), strict=True):
+        distance = torch.arange(length - tokens, length)[:, None] - torch.arange(length)
+        mask = torch.ones_like(distance, dtype=torch.bool)
+        if batch.options["causal"]:
+            mask &= distance >= 0
+        if batch.options["window_tokens"] is not None:
+            mask &= distance < batch.options["window_tokens"]
+        expected = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=batch.options["scale"],
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(output, expected[0].transpose(0, 1))
+
+
+@few
+@given(batches(causal=True), st.data())
+def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> None:
+    """A query cut in two: the first part sees the cache as it was before the second."""
+    cuts = [data.draw(st.integers(0, tokens - 1)) for _, tokens in batch.sequences]
+    whole = batch.attend()
+    for sequence, cut in enumerate(cuts):
+        length, tokens = batch.sequences[sequence]
+        columns = batch.queries[sequence], batch.keys[sequence], batch.values[sequence]
+        known = length - tokens + cut
+        parts = []
+        if cut:
+            parts.append(((known, cut), columns[0][:cut], columns[1][:known], columns[2][:known]))
+        parts.append(((length, tokens - cut), columns[0][cut:], columns[1], columns[2]))
+        chunks = Batch(
+            *zip(*((p[0],) for p in parts), strict=True),
+            batch.page_size,
+            *(tuple(p[i] for p in parts) for i in (1, 2, 3)),
+            batch.options,
+        )
+        torch.testing.assert_close(torch.cat(chunks.attend()), whole[sequence])
+
+
+@few
+@given(batches(), st.integers(1, 1000))
+def test_where_pages_lie_does_not_matter(batch: Batch, page_seed: int) -> None:
+    for one, other in zip(batch.attend(), batch.attend(page_seed), strict=True):
+        assert torch.equal(one, other)
+
+
+@few
+@given(batches(), st.data())
+def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(batch.sequences))))
+    together = batch.attend()
+    for index, output in zip(order, batch.part(*order).attend(), strict=True):
+        torch.testing.assert_close(output, together[index])
+    for index, output in enumerate(together):
+        (alone,) = batch.part(index).attend()
+        torch.testing.assert_close(alone, output)
+
+
+def test_a_single_token_returns_its_value() -> None:
+    value = torch.randn(1, 1, 4, dtype=torch.float64)
+    options = {"scale": 1.0, "causal": True, "window_tokens": None, "softcap": None}
+    batch = Batch(
+        ((1, 1),), 4, (torch.randn_like(value),), (torch.randn_like(value),), (value,), options
+    )
+    torch.testing.assert_close(batch.attend()[0], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_and_weights_stay_in_float32(dtype: torch.dtype) -> None:
+    """Of 300 equal weights, each rounded to 16 bits, the sum would miss the mean."""
+    length = 300
+    values = torch.linspace(-1, 1, length).to(dtype)
+    keys = torch.ones(1, length, 1, 1, dtype=dtype)
+    arguments = {
+        "query": torch.ones(1, 1, 1, dtype=dtype),
+        "key_cache": keys,
+        "value_cache": values.view(1, length, 1, 1),
+        "page_table": torch.zeros(1, 1, dtype=torch.int64),
+        "query_starts": torch.tensor([0, 1]),
+        "seq_lens": torch.tensor([length]),
+        "max_query_tokens": 1,
+        "scale": 1.0,
+        "causal": True,
+        "window_tokens": None,
+        "softcap": None,
+    }
+    result = paged_attention(**arguments)
+    assert result.dtype == dtype
+    assert float(result) == pytest.approx(float(values.double().mean()), abs=1e-6, rel=5e-3)

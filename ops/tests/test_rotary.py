@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from interposer_ops.rope_scaling import rotary_table
+from interposer_ops.rotary import rotary_embedding
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def rotated_as_complex(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotation by an angle is multiplication by a complex number of modulus 1."""
+    half = cos.shape[-1]
+    numbers = torch.complex(x[..., :half], x[..., half : 2 * half])
+    turned = numbers * torch.complex(cos, sin)[:, None]
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_size", "rotary_size"),
+    [(5, 4, 4, 8, 8), (3, 6, 2, 10, 4), (1, 3, 1, 2, 2), (0, 4, 2, 8, 8)],
+)
+def test_rotation_is_complex_multiplication(
+    tokens: int, heads: int, kv_heads: int, head_size: int, rotary_size: int
+) -> None:
+    query, key = numbers(tokens, heads, head_size), numbers(tokens, kv_heads, head_size, seed=1)
+    angles = numbers(tokens, rotary_size // 2, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    found = rotary_embedding(query, key, cos, sin)
+    for result, x in zip(found, (query, key), strict=True):
+        torch.testing.assert_close(result, rotated_as_complex(x, cos, sin))
+
+
+@given(position=st.integers(0, 200), distance=st.integers(0, 55), seed=st.integers(0, 100))
+def test_scores_depend_on_the_distance_only(position: int, distance: int, seed: int) -> None:
+    cos, sin = (table.double() for table in rotary_table(256, 16, 10000.0))
+    query, key = numbers(1, 1, 16, seed=seed), numbers(1, 1, 16, seed=seed + 1)
+
+    def score(query_position: int, key_position: int) -> float:
+        at, to = slice(query_position, query_position + 1), slice(key_position, key_position + 1)
+        turned, _ = rotary_embedding(query, query, cos[at], sin[at])
+        _, other = rotary_embedding(key, key, cos[to], sin[to])
+        return float((turned * other).sum())
+
+    there = score(position + distance, position)
+    assert math.isclose(there, score(distance, 0), rel_tol=1e-4, abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_are_contiguous_and_of_their_own_dtype(dtype: torch.dtype) -> None:
+    fused = numbers(4, 8, 16).to(dtype)
+    cos, sin = (table[:4] for table in rotary_table(8, 8, 10000.0))
+    for result in rotary_embedding(fused[:, :4], fused[:, 4:6], cos, sin):
+        assert result.dtype == dtype
+        assert result.is_contiguous()

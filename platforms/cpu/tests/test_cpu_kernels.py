@@ -1,0 +1,162 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import (
+    Capability,
+    Case,
+    Config,
+    CustomOp,
+    Device,
+    Kernel,
+    Request,
+    Resolver,
+    current_registry,
+)
+from interposer.records import load_target
+from interposer.testing import Trial, check_kernel, conformance
+from interposer_cpu import activations, linear, norms, plugin, rotary
+from interposer_cpu.platform import CPUPlatform
+from interposer_ops.activations import silu_and_mul
+from interposer_ops.linear import linear as linear_op
+from interposer_ops.norms import fused_add_rms_norm, rms_norm
+from interposer_ops.rotary import rotary_embedding
+
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+KERNELS = [record for record in plugin.interposer_records() if isinstance(record, Kernel)]
+HALF_AND_SINGLE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def described(*features: str, architecture: str = "x86_64") -> Device:
+    return Device("cpu", "cpu", "described", Capability(architecture, frozenset(features)))
+
+
+def trials() -> Iterator[Trial]:
+    device = CPUPlatform().devices()[0]
+    yield from conformance(current_registry(), device, distribution="interposer-cpu")
+
+
+def test_all_records_conform() -> None:
+    ran = set()
+    for trial in trials():
+        assert trial.run() == [], str(trial)
+        if trial.verdict:
+            ran.add(trial.candidate.name)
+        else:
+            assert trial.verdict.reason
+    packed = {kernel.name for kernel in KERNELS if kernel.op == "linear"}
+    assert ran >= {kernel.name for kernel in KERNELS} - packed | {"sdpa"}
+    if CPUPlatform().capability("cpu").features >= AVX512:
+        assert ran >= packed
+
+
+def norm_arguments(dtype: torch.dtype) -> dict[str, Any]:
+    x, residual = torch.randn(2, 9, 4096).to(dtype)
+    weight = (1 + 0.1 * torch.randn(4096)).to(dtype)
+    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6}
+
+
+@HALF_AND_SINGLE
+@pytest.mark.parametrize("op", [rms_norm, fused_add_rms_norm], ids=lambda op: op.name)
+def test_norms_of_many_elements(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
+    arguments = norm_arguments(dtype)
+    if op is rms_norm:
+        del arguments["residual"]
+    case = Case("many elements", arguments, reduction=4096, magnitude=8.0, rounded=8.0)
+    assert check_kernel(op, getattr(norms, op.name), case) == []
+
+
+def test_norms_in_bfloat16_are_as_accurate_as_the_reference() -> None:
+    x, _, weight, eps = norm_arguments(torch.bfloat16).values()
+    exact = rms_norm(x.double(), weight.double(), eps)
+    for part in (slice(0, 1), slice(None)):
+        found = (norms.rms_norm(x[part], weight, eps) - exact[part]).abs().mean()
+        reference = (rms_norm(x[part], weight, eps) - exact[part]).abs().mean()
+        assert found <= 1.001 * reference
+
+
+@HALF_AND_SINGLE
+@pytest.mark.parametrize("rotary_size", [64, 32])
+def test_rotary_embedding_of_many_elements(dtype: torch.dtype, rotary_size: int) -> None:
+    angles = 10 * torch.rand(300, rotary_size // 2)
+    arguments = {
+        "query": torch.randn(300, 64, 64).to(dtype),
+        "key": torch.randn(300, 2, 64).to(dtype),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    case = Case("many elements", arguments, reduction=2, magnitude=10.0, rounded=5.0)
+    assert check_kernel(rotary_embedding, rotary.rotary_embedding, case) == []
+
+
+@HALF_AND_SINGLE
+def test_activations_do_not_write_their_input(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 6, 512).to(dtype)
+    case = Case("transposed", {"x": x.transpose(0, 1)}, reduction=4, magnitude=25.0)
+    assert check_kernel(silu_and_mul, activations.silu_and_mul, case) == []
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 100])
+def test_packed_by_rows_is_right_on_both_sides_of_its_limit(tokens: int) -> None:
+    arguments = {
+        "x": torch.randn(tokens, 128),
+        "weight": torch.randn(128, 128),
+        "bias": torch.randn(128),
+    }
+    case = Case("limit", arguments, reduction=129, magnitude=300.0, rounded=60.0)
+    function, prepare = linear.linear_packed_by_rows, linear.pack_beside
+    assert check_kernel(linear_op, function, case, prepare=prepare) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "expected"),
+    [
+        (torch.float32, 256, "linear_packed_by_rows"),
+        (torch.float32, 2048, "linear_packed"),
+        (torch.bfloat16, 256, "linear_packed_bfloat16"),
+        (torch.bfloat16, 2048, "linear_packed_bfloat16"),
+        (torch.float16, 2048, "reference"),
+    ],
+)
+def test_linear_is_chosen_by_dtype_and_size(dtype: torch.dtype, size: int, expected: str) -> None:
+    resolver = Resolver(current_registry(), described(*AVX512), Config())
+    dims = {"in_features": size, "out_features": size}
+    assert resolver.kernel(linear_op, dtype, dims, "").choice.chosen.name == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (described("avx2"), "avx512f"),
+        (described("neon", "bf16", architecture="aarch64"), "aarch64"),
+        (described("avx512f", "avx512bw", "avx512dq", "avx512vl"), "avx512_bf16"),
+    ],
+)
+def test_packing_where_it_was_not_measured_is_refused_with_a_reason(
+    device: Device, reason: str
+) -> None:
+    resolver = Resolver(current_registry(), device, Config())
+    dims = {"in_features": 1024, "out_features": 1024}
+    choice = resolver.kernel(linear_op, torch.bfloat16, dims, "").choice
+    refusals = {refusal.candidate: refusal.reason for refusal in choice.refusals}
+    assert choice.chosen.name == "reference"
+    assert reason in refusals["linear_packed_bfloat16"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_kernels_have_the_signature_of_their_op(kernel: Kernel) -> None:
+    op = load_target(current_registry().ops[kernel.op].target)
+    function = load_target(kernel.target)
+    code = function.__code__
+    assert list(code.co_varnames[: code.co_argcount]) == list(op.signature.parameters)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_kernels_are_for_this_platform_only(kernel: Kernel) -> None:
+    candidates = current_registry().candidates("kernel", kernel.op)
+    (candidate,) = [c for c in candidates if c.record == kernel]
+    verdict = candidate.judge(Request("kernel", kernel.op, "elsewhere", dtype="float32"))
+    assert not verdict
+    assert "runs on cpu" in verdict.reason
