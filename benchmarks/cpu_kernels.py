@@ -39,7 +39,8 @@ HIDDEN = (256, 1024, 4096)
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_SIZE = 64
 PAGE_SIZE = 16
-MEASURE_S = 2e-3
+# Short, so that many turns pass before the system runs something else.
+MEASURE_S = 5e-4
 # Larger than the last-level cache, so that weights come from memory as in a model.
 WEIGHTS_BYTES = 64 << 20
 
@@ -202,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="ops to measure, or sdpa; all without any")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     registry, device = current_registry(), CPUPlatform().devices()[0]

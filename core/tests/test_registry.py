@@ -20,6 +20,7 @@ from interposer import (
 from interposer.errors import PluginError, RecordError, UnknownNameError
 from interposer.plugins import Plugins
 from interposer.registry import Registry
+from interposer.request import Kind
 
 Make = Callable[..., ModuleType]
 Find = Callable[..., Plugins]
@@ -37,23 +38,15 @@ RECORDS = (
 
 def test_every_record_is_a_candidate(registered: Register) -> None:
     registry = registered(*RECORDS)
-    names = {
-        (kind, subject): [c.qualified_name for c in registry.candidates(kind, subject)]
-        for kind, subject in (
-            ("kernel", "linear"),
-            ("layer", "rms_norm"),
-            ("attention", ""),
-            ("scheme", "gptq"),
-            ("platform", ""),
-        )
-    }
-    assert names == {
-        ("kernel", "linear"): ["acme/reference", "acme/linear_fast"],
-        ("layer", "rms_norm"): ["acme/acme_norm"],
-        ("attention", ""): ["acme/paged"],
-        ("scheme", "gptq"): ["acme/acme_gptq"],
-        ("platform", ""): ["acme/tpu"],
-    }
+    subjects: list[tuple[Kind, str, list[str]]] = [
+        ("kernel", "linear", ["acme/reference", "acme/linear_fast"]),
+        ("layer", "rms_norm", ["acme/acme_norm"]),
+        ("attention", "", ["acme/paged"]),
+        ("scheme", "gptq", ["acme/acme_gptq"]),
+        ("platform", "", ["acme/tpu"]),
+    ]
+    for kind, subject, names in subjects:
+        assert [c.qualified_name for c in registry.candidates(kind, subject)] == names
     assert [c.score for c in registry.candidates("kernel", "linear")] == [0.0, 7.0]
     assert set(registry.ops) == {"linear"}
 
@@ -72,9 +65,9 @@ def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) 
         ("scheme", "Unknown quantization method 'linaer'. Known, nearest first: 'gptq'"),
     ],
 )
-def test_an_unknown_subject_lists_the_known(kind: str, message: str, registered: Register) -> None:
+def test_an_unknown_subject_lists_the_known(kind: Kind, message: str, registered: Register) -> None:
     with pytest.raises(UnknownNameError) as caught:
-        registered(*RECORDS).candidates(kind, "linaer")  # type: ignore[arg-type]
+        registered(*RECORDS).candidates(kind, "linaer")
     assert str(caught.value).startswith(message)
     assert "interposer plugins" in caught.value.hint
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Capability, Case, Device, Kernel, OpEntry, Requires, Tolerance, custom_op
-from interposer.hookspecs import hookimpl
-from interposer.plugins import discover
-from interposer.records import Record
 from interposer.registry import Registry
 from interposer.request import Request
 from interposer.testing import Fault, Trial, check_kernel, check_lightness, conformance
@@ -418,11 +414,12 @@ def judge_width(request: Request) -> Verdict:
     return Verdict.accept()
 
 
-def trials_of(*records: Record) -> list[Trial]:
-    plugin = ModuleType("toy")
-    plugin.interposer_records = hookimpl(lambda: list(records))  # type: ignore[attr-defined]
-    registry = Registry(discover(extra=[plugin]))
-    return list(conformance(registry, DEVICE, distribution="toy"))
+TrialsOf = Callable[..., list[Trial]]
+
+
+@pytest.fixture
+def trials_of(registered: Callable[..., Registry]) -> TrialsOf:
+    return lambda *records: list(conformance(registered(*records), DEVICE))
 
 
 def norm_kernel(name: str, target: str, **options: Any) -> Kernel:
@@ -432,7 +429,7 @@ def norm_kernel(name: str, target: str, **options: Any) -> Kernel:
 NORM = OpEntry("toy_norm", f"{__name__}:toy_norm")
 
 
-def test_every_case_of_every_candidate_is_a_trial() -> None:
+def test_every_case_of_every_candidate_is_a_trial(trials_of: TrialsOf) -> None:
     good = norm_kernel("good", "norm_in_float64")
     bad = norm_kernel("bad", "norm_ignoring_eps")
     prepared = norm_kernel("prepared", "norm_of_halved_weight", prepare=f"{__name__}:halved")
@@ -446,12 +443,12 @@ def test_every_case_of_every_candidate_is_a_trial() -> None:
     assert {trial.candidate.name for trial in trials if trial.run()} == {"bad"}
 
 
-def test_a_refusal_is_told_apart_from_a_run() -> None:
-    only_float32 = norm_kernel(
-        "only_float32", "raise_an_error", requires=Requires(dtypes=("bfloat16",))
+def test_a_refusal_is_told_apart_from_a_run(trials_of: TrialsOf) -> None:
+    only_bfloat16 = norm_kernel(
+        "only_bfloat16", "raise_an_error", requires=Requires(dtypes=("bfloat16",))
     )
     narrow = norm_kernel("narrow", "norm_in_float64", predicate=f"{__name__}:judge_width")
-    trials = trials_of(NORM, only_float32, narrow)
+    trials = trials_of(NORM, only_bfloat16, narrow)
     refused = {trial.verdict.reason for trial in trials if not trial.verdict}
     assert refused == {
         "needs dtype bfloat16, got float32",
@@ -461,13 +458,13 @@ def test_a_refusal_is_told_apart_from_a_run() -> None:
     assert all(trial.run() == [] for trial in trials if not trial.verdict)
 
 
-def test_what_is_for_another_platform_is_left_out() -> None:
+def test_what_is_for_another_platform_is_left_out(trials_of: TrialsOf) -> None:
     elsewhere = norm_kernel("elsewhere", "raise_an_error", platform="elsewhere")
     here = norm_kernel("here", "norm_in_float64", platform="cpu")
     assert {t.candidate.name for t in trials_of(NORM, elsewhere, here)} == {"reference", "here"}
 
 
-def test_what_raises_is_a_fault_with_its_traceback() -> None:
+def test_what_raises_is_a_fault_with_its_traceback(trials_of: TrialsOf) -> None:
     raising = norm_kernel("raising", "raise_an_error")
     missing = norm_kernel("missing", "nowhere")
     judging = norm_kernel("judging", "norm_in_float64", predicate=f"{__name__}:judge_by_raising")
@@ -482,7 +479,7 @@ def test_what_raises_is_a_fault_with_its_traceback() -> None:
         assert "Traceback" in fault.traceback
 
 
-def test_an_op_that_cannot_be_loaded_is_a_fault() -> None:
+def test_an_op_that_cannot_be_loaded_is_a_fault(trials_of: TrialsOf) -> None:
     (trial,) = trials_of(OpEntry("toy_norm", f"{__name__}:nowhere"))
     (fault,) = trial.run()
     assert fault.check == "import"

@@ -82,7 +82,8 @@ def test_the_order_of_tokens_does_not_matter(write: tuple[Shape, list[int], int]
 def test_a_cache_need_not_be_contiguous() -> None:
     cache = torch.zeros(3, 2, 4, 1, 5)  # [P, 2, S, K, D]
     key, value = step((3, 4, 1, 5), 2, 0)
-    reshape_and_cache(key, value, *cache.unbind(1), torch.tensor([11, 0]))
+    keys, values = cache.unbind(1)
+    reshape_and_cache(key, value, keys, values, torch.tensor([11, 0]))
     assert torch.equal(cache[2, 0, 3], key[0])
     assert torch.equal(cache[0, 1, 0], value[1])
     assert int(cache.count_nonzero()) == 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -38,16 +38,19 @@ class Batch:
         generator = torch.Generator().manual_seed(page_seed)
         pages = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)]
         shape = (sum(counts) + 2, self.page_size, *self.keys[0].shape[1:])
-        caches = [torch.full(shape, torch.nan, dtype=torch.float64) for _ in range(2)]
+        key_cache = torch.full(shape, torch.nan, dtype=torch.float64)
+        value_cache = key_cache.clone()
         tables = pages.split(counts)
         for table, key, value in zip(tables, self.keys, self.values, strict=True):
             for position in range(key.shape[0]):
                 page, offset = table[position // self.page_size], position % self.page_size
-                caches[0][page, offset], caches[1][page, offset] = key[position], value[position]
+                key_cache[page, offset] = key[position]
+                value_cache[page, offset] = value[position]
         lengths = [tokens for _, tokens in self.sequences]
         result = paged_attention(
             torch.cat(self.queries),
-            *caches,
+            key_cache,
+            value_cache,
             torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True),
             torch.tensor([0, *lengths]).cumsum(0),
             torch.tensor([length for length, _ in self.sequences]),
@@ -62,18 +65,17 @@ class Batch:
         def some(column: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(column[i] for i in indices)
 
-        return Batch(
-            some(self.sequences),
-            self.page_size,
-            some(self.queries),
-            some(self.keys),
-            some(self.values),
-            self.options,
+        return replace(
+            self,
+            sequences=some(self.sequences),
+            queries=some(self.queries),
+            keys=some(self.keys),
+            values=some(self.values),
         )
 
 
 @st.composite
-def batches(draw: st.DrawFn, **fixed: Any) -> Batch:
+def batches(draw: st.DrawFn, /, **fixed: Any) -> Batch:
     kv_heads, group, head_size = (draw(st.integers(1, 3)) for _ in range(3))
     sequences = tuple(
         (length, draw(st.integers(1, length)))
@@ -157,23 +159,19 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 @given(batches(causal=True), st.data())
 def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> None:
     """A query cut in two: the first part sees the cache as it was before the second."""
-    cuts = [data.draw(st.integers(0, tokens - 1)) for _, tokens in batch.sequences]
-    whole = batch.attend()
-    for sequence, cut in enumerate(cuts):
+    for sequence, whole in enumerate(batch.attend()):
         length, tokens = batch.sequences[sequence]
-        columns = batch.queries[sequence], batch.keys[sequence], batch.values[sequence]
+        query, keys, values = (c[sequence] for c in (batch.queries, batch.keys, batch.values))
+        cut = data.draw(st.integers(0, tokens - 1))
         known = length - tokens + cut
-        parts = []
-        if cut:
-            parts.append(((known, cut), columns[0][:cut], columns[1][:known], columns[2][:known]))
-        parts.append(((length, tokens - cut), columns[0][cut:], columns[1], columns[2]))
-        chunks = Batch(
-            *zip(*((p[0],) for p in parts), strict=True),
-            batch.page_size,
-            *(tuple(p[i] for p in parts) for i in (1, 2, 3)),
-            batch.options,
+        last = (length, tokens - cut), query[cut:], keys, values
+        first = (known, cut), query[:cut], keys[:known], values[:known]
+        chunks = (first, last) if cut else (last,)
+        sequences, queries, key_parts, value_parts = zip(*chunks, strict=True)
+        cut_batch = replace(
+            batch, sequences=sequences, queries=queries, keys=key_parts, values=value_parts
         )
-        torch.testing.assert_close(torch.cat(chunks.attend()), whole[sequence])
+        torch.testing.assert_close(torch.cat(cut_batch.attend()), whole)
 
 
 @few
@@ -195,34 +193,37 @@ def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
         torch.testing.assert_close(alone, output)
 
 
-def test_a_single_token_returns_its_value() -> None:
-    value = torch.randn(1, 1, 4, dtype=torch.float64)
-    options = {"scale": 1.0, "causal": True, "window_tokens": None, "softcap": None}
-    batch = Batch(
-        ((1, 1),), 4, (torch.randn_like(value),), (torch.randn_like(value),), (value,), options
+@few
+@given(batches())
+def test_of_a_single_token_the_value_remains(batch: Batch) -> None:
+    alone = replace(
+        batch.part(0),
+        sequences=((1, 1),),
+        queries=(batch.queries[0][:1],),
+        keys=(batch.keys[0][:1],),
+        values=(batch.values[0][:1],),
     )
-    torch.testing.assert_close(batch.attend()[0], value)
+    group = batch.queries[0].shape[1] // batch.values[0].shape[1]
+    expected = batch.values[0][:1].repeat_interleave(group, dim=1)
+    torch.testing.assert_close(alone.attend()[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_and_weights_stay_in_float32(dtype: torch.dtype) -> None:
-    """Of 300 equal weights, each rounded to 16 bits, the sum would miss the mean."""
-    length = 300
-    values = torch.linspace(-1, 1, length).to(dtype)
-    keys = torch.ones(1, length, 1, 1, dtype=dtype)
-    arguments = {
-        "query": torch.ones(1, 1, 1, dtype=dtype),
-        "key_cache": keys,
-        "value_cache": values.view(1, length, 1, 1),
-        "page_table": torch.zeros(1, 1, dtype=torch.int64),
-        "query_starts": torch.tensor([0, 1]),
-        "seq_lens": torch.tensor([length]),
-        "max_query_tokens": 1,
-        "scale": 1.0,
-        "causal": True,
-        "window_tokens": None,
-        "softcap": None,
-    }
-    result = paged_attention(**arguments)
+def test_scores_stay_in_float32(dtype: torch.dtype) -> None:
+    """In 16 bits 1000.25 and 1000.5 are one number."""
+    result = paged_attention(
+        query=torch.ones(1, 1, 2, dtype=dtype),
+        key_cache=torch.tensor([[1000, 0.25], [1000, 0.5]], dtype=dtype).view(1, 2, 1, 2),
+        value_cache=torch.tensor([[0, 1], [1, 0]], dtype=dtype).view(1, 2, 1, 2),
+        page_table=torch.zeros(1, 1, dtype=torch.int64),
+        query_starts=torch.tensor([0, 1]),
+        seq_lens=torch.tensor([2]),
+        max_query_tokens=1,
+        scale=1.0,
+        causal=True,
+        window_tokens=None,
+        softcap=None,
+    )
     assert result.dtype == dtype
-    assert float(result) == pytest.approx(float(values.double().mean()), abs=1e-6, rel=5e-3)
+    second = 1 / (1 + math.exp(-0.25))
+    assert result.flatten().tolist() == pytest.approx([second, 1 - second], rel=5e-3)

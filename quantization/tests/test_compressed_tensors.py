@@ -201,6 +201,12 @@ def test_the_format_that_the_library_prefers_is_refused_with_a_way_out(tmp_path:
     assert 'ModelCompressor.from_pretrained_model(model, "int-quantized")' in str(caught.value)
 
 
+def test_quantized_head_is_refused(tmp_path: Path) -> None:
+    path = write_quantized(tmp_path, {"Linear": PER_OUTPUT}, [])
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight"):
+        load(path)
+
+
 Tensors = dict[str, torch.Tensor]
 SCALE = "model.layers.1.self_attn.k_proj.weight_scale"
 WEIGHT = "model.layers.1.self_attn.k_proj.weight"

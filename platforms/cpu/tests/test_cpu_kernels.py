@@ -55,7 +55,7 @@ def test_all_records_conform() -> None:
 def norm_arguments(dtype: torch.dtype) -> dict[str, Any]:
     x, residual = torch.randn(2, 9, 4096).to(dtype)
     weight = (1 + 0.1 * torch.randn(4096)).to(dtype)
-    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6}
+    return {"x": x, "residual": residual, "weight": weight, "eps": 0.1}
 
 
 @HALF_AND_SINGLE
@@ -143,6 +143,18 @@ def test_packing_where_it_was_not_measured_is_refused_with_a_reason(
     refusals = {refusal.candidate: refusal.reason for refusal in choice.refusals}
     assert choice.chosen.name == "reference"
     assert reason in refusals["linear_packed_bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [kernel for kernel in KERNELS if "traceable" in kernel.properties],
+    ids=lambda kernel: kernel.name,
+)
+def test_traceable_kernels_are_traced_whole(kernel: Kernel) -> None:
+    op = load_target(current_registry().ops[kernel.op].target)
+    case = next(iter(op.cases(torch.float32, 0)))
+    compiled = torch.compile(load_target(kernel.target), fullgraph=True, backend="aot_eager")
+    assert check_kernel(op, compiled, case) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

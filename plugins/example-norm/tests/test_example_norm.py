@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -69,11 +72,18 @@ def test_printed_layer_names_its_kernels() -> None:
     )
 
 
-@pytest.mark.parametrize("function", [torch.ops.aten.relu.default, lambda x: x, len])
-def test_printed_layer_names_any_callable(function: object) -> None:
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.relu, "torch.relu"),
+        (torch.ops.aten.relu.default, "torch._ops.aten.relu.default"),
+        (partial(len), "functools.partial(<built-in function len>)"),
+    ],
+)
+def test_printed_layer_names_any_callable(function: Callable[..., Any], name: str) -> None:
     layer = RMSNorm(site(), 64, 1e-5)
-    layer.norm = function  # type: ignore[assignment]
-    assert getattr(function, "__name__") in str(layer)  # noqa: B009
+    layer.norm = function
+    assert f"kernels: {name}, interposer" in str(layer)
 
 
 def test_explanation_shows_the_plugin() -> None:

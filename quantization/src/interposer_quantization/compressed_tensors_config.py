@@ -26,7 +26,7 @@ __all__ = ["Settings"]
 _SUPPORTED = """\
 Supported: weights of type 'int' with 8 bits, symmetric, of strategy 'channel' or 'group'; nothing \
 else quantized; format 'int-quantized' or 'naive-quantized'.
-Try: for int8 weights in another format, write them anew with \
+Try: quantize the original model that way, and write it with \
 ModelCompressor.from_pretrained_model(model, "int-quantized")"""
 
 _REGEX = "re:"
@@ -115,7 +115,7 @@ class Settings(_Model):
     ignore: list[Pattern] | None = None
     kv_cache_scheme: None = None
     sparsity_config: Empty | None = None
-    moe_sparsity_config: Empty | None = None
+    moe_sparsity_config: None = None
     transform_config: Empty | None = None
     global_compression_ratio: float | None = None
     version: str | None = None
@@ -170,7 +170,8 @@ def _config_error(error: ValidationError) -> ConfigError:
             known = _FIELDS[len(place)]
             return UnknownNameError(f"setting in {parent}", last, known, _SUPPORTED)
         found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
-        problems.append(f"  {parent}.{last} = {found}: {problem['msg']}")
+        reason = problem["msg"].removeprefix("Value error, ")
+        problems.append(f"  {parent}.{last} = {found}: {reason}")
     listed = "\n".join(problems)
     return ConfigError(
         f"The quantization of this checkpoint is not supported:\n{listed}\n{_SUPPORTED}"

@@ -39,7 +39,7 @@ class W8A16Linear(LinearMethod):
         if rest:
             raise ConfigError(
                 f"{site.prefix}: groups of {group_size} do not divide its {in_features} inputs. "
-                "Try: quantize with a divisor as group_size, or name the layer in 'ignore'"
+                "Try: quantize with a group size that does, or leave the layer plain"
             )
         self.bound = site.bind_kernel(
             w8a16_linear,
@@ -48,20 +48,17 @@ class W8A16Linear(LinearMethod):
             group_size=group_size,
             num_groups=num_groups,
         )
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "weight": ((out_features, in_features), torch.int8),
-            "weight_scale": ((out_features, num_groups), torch.float32),
-        }
-        if bias:
-            shapes["bias"] = ((out_features,), site.dtype)
-        for name, (shape, dtype) in shapes.items():
-            parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        weight = torch.empty(out_features, in_features, dtype=torch.int8)
+        scale = torch.empty(out_features, num_groups, dtype=torch.float32)
+        offset = torch.empty(out_features, dtype=site.dtype) if bias else None
+        for name, tensor in (("weight", weight), ("weight_scale", scale), ("bias", offset)):
+            parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             layer.register_parameter(name, parameter)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the bound kernel with ``(weight, scale, bias)``, prepared if it wants them so."""
         names = {"weight": "weight", "scale": "weight_scale", "bias": "bias"}
-        stored = {operand: layer._parameters.get(name) for operand, name in names.items()}
+        stored = {operand: layer._parameters[name] for operand, name in names.items()}
         if self.bound.prepare is None:
             return self.bound.function, tuple(stored.values())
         prepared = self.bound.prepare(**stored)

@@ -81,7 +81,7 @@ def conformance(
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         for label, spec in attention_specs():
-            request = _request("attention", spec.type, spec.dtype, device, {}, spec)
+            request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
             site = Site(resolver, "conformance", spec.dtype)
             check = partial(_check_backend, candidate, spec, site, seed)
             yield Trial(candidate, request, label, candidate.judge(request), check)

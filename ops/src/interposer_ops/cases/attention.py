@@ -105,7 +105,10 @@ def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.G
         "softcap": batch.softcap,
     }
     dims = {
-        **_dims(heads, kv_heads, head_size, batch.page_size),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "page_size": batch.page_size,
         "windowed": batch.window_tokens is not None,
         "softcapped": batch.softcap is not None,
     }
@@ -157,7 +160,15 @@ def _writing(
         "value_cache": values,
         "slots": slots,
     }
-    return Case(label, arguments, _dims(heads, kv_heads, head_size, page_size), reduction=0)
+    dims = {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "page_size": page_size,
+        "windowed": False,
+        "softcapped": False,
+    }
+    return Case(label, arguments, dims, reduction=0)
 
 
 def _scattered(
@@ -191,12 +202,3 @@ def _caches(
 def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Return numbers between -1 and 1, so that the bounds of sums are known."""
     return 2 * torch.rand(shape, generator=generator) - 1
-
-
-def _dims(heads: int, kv_heads: int, head_size: int, page_size: int) -> dict[str, int]:
-    return {
-        "head_size": head_size,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "page_size": page_size,
-    }

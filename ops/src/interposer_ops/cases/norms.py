@@ -25,8 +25,7 @@ _SHAPES = {
 def rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """Yield rows of several shapes and magnitudes: zero, below the root of eps, large."""
     generator = torch.Generator().manual_seed(seed)
-    for label, x in _inputs(generator):
-        x = x.to(dtype)
+    for label, x in _inputs(dtype, generator):
         weight = _weight(x, generator)
         arguments = {"x": x, "weight": weight, "eps": 1e-5}
         yield _case(label, arguments, x, weight)
@@ -35,8 +34,7 @@ def rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """Yield the inputs of ``rms_norm`` with a residual of the same magnitude."""
     generator = torch.Generator().manual_seed(seed)
-    for label, x in _inputs(generator):
-        x = x.to(dtype)
+    for label, x in _inputs(dtype, generator):
         noise = torch.randn(x.shape, generator=generator)
         residual = (noise * x.float().std() if x.numel() > 1 else noise).to(dtype)
         weight = _weight(x, generator)
@@ -44,18 +42,20 @@ def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         yield _case(label, arguments, x.float() + residual.float(), weight)
 
 
-def _inputs(generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+def _inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
     for label, shape in _SHAPES.items():
-        yield label, torch.randn(shape, generator=generator)
-    yield "zeros", torch.zeros(3, 64)
+        yield label, rows(*shape).to(dtype)
+    yield "zeros", torch.zeros(3, 64, dtype=dtype)
     # The square of 1e-3 is a tenth of eps.
-    yield "smaller than eps", torch.randn(3, 64, generator=generator) * 1e-3
+    yield "smaller than eps", (1e-3 * rows(3, 64)).to(dtype)
     # The squares are beyond the range of float16.
-    yield "large", torch.randn(3, 64, generator=generator) * 5e3
-    yield "strided rows", torch.randn(4, 192, generator=generator)[:, 32:160]
-    # [T, N, H]: the heads of one projection among three.
-    heads = torch.randn(3, 6, 64, generator=generator)[:, :4]
-    yield "strided heads", heads
+    yield "large", (5e3 * rows(3, 64)).to(dtype)
+    # Cut after the conversion, which would copy them into dense rows.
+    yield "strided rows", rows(4, 192).to(dtype)[:, 32:160]
+    yield "strided heads", rows(3, 6, 64).to(dtype)[:, :4]  # [T, N, H]
 
 
 def _weight(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -116,7 +116,7 @@ def _prompt(
     mask = None
     if not causal:
         distance = torch.arange(before, length)[:, None] - torch.arange(first, length)
-        mask = _additive((distance >= 0) & (distance <= window))
+        mask = _additive((distance >= 0) & (distance < window))
     span = _span(batch.page_table[index], spec.page_size, first, length)
     return Prompt(rows, span, mask, causal)
 

@@ -7,7 +7,7 @@ import torch
 __all__ = ["fused_add_rms_norm", "rms_norm"]
 
 # Elements up to which the calls cost more than the memory traffic.
-_FEW = 1 << 14
+_FEW = 1 << 15
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -21,13 +21,20 @@ def rotary_embedding(
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     if x.dtype == cos.dtype and x.numel() < _MANY:
-        a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+        a, b = _halves(x, half)
         first = torch.mul(a, cos).addcmul_(b, sin, value=-1)
         second = torch.mul(b, cos).addcmul_(a, sin)
-        return torch.cat((first, second, rest), dim=-1)
+        if x.shape[-1] == 2 * half:
+            return torch.cat((first, second), dim=-1)
+        return torch.cat((first, second, x[..., 2 * half :]), dim=-1)
     wide = x.to(cos.dtype, copy=True, memory_format=torch.contiguous_format)
-    a, b = wide[..., : 2 * half].chunk(2, dim=-1)
+    a, b = _halves(wide, half)
     from_b = b * sin
     b.mul_(cos).addcmul_(a, sin)
     a.mul_(cos).sub_(from_b)
     return wide.to(x.dtype)
+
+
+def _halves(x: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (x if x.shape[-1] == 2 * half else x[..., : 2 * half]).chunk(2, dim=-1)
+    return a, b

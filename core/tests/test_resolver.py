@@ -1,0 +1,204 @@
+"""The resolver asks once per distinct request and remembers it; what it binds is bare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import (
+    AttentionEntry,
+    AttentionSpec,
+    Capability,
+    Case,
+    Choice,
+    Config,
+    Device,
+    Kernel,
+    OpEntry,
+    Registry,
+    Requires,
+    Resolver,
+    Site,
+    Verdict,
+    custom_op,
+)
+from interposer.errors import NoCandidateError, PluginError, UnknownNameError
+from interposer.plugins import PluginWarning
+
+DEVICE = Device("host", "cpu", "a device", Capability("any"))
+Resolve = Callable[..., Resolver]
+
+
+def no_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield from ()
+
+
+@custom_op("double", cases=no_cases)
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return ``2 x``."""
+    return x + x
+
+
+def double_fast(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def prepared(**constants: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    return constants
+
+
+OP = OpEntry("double", f"{__name__}:double")
+FAST = Kernel(
+    "double",
+    "double_fast",
+    f"{__name__}:double_fast",
+    prepare=f"{__name__}:prepared",
+    requires=Requires(dtypes=("float32",)),
+)
+
+
+@pytest.fixture
+def resolve(registered: Callable[..., Registry]) -> Resolve:
+    """Return a maker of resolvers for the given records, configuration and observers."""
+
+    def make(*records: object, config: Config | None = None, **hooks: object) -> Resolver:
+        return Resolver(registered(*records, **hooks), DEVICE, config or Config())
+
+    return make
+
+
+def site(resolver: Resolver, dtype: torch.dtype = torch.float32) -> Site:
+    return Site(resolver, "a", dtype)
+
+
+def test_the_bound_kernel_is_the_function_itself(resolve: Resolve) -> None:
+    resolver = resolve(OP, FAST)
+    bound = site(resolver).bind_kernel(double)
+    assert bound.function is double_fast
+    assert bound.prepare is prepared
+    assert bound.choice.chosen.name == "double_fast"
+    assert site(resolver).bind(double) is double_fast
+
+
+def test_the_reference_is_bound_where_everything_else_refuses(resolve: Resolve) -> None:
+    bound = site(resolve(OP, FAST), torch.float16).bind_kernel(double)
+    assert bound.function is double.reference
+    assert bound.prepare is None
+    assert "needs dtype float32, got float16" in str(bound.choice.refusals[0])
+
+
+def test_equal_requests_share_one_choice_and_keep_their_places(resolve: Resolve) -> None:
+    resolver = resolve(OP, FAST)
+    place = site(resolver)
+    for name in ("0", "1"):
+        place.at(name).bind(double, size=1)
+    place.bind(double, size=2)
+    found = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
+    assert found == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
+
+
+def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:
+    resolver = resolve(OP, FAST, config=Config(kernels={"double@a.1": "reference"}))
+    place = site(resolver)
+    assert place.at("0").bind(double) is double_fast
+    assert place.at("1").bind(double) is double.reference
+    assert place.at("2").bind(double) is double_fast
+    assert [places for _, places in resolver.choices.values()] == [["a.0", "a.2"], ["a.1"]]
+
+
+def test_a_pin_on_an_unknown_op_raises_before_anything_is_built(resolve: Resolve) -> None:
+    with pytest.raises(UnknownNameError, match=r"op in Config.kernels 'duoble'"):
+        resolve(OP, config=Config(kernels={"duoble": "reference"}))
+
+
+def test_an_op_that_is_not_installed_raises(resolve: Resolve) -> None:
+    with pytest.raises(UnknownNameError, match="Unknown op 'double'"):
+        site(resolve()).bind(double)
+
+
+@pytest.mark.parametrize("field", ["target", "prepare"])
+@pytest.mark.parametrize("missing", ["acme_of_nowhere:fast", "math:fast"])
+def test_a_kernel_that_points_nowhere_names_plugin_target_and_mend(
+    field: str, missing: str, resolve: Resolve
+) -> None:
+    fields: dict[str, Any] = {"target": "math:tau", field: missing}
+    with pytest.raises(PluginError) as caught:
+        site(resolve(OP, Kernel("double", "double_gone", **fields))).bind(double)
+    assert str(caught.value).startswith("Plugin 'acme' of acme in code: 'double_gone' was chosen")
+    assert f"'{missing}' cannot be loaded" in str(caught.value)
+    assert "INTERPOSER_DISABLE=acme" in caught.value.mend
+
+
+def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:
+    seen: list[Choice] = []
+    resolver = resolve(OP, FAST, interposer_selected=lambda choice: seen.append(choice))
+    for _ in range(3):
+        site(resolver).bind(double)
+    assert seen == [choice for choice, _ in resolver.choices.values()]
+    assert len(seen) == 1
+
+
+def test_observers_see_what_was_refused(resolve: Resolve) -> None:
+    seen: list[NoCandidateError] = []
+    config = Config(kernels={"double": "double_fast"})
+    resolver = resolve(OP, FAST, config=config, interposer_refused=lambda error: seen.append(error))
+    with pytest.raises(NoCandidateError) as caught:
+        site(resolver, torch.float16).bind(double)
+    assert seen == [caught.value]
+
+
+def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) -> None:
+    def watch(choice: Choice) -> None:
+        raise RuntimeError("broken on purpose")
+
+    resolver = resolve(OP, FAST, interposer_selected=watch)
+    with pytest.warns(PluginWarning, match="its observer interposer_selected raised"):
+        assert site(resolver).bind(double) is double_fast
+    assert site(resolver, torch.float16).bind(double) is double.reference
+
+
+class Backend:
+    built = 0
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        type(self).built += 1
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        return Verdict.refuse("windows") if spec.window_tokens else Verdict.accept()
+
+
+def spec(**facts: Any) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        page_size=16,
+        scale=1.0,
+        **facts,
+    )
+
+
+def test_layers_with_equal_specs_share_a_backend(resolve: Resolve) -> None:
+    Backend.built = 0
+    resolver = resolve(AttentionEntry("paged", f"{__name__}:Backend"))
+    first = resolver.attention(spec(), site(resolver))
+    assert resolver.attention(spec(), site(resolver).at("b")) is first
+    assert resolver.attention(spec(softcap=3.0), site(resolver)) is not first
+    assert Backend.built == 2
+    with pytest.raises(NoCandidateError, match="windows"):
+        resolver.attention(spec(window_tokens=4), site(resolver))
+
+
+def test_an_attention_type_can_be_pinned(resolve: Resolve) -> None:
+    entries = [AttentionEntry(name, f"{__name__}:Backend") for name in ("one", "two")]
+    resolver = resolve(*entries, config=Config(attention={"decoder": "two"}))
+    resolver.attention(spec(), site(resolver))
+    resolver.attention(spec(type="encoder"), site(resolver))
+    chosen = [choice.chosen.name for choice, _ in resolver.choices.values()]
+    assert chosen == ["two", "one"]

@@ -1,0 +1,107 @@
+"""The attention layer and the backend made of the standard ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import AttentionBatch, AttentionSpec, Capability, Site
+from interposer.errors import NoCandidateError
+from interposer_ops.attention import paged_attention
+from interposer_ops.layers.attention import Attention, PagedBackend
+
+MakeSite = Callable[..., Site]
+SPEC = AttentionSpec(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    dtype=torch.float32,
+    cache_dtype=torch.float32,
+    page_size=4,
+    scale=0.25,
+)
+# Two sequences: six tokens of a prompt, and one that follows four others.
+BATCH = AttentionBatch(
+    query_starts=torch.tensor([0, 6, 7]),
+    seq_lens=torch.tensor([6, 5]),
+    page_table=torch.tensor([[5, 1], [0, 3]]),
+    slots=torch.tensor([20, 21, 22, 23, 4, 5, 12]),
+    max_query_tokens=6,
+    max_seq_tokens=6,
+)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"window_tokens": 3}, {"softcap": 0.5}, {"num_kv_heads": 4}]
+)
+def test_a_step_writes_and_attends(make_site: MakeSite, changes: dict[str, Any]) -> None:
+    spec = replace(SPEC, **changes)
+    layer = Attention(make_site("attn", torch.float32), spec)
+    layer.finalize()
+    cache = layer.backend.kv_layout().allocate(6, "cpu")
+    cache.copy_(numbers(*cache.shape, seed=3))
+    query, key, value = (numbers(7, n, 16, seed=n) for n in (4, spec.num_kv_heads, 1))
+    value = value.expand(-1, spec.num_kv_heads, -1).contiguous()
+    before = cache.clone()
+    found = layer(query, key, value, cache, layer.backend.plan(BATCH))
+    for token, slot in enumerate(BATCH.slots.tolist()):
+        before[:, slot // 4, slot % 4] = torch.stack((key[token], value[token]))
+    assert torch.equal(cache, before)
+    expected = paged_attention(
+        query,
+        before[0],
+        before[1],
+        BATCH.page_table,
+        BATCH.query_starts,
+        BATCH.seq_lens,
+        6,
+        spec.scale,
+        True,
+        spec.window_tokens,
+        spec.softcap,
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_layers_with_equal_specs_share_a_backend(make_site: MakeSite) -> None:
+    site = make_site("model", torch.float32)
+    layers = [Attention(site.at(name), spec) for name, spec in (("a", SPEC), ("b", replace(SPEC)))]
+    other = Attention(site.at("c"), replace(SPEC, window_tokens=2))
+    assert layers[0].backend is layers[1].backend
+    assert other.backend is not layers[0].backend
+
+
+def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
+    layout = Attention(make_site("attn", torch.float32), SPEC).backend.kv_layout()
+    assert layout.shape(6) == (2, 6, 4, 2, 16)
+    assert layout.page_bytes() * 6 == layout.allocate(6, "cpu").nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"type": "encoder"}, "encoder"),
+        ({"cache_dtype": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"sinks": True}, "sinks"),
+        ({"latent": True}, "latent"),
+        ({"sparse": True}, "sparse"),
+        ({"prefix_lm": True}, "prefix_lm"),
+    ],
+)
+def test_what_the_backend_refuses_has_a_reason(
+    make_site: MakeSite, changes: dict[str, Any], reason: str
+) -> None:
+    spec = replace(SPEC, **changes)
+    assert PagedBackend.accepts(SPEC, Capability("x86_64"))
+    assert reason in PagedBackend.accepts(spec, Capability("x86_64")).reason
+    with pytest.raises(NoCandidateError) as raised:
+        Attention(make_site("attn", torch.float32), spec)
+    assert [refusal.candidate for refusal in raised.value.refusals] == ["paged"]

@@ -1,0 +1,169 @@
+"""The suite's check of attention backends blames wrong ones, and only those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout, Site
+from interposer.testing import attention_specs, check_attention
+from interposer_ops.layers.attention import PagedBackend
+
+
+def spec_of(dtype: torch.dtype, mask: str) -> AttentionSpec:
+    wanted = f"GQA {mask} head 32 page 4"
+    return next(s for label, s in attention_specs() if label == wanted and s.dtype == dtype)
+
+
+class HeadsFirst(PagedBackend):
+    """Right: keeps its cache ``[P, 2, K, S, D]`` with the pages innermost but one in memory."""
+
+    def kv_layout(self) -> KVCacheLayout:
+        spec = self.spec
+        page_shape = (2, spec.num_kv_heads, spec.page_size, spec.head_size)
+        return KVCacheLayout(page_shape, 0, (1, 2, 3, 0, 4), spec.cache_dtype)
+
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, cache.permute(1, 0, 3, 2, 4), plan)
+
+
+class WithoutWindow(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, window_tokens=None), site)
+
+
+class WithoutSoftcap(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, softcap=None), site)
+
+
+class OfUsualScale(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, scale=spec.head_size**-0.5), site)
+
+
+class ReadingWholePages(PagedBackend):
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        size = self.spec.page_size
+        return replace(batch, seq_lens=(batch.seq_lens + size - 1) // size * size)
+
+
+class TakingPagesForConsecutive(PagedBackend):
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        table = batch.page_table[:, :1] + torch.arange(batch.page_table.shape[1])
+        return replace(batch, page_table=table.clamp(max=int(batch.page_table.max())))
+
+
+class WritingToTheNeighbour(PagedBackend):
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return replace(batch, slots=batch.slots ^ 1)
+
+
+class ForgettingEarlierSteps(PagedBackend):
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, torch.zeros_like(cache), plan)
+
+
+class SpendingItsPlan(PagedBackend):
+    def plan(self, batch: AttentionBatch) -> Any:
+        return [batch]
+
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: Any
+    ) -> torch.Tensor:
+        batch = plan.pop() if plan else None
+        return query if batch is None else super().forward(query, key, value, cache, batch)
+
+
+class ScalingTheQueryInPlace(PagedBackend):
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        out = super().forward(query, key, value, cache, plan)
+        query.mul_(self.spec.scale)
+        return out
+
+
+class ReturningFloat32(PagedBackend):
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, cache, plan).float()
+
+
+class FlatteningHeads(PagedBackend):
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        return super().forward(query, key, value, cache, plan).flatten(1)
+
+
+class MixingHeads(PagedBackend):
+    """Query heads take turns over the kv heads, instead of standing in groups."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        kv_heads = self.spec.num_kv_heads
+        order = torch.arange(query.shape[1]).view(-1, kv_heads).T.flatten()
+        out = super().forward(query[:, order], key, value, cache, plan)
+        return out[:, order.argsort()]
+
+
+@pytest.mark.parametrize("mask", ["full", "window", "softcap", "window+softcap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [PagedBackend, HeadsFirst])
+def test_right_backends_are_not_blamed(
+    backend: type[AttentionBackend],
+    dtype: torch.dtype,
+    mask: str,
+    make_site: Callable[..., Site],
+) -> None:
+    assert check_attention(backend, spec_of(dtype, mask), make_site("attention", dtype)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "mask", "check"),
+    [
+        (WithoutWindow, "window", "value"),
+        (WithoutSoftcap, "softcap", "value"),
+        (OfUsualScale, "full", "value"),
+        (ReadingWholePages, "full", "value"),
+        (TakingPagesForConsecutive, "full", "value"),
+        (WritingToTheNeighbour, "full", "value"),
+        (ForgettingEarlierSteps, "full", "value"),
+        (SpendingItsPlan, "full", "value"),
+        (ScalingTheQueryInPlace, "full", "mutation"),
+        (FlatteningHeads, "full", "shape"),
+        (MixingHeads, "full", "value"),
+    ],
+)
+def test_wrong_backends_are_blamed(
+    backend: type[AttentionBackend],
+    mask: str,
+    check: str,
+    dtype: torch.dtype,
+    make_site: Callable[..., Site],
+) -> None:
+    faults = check_attention(backend, spec_of(dtype, mask), make_site("attention", dtype))
+    assert check in {fault.check for fault in faults}
+
+
+def test_a_wrong_dtype_is_blamed(make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(torch.bfloat16, "full"), make_site("attention", torch.bfloat16)
+    faults = check_attention(ReturningFloat32, spec, site)
+    assert [fault.check for fault in faults] == ["dtype"]
+
+
+def test_labels_are_unique_within_a_dtype() -> None:
+    labels = [(label, spec.dtype) for label, spec in attention_specs()]
+    assert len(set(labels)) == len(labels)

@@ -1,0 +1,92 @@
+"""The cases of every op: reproducible, complete, and stating what layers state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import AttentionSpec, Case, CustomOp, OpEntry, Site
+from interposer.records import load_target
+from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.sampler import Sampler
+from interposer_ops.plugin import interposer_records
+
+OPS: dict[str, CustomOp[..., Any]] = {
+    record.name: load_target(record.target)
+    for record in interposer_records()
+    if isinstance(record, OpEntry)
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_op = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def same(one: Case, other: Case) -> bool:
+    def equal(a: object, b: object) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        return a == b
+
+    return one.label == other.label and all(
+        equal(value, other.arguments[name]) for name, value in one.arguments.items()
+    )
+
+
+@each_op
+@each_dtype
+def test_cases_are_those_of_their_seed(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
+    first, again, other = (list(op.cases(dtype, seed)) for seed in (1, 1, 2))
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(same(a, b) for a, b in zip(first, other, strict=True))
+
+
+@each_op
+@each_dtype
+def test_cases_are_complete(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
+    cases = list(op.cases(dtype, 0))
+    labels = [case.label for case in cases]
+    assert len(set(labels)) == len(labels) >= 5
+    for case in cases:
+        assert list(case.arguments) == list(op.signature.parameters)
+        assert case.reduction >= 0
+        assert 0 <= case.magnitude < float("inf")
+    tensors = [v for c in cases for v in c.arguments.values() if isinstance(v, torch.Tensor)]
+    assert any(tensor.dtype == dtype for tensor in tensors)
+    assert any(not tensor.is_contiguous() for tensor in tensors)
+    assert any(tensor.numel() == 0 for tensor in tensors)
+
+
+def test_cases_state_the_dims_that_layers_state(make_site: Callable[..., Site]) -> None:
+    site = make_site("", torch.float32)
+    RMSNorm(site, 8, 1e-6)
+    GatedActivation(site, "silu", 8)
+    GatedActivation(site, "gelu", 8)
+    RotaryEmbedding(site, 8, 4)
+    LMHead(site, 8, 8, tied=Embedding(site, 8, 8))
+    Sampler(site, 8)
+    spec = AttentionSpec(
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=8,
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        page_size=4,
+        scale=1.0,
+    )
+    Attention(site, spec)
+    stated = {
+        choice.request.name: set(choice.request.dims)
+        for choice, _ in site.resolver.choices.values()
+        if choice.request.kind == "kernel"
+    }
+    assert set(stated) == set(OPS)
+    for name, op in OPS.items():
+        for case in op.cases(torch.float32, 0):
+            assert set(case.dims) == stated[name], f"{name}: {case.label}"

@@ -1,0 +1,186 @@
+"""The standard layers, built through a resolver, against the references of their ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from interposer import Kernel, Site
+from interposer.errors import UnknownNameError
+from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.linear import embedding, linear
+from interposer_ops.norms import fused_add_rms_norm, rms_norm
+from interposer_ops.rope_scaling import rotary_table
+from interposer_ops.rotary import rotary_embedding
+
+MakeSite = Callable[..., Site]
+DTYPES = (torch.float32, torch.bfloat16)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def linear_columnwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    assert weight.shape[0] == x.shape[-1], "the weight was not prepared"
+    return linear.reference(x, weight.T, bias)
+
+
+def transpose(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
+    return {"weight": weight.T.contiguous(), "bias": bias}
+
+
+COLUMNWISE = Kernel(
+    "linear",
+    "linear_columnwise",
+    f"{__name__}:linear_columnwise",
+    prepare=f"{__name__}:transpose",
+)
+each_kernel = pytest.mark.parametrize("kernels", [(), (COLUMNWISE,)], ids=["plain", "prepared"])
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def load(layer: nn.Module) -> dict[str, torch.Tensor]:
+    """Fill the parameters with random numbers, finalize, and return what was loaded."""
+    loaded = {}
+    for seed, (name, parameter) in enumerate(layer.named_parameters()):
+        loaded[name] = numbers(*parameter.shape, dtype=parameter.dtype, seed=seed)
+        parameter.data.copy_(loaded[name])
+    layer.finalize()  # type: ignore[operator]
+    return loaded
+
+
+@both_dtypes
+def test_norm(make_site: MakeSite, dtype: torch.dtype) -> None:
+    layer = RMSNorm(make_site("norm", dtype), 48, 1e-3)
+    weight = load(layer)["weight"]
+    x, residual = numbers(5, 48, dtype=dtype), numbers(5, 48, dtype=dtype, seed=1)
+    normal = rms_norm(x, weight, 1e-3)
+    assert torch.equal(layer(x), normal)
+    for found, expected in (
+        (layer.forward_add(x, None), (normal, x)),
+        (layer.forward_add(x, residual), fused_add_rms_norm(x, residual, weight, 1e-3)),
+    ):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+@both_dtypes
+@each_kernel
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(
+    make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...], bias: bool
+) -> None:
+    layer = Linear(make_site("mlp.down_proj", dtype, *kernels), 32, 20, bias=bias)
+    loaded = load(layer)
+    assert set(loaded) == ({"weight", "bias"} if bias else {"weight"})
+    for shape in [(3, 32), (2, 3, 32), (0, 32)]:
+        x = numbers(*shape, dtype=dtype)
+        expected = linear(x, loaded["weight"], loaded.get("bias"))
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_prepared_weight_is_not_held_twice(make_site: MakeSite) -> None:
+    plain = Linear(make_site("proj", torch.float32), 8, 4)
+    prepared = Linear(make_site("proj", torch.float32, COLUMNWISE), 8, 4)
+    load(plain)
+    load(prepared)
+    assert [name for name, _ in plain.named_parameters()] == ["weight"]
+    assert [name for name, _ in prepared.named_parameters()] == []
+
+
+@both_dtypes
+@each_kernel
+def test_merged_linear(
+    make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
+) -> None:
+    parts = {"q_proj": 24, "k_proj": 8, "v_proj": 8}
+    layer = MergedLinear(make_site("attn.qkv_proj", dtype, *kernels), 16, parts, bias=True)
+    loaded = load(layer)
+    x = numbers(5, 16, dtype=dtype)
+    weights, biases = (loaded[name].split([24, 8, 8]) for name in ("weight", "bias"))
+    for found, weight, bias in zip(layer(x).split([24, 8, 8], -1), weights, biases, strict=True):
+        torch.testing.assert_close(found, linear(x, weight, bias))
+
+
+@both_dtypes
+def test_embedding(make_site: MakeSite, dtype: torch.dtype) -> None:
+    layer = Embedding(make_site("embed_tokens", dtype), 11, 6)
+    weight = load(layer)["weight"]
+    token_ids = torch.tensor([3, 10, 0, 3])
+    assert torch.equal(layer(token_ids), embedding(token_ids, weight))
+
+
+@both_dtypes
+@each_kernel
+def test_head_with_its_own_weight(
+    make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
+) -> None:
+    layer = LMHead(make_site("lm_head", dtype, *kernels), 11, 6)
+    weight = load(layer)["weight"]
+    hidden = numbers(3, 6, dtype=dtype)
+    torch.testing.assert_close(layer(hidden), linear(hidden, weight, None))
+    assert len(list(layer.parameters())) == (0 if kernels else 1)
+
+
+@both_dtypes
+@each_kernel
+def test_head_tied_to_the_embedding(
+    make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
+) -> None:
+    site = make_site("", dtype, *kernels)
+    embed = Embedding(site.at("embed_tokens"), 11, 6)
+    head = LMHead(site.at("lm_head"), 11, 6, tied=embed)
+    weight = load(embed)["weight"]
+    head.finalize()
+    hidden, token_ids = numbers(3, 6, dtype=dtype), torch.tensor([4, 7])
+    torch.testing.assert_close(head(hidden), linear(hidden, weight, None))
+    assert torch.equal(embed(token_ids), embedding(token_ids, weight))
+    assert head.weight is embed.weight
+
+
+@both_dtypes
+@pytest.mark.parametrize("rotary_size", [16, 8])
+def test_rotary(make_site: MakeSite, dtype: torch.dtype, rotary_size: int) -> None:
+    layer = RotaryEmbedding(make_site("rotary", dtype), 16, rotary_size)
+    query, key = numbers(5, 4, 16, dtype=dtype), numbers(5, 2, 16, dtype=dtype, seed=1)
+    cos, sin = rotary_table(5, rotary_size, 10000.0)
+    expected = rotary_embedding(query, key, cos, sin)
+    for found, wanted in zip(layer(query, key, cos, sin), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    ("name", "approximate"),
+    [
+        ("silu", None),
+        ("swish", None),
+        ("gelu", "none"),
+        ("gelu_new", "tanh"),
+        ("gelu_pytorch_tanh", "tanh"),
+    ],
+)
+def test_activation(
+    make_site: MakeSite, dtype: torch.dtype, name: str, approximate: str | None
+) -> None:
+    layer = GatedActivation(make_site("mlp.act", dtype), name, 24)
+    x = numbers(5, 48, dtype=dtype)
+    expected = silu_and_mul(x) if approximate is None else gelu_and_mul(x, approximate)
+    assert torch.equal(layer(x), expected)
+
+
+def test_an_unknown_activation_lists_the_known_ones(make_site: MakeSite) -> None:
+    with pytest.raises(UnknownNameError) as raised:
+        GatedActivation(make_site("mlp.act", torch.float32), "sillu", 24)
+    assert raised.value.known[0] == "silu"
+    assert "gelu_pytorch_tanh" in raised.value.known

@@ -1,0 +1,246 @@
+"""Plugins come and go with pip: wheels are built, installed and uninstalled for real.
+
+Each test has a virtual environment that links to everything in this one but the example plugin.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+import pytest
+
+from interposer.hookspecs import GROUP
+
+EXAMPLE = Path(__file__).parents[1] / "plugins" / "example-norm"
+
+# What model code does: it names the standard layer and no plugin.
+MODEL = """
+import json, sys
+import torch
+from interposer import Capability, Device, Resolver, Site, current_registry, effective_config
+from interposer import explain
+from interposer_ops.layers.norm import RMSNorm
+
+device = Device("bare", "cpu", "a device without kernels of its own", Capability("any"))
+site = Site(Resolver(current_registry(), device, effective_config()), "norm", torch.float32)
+layer = RMSNorm(site, 8, 1e-5)
+layer.weight.fill_(1)
+assert torch.allclose(layer(torch.full((2, 8), 3.0)), torch.ones(2, 8))
+print(json.dumps({"class": type(layer).__name__, **explain(site).to_dict()}))
+"""
+
+PLUGIN = """
+from interposer.hookspecs import hookimpl
+from interposer.records import Kernel
+
+
+@hookimpl
+def interposer_records():
+    return [Kernel("rms_norm", "rms_norm_{name}", "{package}.kernels:rms_norm")]
+"""
+RAISES_ON_IMPORT = "raise OSError('no such library')\n"
+LEAVES_ON_IMPORT = "raise SystemExit('another version is needed')\n"
+RAISES_IN_HOOK = PLUGIN.replace("return [", "raise OSError('no such library')\n    return [")
+
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0"
+
+[project.entry-points."interposer.plugins"]
+{plugin} = "{package}.plugin"
+"""
+KERNELS = "from interposer_ops.norms import rms_norm as op\n\nrms_norm = op.reference\n"
+
+
+def execute(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    options = {"capture_output": True, "text": True, "timeout": 300, **options}
+    return subprocess.run([*map(str, command)], **options)
+
+
+def build(project: Path, wheels: Path) -> Path:
+    """Return the wheel of the project, built by its own build system into an empty folder."""
+    options = ("--target", "wheel", "--directory", wheels)
+    done = execute(sys.executable, "-m", "hatchling", "build", *options, cwd=project)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+class Environment:
+    """A virtual environment of its own, with this one's packages except the example plugin."""
+
+    def __init__(self, folder: Path) -> None:
+        done = execute(sys.executable, "-m", "venv", "--without-pip", folder)
+        assert done.returncode == 0, done.stderr
+        self.python = folder / "bin" / "python"
+        inside = {"base": str(folder), "platbase": str(folder)}
+        for kind in ("purelib", "platlib"):
+            packages = Path(sysconfig.get_path(kind, vars=inside))
+            packages.mkdir(parents=True, exist_ok=True)
+            for entry in Path(sysconfig.get_path(kind)).iterdir():
+                link = packages / entry.name
+                if "interposer_example_norm" not in entry.name and not link.exists():
+                    link.symlink_to(entry)
+
+    def pip(self, *arguments: str | Path) -> None:
+        done = execute(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+        assert done.returncode == 0, done.stderr
+
+    def install(self, *wheels: Path) -> None:
+        self.pip("install", "--no-deps", "--no-index", *wheels)
+
+    def uninstall(self, *names: str) -> None:
+        self.pip("uninstall", "--yes", *names)
+
+    def run(self, *arguments: str, disable: str = "") -> subprocess.CompletedProcess[str]:
+        """Run Python; of the plugins of this environment only ``ops`` takes part."""
+        points = importlib_metadata.entry_points(group=GROUP)
+        others = sorted({point.name for point in points} - {"ops", "example-norm"})
+        variables = {"INTERPOSER_DISABLE": ",".join([*others, disable]), "PYTHONWARNINGS": ""}
+        return execute(self.python, *arguments, env={**os.environ, **variables})
+
+    def model(self, disable: str = "") -> dict[str, Any]:
+        """Return what model code gets."""
+        done = self.run("-c", MODEL, disable=disable)
+        assert done.returncode == 0, done.stderr
+        facts: dict[str, Any] = json.loads(done.stdout)
+        return facts
+
+    def plugins(self, disable: str = "") -> tuple[int, dict[str, Any]]:
+        """Return exit code and facts of ``interposer plugins``."""
+        done = self.run("-m", "interposer", "plugins", "--json", disable=disable)
+        return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+@pytest.fixture
+def make_wheel(tmp_path: Path) -> Callable[..., Path]:
+    """Return a maker of wheels: a distribution, its plugin's name and its plugin module."""
+
+    def make(name: str, plugin: str, source: str = PLUGIN) -> Path:
+        package = name.replace("-", "_")
+        project = tmp_path / name
+        (project / package).mkdir(parents=True)
+        (project / "pyproject.toml").write_text(
+            PROJECT.format(name=name, plugin=plugin, package=package)
+        )
+        (project / package / "__init__.py").touch()
+        (project / package / "kernels.py").write_text(KERNELS)
+        (project / package / "plugin.py").write_text(source.format(name=plugin, package=package))
+        return build(project, project / "dist")
+
+    return make
+
+
+def chosen(facts: dict[str, Any]) -> dict[tuple[str, str], str]:
+    return {
+        (choice["kind"], choice["name"]): f"{choice['provider']}/{choice['chosen']}"
+        for choice in facts["choices"]
+    }
+
+
+STANDARD = {
+    ("layer", "rms_norm"): "interposer-ops/standard",
+    ("kernel", "rms_norm"): "interposer-ops/reference",
+    ("kernel", "fused_add_rms_norm"): "interposer-ops/reference",
+}
+
+
+def test_the_example_comes_with_pip_install_and_goes_with_uninstall(
+    environment: Environment, tmp_path: Path
+) -> None:
+    before = environment.model()
+    assert before["class"] == "RMSNorm"
+    assert chosen(before) == STANDARD
+    assert "example" not in json.dumps(before)
+
+    environment.install(build(EXAMPLE, tmp_path / "dist"))
+    code, listed = environment.plugins()
+    assert code == 0
+    assert {
+        "name": "example-norm",
+        "distribution": "interposer-example-norm",
+        "version": "0.1.0",
+        "records": {"Kernel": 2, "LayerEntry": 1},
+    } in listed["plugins"]
+    with_example = environment.model()
+    assert with_example["class"] == "ExampleNorm"
+    assert chosen(with_example) == {
+        ("layer", "rms_norm"): "interposer-example-norm/example_norm",
+        ("kernel", "rms_norm"): "interposer-example-norm/rms_norm_example",
+        ("kernel", "fused_add_rms_norm"): "interposer-example-norm/fused_add_rms_norm_example",
+    }
+    assert environment.model(disable="example-norm") == before
+
+    environment.uninstall("interposer-example-norm")
+    code, listed = environment.plugins()
+    assert code == 0
+    assert "example" not in json.dumps(listed)
+    assert environment.model() == before
+
+
+def test_one_plugin_name_from_two_distributions_is_a_conflict_that_stops_neither_rest(
+    environment: Environment, make_wheel: Callable[..., Path]
+) -> None:
+    environment.install(
+        make_wheel("acme-norms", "norms"),
+        make_wheel("zeta-norms", "norms"),
+        make_wheel("fine-norms", "fine"),
+    )
+    code, listed = environment.plugins()
+    assert code == 1
+    assert [plugin["name"] for plugin in listed["plugins"]] == ["fine", "ops"]
+    assert [failure["distribution"] for failure in listed["failed"]] == ["acme-norms", "zeta-norms"]
+    for failure in listed["failed"]:
+        assert "claimed by acme-norms 1.0, zeta-norms 1.0; none of them is used" in failure["error"]
+        assert f"INTERPOSER_DISABLE={failure['distribution']}" in failure["error"]
+    assert chosen(environment.model())["kernel", "rms_norm"] == "fine-norms/rms_norm_fine"
+
+    code, listed = environment.plugins(disable="acme-norms")
+    assert (code, listed["failed"]) == (0, [])
+    environment.uninstall("zeta-norms", "fine-norms")
+    code, listed = environment.plugins()
+    assert (code, listed["failed"]) == (0, [])
+    assert chosen(environment.model())["kernel", "rms_norm"] == "acme-norms/rms_norm_norms"
+
+
+def test_a_plugin_that_breaks_is_recorded_and_a_healthy_one_beside_it_works(
+    environment: Environment, make_wheel: Callable[..., Path]
+) -> None:
+    environment.install(
+        make_wheel("acme-raising", "raising", RAISES_ON_IMPORT),
+        make_wheel("acme-leaving", "leaving", LEAVES_ON_IMPORT),
+        make_wheel("acme-hook", "hook", RAISES_IN_HOOK),
+        make_wheel("fine-norms", "fine"),
+    )
+    code, listed = environment.plugins()
+    assert code == 1
+    assert [plugin["name"] for plugin in listed["plugins"]] == ["fine", "ops"]
+    errors = {failure["name"]: failure["error"] for failure in listed["failed"]}
+    assert "its import raised OSError('no such library')" in errors["raising"]
+    assert "its import raised SystemExit('another version is needed')" in errors["leaving"]
+    assert "interposer_records raised OSError('no such library')" in errors["hook"]
+    for failure in listed["failed"]:
+        package = failure["distribution"].replace("-", "_")
+        assert f"{package}/plugin.py" in failure["traceback"]
+    assert chosen(environment.model())["kernel", "rms_norm"] == "fine-norms/rms_norm_fine"
+    done = environment.run("-m", "interposer", "plugins")
+    assert done.returncode == 1
+    assert "FAILED Plugin 'hook' of acme-hook" in done.stdout
