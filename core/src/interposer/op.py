@@ -47,7 +47,8 @@ class Case:
 class CaseGenerator(Protocol):
     """Yields cases for one dtype, the same ones for the same seed."""
 
-    def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]: ...
+    def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]:
+        """Return the cases with float tensors of ``dtype``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class CustomOp(Generic[P, R]):
         self.__doc__ = reference.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the reference."""
         return self.reference(*args, **kwargs)
 
     def __repr__(self) -> str:

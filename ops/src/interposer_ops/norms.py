@@ -24,9 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1910.07467.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight).to(x.dtype)
+    return _normalise(x, weight, eps).to(x.dtype)
 
 
 @custom_op(
@@ -42,14 +40,19 @@ def fused_add_rms_norm(
 
     s = x + residual; y = rms_norm(s, weight, eps)
 
-    The sum is rounded to the dtype of ``x`` before it is normalised, so that the residual that is
-    returned is the one that was normalised.
+    The sum is rounded to the residual's dtype before it is normalised, so that the residual that
+    is returned is the one that was normalised.
 
     Args:
         x: ``[..., H]``, any float dtype.
-        residual: shape and dtype of ``x``.
+        residual: shape of ``x``; its dtype, or float32 to keep the stream exact.
         weight: ``[H]``, dtype of ``x``.
-    Returns: ``(y, s)``, both shape and dtype of ``x``.
+    Returns: ``(y, s)`` of the shape of ``x``: y in the dtype of ``x``, s in that of ``residual``.
     """
     total = x + residual
-    return rms_norm.reference(total, weight, eps), total
+    return _normalise(total, weight, eps).to(x.dtype), total
+
+
+def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
-from interposer.testing import Trial, check_lightness, conformance
+from interposer import Capability, Case, Config, Device, Resolver, Site, current_registry, explain
+from interposer.testing import Trial, check_kernel, check_lightness, conformance
+from interposer_example_norm import kernels
 from interposer_example_norm.layers import ExampleNorm
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
@@ -32,6 +33,22 @@ TRIALS = list(conformance(current_registry(), DEVICE, distribution=DISTRIBUTION)
 @pytest.mark.parametrize("trial", TRIALS, ids=str)
 def test_kernel_conforms(trial: Trial) -> None:
     assert trial.run() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 1024), (3, 64, 512)])
+def test_kernels_conform_where_they_take_more_than_one_call(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(shape[-1], generator=generator).to(dtype)
+    plain = {"x": x, "weight": weight, "eps": 1e-5}
+    added = {"x": x, "residual": residual.float(), "weight": weight, "eps": 1e-5}
+    # An element is at most about five root mean squares.
+    norm, add = (Case("many", facts, {}, shape[-1], 5.0) for facts in (plain, added))
+    assert check_kernel(rms_norm, kernels.rms_norm, norm) == []
+    assert check_kernel(fused_add_rms_norm, kernels.fused_add_rms_norm, add) == []
 
 
 def test_every_declared_dtype_is_tried() -> None:

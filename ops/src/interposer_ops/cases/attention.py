@@ -112,7 +112,8 @@ def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.G
         "windowed": batch.window_tokens is not None,
         "softcapped": batch.softcap is not None,
     }
-    # A score's error is one of its weight, and weights act on values of at most 1.
+    # Scores stay in float32. The error of one is one of its weight, and weights act on values of at
+    # most 1, as large as any sum of them that is stored.
     longest = max((n for n, _ in batch.sequences), default=0)
     return Case(
         label,
@@ -120,7 +121,7 @@ def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.G
         dims,
         reduction=head_size + longest,
         magnitude=1 + largest_score,
-        rounded=max(1.0, largest_score / 8),
+        rounded=1.0,
     )
 
 

@@ -32,14 +32,17 @@ def rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 
 
 def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield the inputs of ``rms_norm`` with a residual of the same magnitude."""
+    """Yield the inputs of ``rms_norm`` with a residual of the same magnitude, in both dtypes."""
     generator = torch.Generator().manual_seed(seed)
     for label, x in _inputs(dtype, generator):
         noise = torch.randn(x.shape, generator=generator)
-        residual = (noise * x.float().std() if x.numel() > 1 else noise).to(dtype)
+        wide = noise * x.float().std() if x.numel() > 1 else noise
         weight = _weight(x, generator)
-        arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
-        yield _case(label, arguments, x.float() + residual.float(), weight)
+        for name, residual in {label: wide.to(dtype), f"{label}, float32 stream": wide}.items():
+            arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
+            yield _case(name, arguments, x.float() + residual.float(), weight)
+            if dtype == torch.float32:
+                break  # the two are one
 
 
 def _inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,7 +30,12 @@ class RMSNorm(PluggableLayer):
     def forward_add(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(normalised sum, sum)``; a missing residual counts as zero."""
+        """Return ``(normalised sum, sum)``; a missing residual counts as zero.
+
+        The sum stays in float32 or wider, whatever the dtype of ``x``: rounding it after every
+        block is the largest error of a model in 16 bits.
+        """
         if residual is None:
-            return self.norm(x, self.weight, self.eps), x
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            return self.norm(x, self.weight, self.eps), wide
         return self.add_norm(x, residual, self.weight, self.eps)

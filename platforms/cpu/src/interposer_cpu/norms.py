@@ -29,4 +29,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``fused_add_rms_norm`` with the norm above."""
     total = x + residual
-    return rms_norm(total, weight, eps), total
+    if total.dtype == weight.dtype:
+        return rms_norm(total, weight, eps), total
+    unit = torch.rms_norm(total, weight.shape, None, eps)
+    return unit.mul_(weight).to(x.dtype), total

@@ -1,21 +1,36 @@
-"""Norm kernels built on the one that torch brings along. H is the hidden size."""
+"""Norm kernels of a few torch calls. H is the hidden size."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 __all__ = ["fused_add_rms_norm", "rms_norm"]
 
+# Elements up to which one call is faster than several that write less.
+_FEW = 1 << 15
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x`` normalised, ``[..., H]``, by torch's own op, which accumulates in float32."""
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    """Return the op ``rms_norm``: ``x`` normalised, ``[..., H]``."""
+    if x.numel() <= _FEW:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    return _scaled(x, eps).mul_(weight).to(x.dtype)
 
 
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(normalised sum, sum)`` of ``x`` and ``residual``, each ``[..., H]``."""
+    """Return the op ``fused_add_rms_norm``: ``(normalised sum, sum)``, each ``[..., H]``."""
     total = x + residual
-    return functional.rms_norm(total, weight.shape, weight, eps), total
+    if total.dtype == weight.dtype:
+        return rms_norm(total, weight, eps), total
+    few = total.numel() <= _FEW
+    unit = torch.rms_norm(total, weight.shape, None, eps) if few else _scaled(total, eps)
+    return unit.mul_(weight).to(x.dtype), total
+
+
+def _scaled(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return ``x`` at unit root mean square, in float32; a dot product stores no squares."""
+    wide = x.float()
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
+    return wide * scale.unsqueeze(-1)
