@@ -21,6 +21,7 @@ from interposer import (
     Registry,
     Requires,
     Resolver,
+    SchemeEntry,
     Site,
     Verdict,
     custom_op,
@@ -158,6 +159,16 @@ def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) 
     with pytest.warns(PluginWarning, match="its observer interposer_selected raised"):
         assert site(resolver).bind(double) is double_fast
     assert site(resolver, torch.float16).bind(double) is double.reference
+
+
+def test_a_scheme_that_points_nowhere_names_plugin_target_and_mend(
+    registered: Callable[..., Registry],
+) -> None:
+    registry = registered(SchemeEntry("gptq", "acme_gptq", "acme_of_nowhere:Gptq"))
+    with pytest.raises(PluginError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
+        Resolver(registry, DEVICE, Config(), {"quant_method": "gptq"})
+    with pytest.raises(UnknownNameError, match=r"quantization method 'gtpq'.* first: 'gptq'"):
+        Resolver(registry, DEVICE, Config(), {"quant_method": "gtpq"})
 
 
 class Backend:

@@ -61,8 +61,7 @@ class _Source:
 class Plugins:
     """All plugins of one discovery, and the observers among them."""
 
-    def __init__(self, disabled: frozenset[str] = frozenset()) -> None:
-        self.disabled = disabled
+    def __init__(self) -> None:
         self.loaded: list[Plugin] = []
         self.failed: list[Failure] = []
         self.skipped: list[tuple[str, str]] = []
@@ -170,7 +169,7 @@ def discover(disabled: frozenset[str] = frozenset(), extra: Iterable[ModuleType]
         disabled: names of plugins or of distributions, normalized as package indexes do.
         extra: plugin modules that are not installed; each goes by its module name.
     """
-    plugins = Plugins(disabled)
+    plugins = Plugins()
     sources = [*_installed(), *(_in_code(module) for module in extra)]
     disabled_names = {canonicalize_name(name) for name in disabled}
     wanted = []

@@ -16,7 +16,7 @@ from interposer.errors import NoCandidateError
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
 from interposer.quantization import QuantizationScheme
-from interposer.records import AttentionEntry, Kernel, LayerEntry
+from interposer.records import AttentionEntry, Kernel, LayerEntry, SchemeEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
 from interposer.selection import pinned_name, select
@@ -49,15 +49,15 @@ class Resolver:
         registry: Registry,
         device: Device,
         config: Config,
-        scheme: QuantizationScheme | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         registry.check_pins(config)
         self.registry = registry
         self.device = device
         self.config = config
-        self.scheme = scheme
         self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
         self._backends: dict[tuple[object, ...], AttentionBackend] = {}
+        self.scheme = None if quantization is None else self._scheme(quantization)
 
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
@@ -100,6 +100,13 @@ class Resolver:
             backend = self.registry.load(choice.chosen, record.target)
             self._backends[key] = backend(spec, site)
         return self._backends[key]
+
+    def _scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
+        method = str(settings.get("quant_method"))
+        choice = self._choose(Request("scheme", method), method, {})
+        record = choice.chosen.record
+        assert isinstance(record, SchemeEntry)
+        return self.registry.load(choice.chosen, record.target).parse(settings)  # type: ignore[no-any-return]
 
     def _request(
         self,

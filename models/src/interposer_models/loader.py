@@ -10,11 +10,6 @@ import torch
 from interposer import Config, Resolver, Site, current_registry, effective_config, place
 from interposer.errors import UnknownNameError
 from interposer.placement import Placement
-from interposer.quantization import QuantizationScheme
-from interposer.records import SchemeEntry, load_target
-from interposer.registry import Registry
-from interposer.request import Request
-from interposer.selection import select
 from interposer_models.checkpoint import Checkpoint
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
@@ -40,8 +35,8 @@ class Plan:
         self.placement = place(config)
         registry = current_registry(config)
         self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
-        scheme = _scheme(self.decoder, registry)
-        self.resolver = Resolver(registry, self.placement.device, config, scheme)
+        quantization = self.decoder.quantization_config
+        self.resolver = Resolver(registry, self.placement.device, config, quantization)
         site = Site(self.resolver, "", self.dtype)
         with torch.device("meta"):
             self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
@@ -133,18 +128,6 @@ def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torc
         listed = [str(d).removeprefix("torch.") for d in offered]
         raise UnknownNameError(f"dtype on platform {placement.platform.name!r}", name, listed)
     return dtype
-
-
-def _scheme(decoder: DecoderConfig, registry: Registry) -> QuantizationScheme | None:
-    settings = decoder.quantization_config
-    if settings is None:
-        return None
-    method = str(settings.get("quant_method"))
-    choice = select(Request("scheme", method), registry.candidates("scheme", method))
-    record = choice.chosen.record
-    assert isinstance(record, SchemeEntry)
-    scheme: QuantizationScheme = load_target(record.target).parse(settings)
-    return scheme
 
 
 def _cache_tokens(planned: Plan, max_sequences: int) -> int:

@@ -32,5 +32,5 @@ def fused_add_rms_norm(
 def _scaled(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Return ``x`` at unit root mean square, in float32; a dot product stores no squares."""
     wide = x.float()
-    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps)
-    return wide * scale.unsqueeze(-1)
+    scale = torch.rsqrt(torch.linalg.vecdot(wide, wide) / x.shape[-1] + eps).unsqueeze(-1)
+    return wide * scale if wide is x else wide.mul_(scale)
