@@ -167,7 +167,7 @@ def _step(backend: Any, spec: AttentionSpec, batch: AttentionBatch) -> Call:
     num_tokens = batch.slots.shape[0]
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     given = torch.randn(num_tokens, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
-    cache = backend.kv_layout().allocate(batch.page_table.numel(), "cpu")
+    cache = backend.kv_layout().allocate(1, batch.page_table.numel(), "cpu")[0]
     plan = backend.plan(batch)
     return lambda: backend.forward(*given, cache, plan)
 

@@ -17,7 +17,6 @@ from interposer.errors import (
     PlatformUnavailableError,
     PluginConflictError,
     PluginError,
-    ShapeError,
     UnknownNameError,
     nearest_first,
 )
@@ -91,7 +90,6 @@ def test_checkpoint_error_names_the_path() -> None:
     [
         (ConfigError, ValueError),
         (UnknownNameError, ConfigError),
-        (ShapeError, ValueError),
         (MissingMemberError, NotImplementedError),
         (PlatformUnavailableError, NoCandidateError),
         (PluginConflictError, PluginError),

@@ -166,9 +166,9 @@ def test_a_scheme_that_points_nowhere_names_plugin_target_and_mend(
 ) -> None:
     registry = registered(SchemeEntry("gptq", "acme_gptq", "acme_of_nowhere:Gptq"))
     with pytest.raises(PluginError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
-        Resolver(registry, DEVICE, Config(), {"quant_method": "gptq"})
+        Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gptq"})
     with pytest.raises(UnknownNameError, match=r"quantization method 'gtpq'.* first: 'gptq'"):
-        Resolver(registry, DEVICE, Config(), {"quant_method": "gtpq"})
+        Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gtpq"})
 
 
 class Backend:

@@ -46,7 +46,7 @@ def test_a_step_writes_and_attends(make_site: MakeSite, changes: dict[str, Any])
     spec = replace(SPEC, **changes)
     layer = Attention(make_site("attn", torch.float32), spec)
     layer.finalize()
-    cache = layer.backend.kv_layout().allocate(6, "cpu")
+    cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]
     cache.copy_(numbers(*cache.shape, seed=3))
     query, key, value = (numbers(7, n, 16, seed=n) for n in (4, spec.num_kv_heads, 1))
     value = value.expand(-1, spec.num_kv_heads, -1).contiguous()
@@ -82,7 +82,7 @@ def test_layers_with_equal_specs_share_a_backend(make_site: MakeSite) -> None:
 def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
     layout = Attention(make_site("attn", torch.float32), SPEC).backend.kv_layout()
     assert layout.shape(6) == (2, 6, 4, 2, 16)
-    assert layout.page_bytes() * 6 == layout.allocate(6, "cpu").nbytes
+    assert layout.page_bytes() * 6 == layout.allocate(1, 6, "cpu")[0].nbytes
 
 
 @pytest.mark.parametrize(

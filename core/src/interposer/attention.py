@@ -94,7 +94,8 @@ class KVCacheLayout:
         page_axis: where the page dimension is inserted into ``page_shape``.
         stride_order: axes of the full shape from the slowest to the fastest in memory.
         dtype: of the stored keys and values.
-        layers_axis: where a dimension over all layers is inserted; None keeps layers apart.
+        layers_axis: where a dimension over all layers of the backend goes, counted in memory
+            order; None keeps the layers apart.
     """
 
     page_shape: tuple[int, ...]
@@ -109,6 +110,8 @@ class KVCacheLayout:
             raise RecordError(f"page_axis {self.page_axis} is not an axis of {axes} dimensions")
         if sorted(self.stride_order) != list(range(axes)):
             raise RecordError(f"stride_order {self.stride_order} does not order {axes} axes")
+        if self.layers_axis is not None and not 0 <= self.layers_axis <= axes:
+            raise RecordError(f"layers_axis {self.layers_axis} is not among {axes + 1} dimensions")
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_pages`` pages."""
@@ -121,14 +124,20 @@ class KVCacheLayout:
             elements *= size
         return elements * self.dtype.itemsize
 
-    def allocate(self, num_pages: int, device: str) -> torch.Tensor:
-        """Return a zeroed cache of ``shape(num_pages)`` with the declared stride order."""
+    def allocate(self, num_layers: int, num_pages: int, device: str) -> list[torch.Tensor]:
+        """Return a zeroed cache of ``shape(num_pages)`` per layer, in the declared order."""
         shape = self.shape(num_pages)
-        stored = torch.zeros(
-            [shape[axis] for axis in self.stride_order], dtype=self.dtype, device=device
-        )
+        stored = [shape[axis] for axis in self.stride_order]
+        if self.layers_axis is None:
+            layers = [
+                torch.zeros(stored, dtype=self.dtype, device=device) for _ in range(num_layers)
+            ]
+        else:
+            stored.insert(self.layers_axis, num_layers)
+            whole = torch.zeros(stored, dtype=self.dtype, device=device)
+            layers = list(whole.unbind(self.layers_axis))
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
-        return stored.permute(inverse)
+        return [layer.permute(inverse) for layer in layers]
 
 
 class AttentionBackend(ABC):

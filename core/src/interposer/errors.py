@@ -21,7 +21,6 @@ __all__ = [
     "PluginError",
     "RecordError",
     "RequestError",
-    "ShapeError",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
@@ -99,10 +98,6 @@ class NoCandidateError(InterposerError):
 
 class PlatformUnavailableError(NoCandidateError):
     """No platform can be used, or the one that was asked for cannot."""
-
-
-class ShapeError(InterposerError, ValueError):
-    """A tensor has a shape, dtype or device that an op or layer does not take."""
 
 
 class CheckpointError(InterposerError):

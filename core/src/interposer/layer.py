@@ -35,7 +35,14 @@ class Site:
         return replace(self, prefix=f"{self.prefix}.{name}" if self.prefix else name)
 
     def bind(self, op: CustomOp[P, R], **dims: int | float | str | bool) -> Callable[P, R]:
-        """Return the chosen kernel's function for ``op``; it is called as it is, unwrapped."""
+        """Return the chosen kernel's function for ``op``; it is called as it is, unwrapped.
+
+        For ops without constants: a kernel may want constants prepared, see ``bind_kernel``.
+
+        Raises: RecordError: the op has constants.
+        """
+        if op.constants:
+            raise RecordError(f"op {op.name!r} has the constants {op.constants}. Use bind_kernel")
         return self.bind_kernel(op, **dims).function
 
     def bind_kernel(

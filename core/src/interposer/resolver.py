@@ -35,6 +35,10 @@ class BoundKernel(NamedTuple, Generic[P, R]):
     prepare: Callable[..., Any] | None
     choice: Choice
 
+    def prepared(self, **constants: Any) -> dict[str, Any]:
+        """Return the op's constant tensors as the kernel wants them; once, after loading."""
+        return constants if self.prepare is None else self.prepare(**constants)
+
 
 class Resolver:
     """Makes the choices for one model on one device.
@@ -49,7 +53,7 @@ class Resolver:
         registry: Registry,
         device: Device,
         config: Config,
-        quantization: Mapping[str, Any] | None = None,
+        scheme: QuantizationScheme | None = None,
     ) -> None:
         registry.check_pins(config)
         self.registry = registry
@@ -57,7 +61,7 @@ class Resolver:
         self.config = config
         self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
         self._backends: dict[tuple[object, ...], AttentionBackend] = {}
-        self.scheme = None if quantization is None else self._scheme(quantization)
+        self.scheme = scheme
 
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
@@ -101,12 +105,22 @@ class Resolver:
             self._backends[key] = backend(spec, site)
         return self._backends[key]
 
-    def _scheme(self, settings: Mapping[str, Any]) -> QuantizationScheme:
+    def record(self, choice: Choice) -> None:
+        """Add a choice that was made elsewhere for this model, so that it is explained as well."""
+        self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
+
+    def choose_scheme(self, settings: Mapping[str, Any]) -> None:
+        """Set ``scheme`` to the one for a checkpoint's ``quantization_config``.
+
+        Raises:
+            UnknownNameError: no installed plugin knows the ``quant_method``.
+            ConfigError: the scheme does not take the settings.
+        """
         method = str(settings.get("quant_method"))
         choice = self._choose(Request("scheme", method), method, {})
         record = choice.chosen.record
         assert isinstance(record, SchemeEntry)
-        return self.registry.load(choice.chosen, record.target).parse(settings)  # type: ignore[no-any-return]
+        self.scheme = self.registry.load(choice.chosen, record.target).parse(settings)
 
     def _request(
         self,

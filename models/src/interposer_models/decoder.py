@@ -60,6 +60,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the tokens that ``rows`` names, or of all.
 
+        The last block computes what follows its attention for these tokens only.
+
         Args:
             token_ids: ``[T]`` int64.
             positions: ``[T]`` int64, within each token's own sequence.
@@ -68,8 +70,8 @@ class CausalLM(nn.Module):
             rows: ``[R]`` int64, indices into T.
         Returns: ``[R, V]`` or ``[T, V]``.
         """
-        hidden = self.model(token_ids, positions, caches, plans)
-        return self.lm_head(hidden if rows is None else hidden[rows])  # type: ignore[no-any-return]
+        hidden = self.model(token_ids, positions, caches, plans, rows)
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -104,13 +106,16 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         caches: Sequence[torch.Tensor],
         plans: Sequence[object],
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the normalised hidden states ``[T, H]``."""
+        """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
         cos, sin = self.cos[positions], self.sin[positions]
         x = self.embed_tokens(token_ids)
         residual = None
-        for block, cache, plan in zip(self.layers, caches, plans, strict=True):
-            x, residual = block(x, residual, cos, sin, cache, plan)
+        last = len(self.layers) - 1
+        for index, block in enumerate(self.layers):
+            wanted = rows if index == last else None
+            x, residual = block(x, residual, cos, sin, caches[index], plans[index], wanted)
         return self.norm.forward_add(x, residual)[0]
 
 
@@ -133,10 +138,16 @@ class DecoderBlock(nn.Module):
         sin: torch.Tensor,
         cache: torch.Tensor,
         plan: object,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output, not yet added, and the residual stream, both ``[T, H]``."""
+        """Return the block's output, not yet added, and the residual stream.
+
+        Both are ``[T, H]``, or ``[R, H]`` where ``rows`` ``[R]`` names the tokens that matter.
+        """
         x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, cos, sin, cache, plan)
+        x = self.self_attn(x, cos, sin, cache, plan, rows)
+        if rows is not None:
+            residual = residual[rows]
         x, residual = self.post_attention_layernorm.forward_add(x, residual)
         return self.mlp(x), residual
 
@@ -185,14 +196,17 @@ class SelfAttention(nn.Module):
         sin: torch.Tensor,
         cache: torch.Tensor,
         plan: object,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the attention's output projection ``[T, H]``."""
+        """Return the attention's output projection ``[T, H]``, or ``[R, H]`` of ``rows``."""
         merged = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.rotary(query, key, cos, sin)
         mixed = self.attn(query, key, value, cache, plan)
+        if rows is not None:
+            mixed = mixed[rows]
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -52,7 +53,11 @@ class Engine:
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
         self.backends = [layer.backend for layer in model.attention_layers]
-        self.caches = [b.kv_layout().allocate(num_pages, device) for b in self.backends]
+        shared = {
+            backend: iter(backend.kv_layout().allocate(count, num_pages, device))
+            for backend, count in Counter(self.backends).items()
+        }
+        self.caches = [next(shared[backend]) for backend in self.backends]
         self._ids = itertools.count()
 
     def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
@@ -96,11 +101,11 @@ class Engine:
         if not chunks:
             return []
         batch = StepBatch.build(chunks, self.pool.page_size, self.device)
-        ends = batch.attention.query_starts[1:] - 1
         sampled = [chunk for chunk in chunks if chunk.is_last]
-        if len(sampled) < len(chunks):
-            ends = ends[[chunk.is_last for chunk in chunks]]
-        logits = self.forward(batch, ends)
+        rows = None  # a step of decodes alone needs every token
+        if len(sampled) < batch.token_ids.shape[0]:
+            rows = batch.attention.query_starts[1:][[chunk.is_last for chunk in chunks]] - 1
+        logits = self.forward(batch, rows)
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
         return self._sample(sampled, logits) if sampled else []

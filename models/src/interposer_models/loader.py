@@ -33,10 +33,15 @@ class Plan:
         source = self.checkpoint.path / "config.json"
         self.decoder = DecoderConfig.parse(self.checkpoint.config, source)
         self.placement = place(config)
-        registry = current_registry(config)
+        platform, registry = self.placement.platform, current_registry(config)
+        if platform.provides("default_kernels"):
+            kernels = {**platform.default_kernels(), **config.kernels}
+            config = config.model_copy(update={"kernels": kernels})
         self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
-        quantization = self.decoder.quantization_config
-        self.resolver = Resolver(registry, self.placement.device, config, quantization)
+        self.resolver = Resolver(registry, self.placement.device, config)
+        self.resolver.record(self.placement.choice)
+        if self.decoder.quantization_config is not None:
+            self.resolver.choose_scheme(self.decoder.quantization_config)
         site = Site(self.resolver, "", self.dtype)
         with torch.device("meta"):
             self.model = CausalLM(site, self.decoder, PAGE_TOKENS)

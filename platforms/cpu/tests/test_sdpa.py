@@ -53,7 +53,7 @@ class Sequences:
         self.backend = SdpaBackend(spec, Site(resolver, "attention", spec.dtype))
         self.spec = spec
         layout = self.backend.kv_layout()
-        self.cache = layout.allocate(len(pages), "cpu").fill_(torch.nan)
+        self.cache = layout.allocate(1, len(pages), "cpu")[0].fill_(torch.nan)
         self.free = list(pages)
         self.pages: dict[int, list[int]] = {}
         self.keys: dict[int, torch.Tensor] = {}
@@ -242,7 +242,9 @@ def test_bfloat16_is_as_accurate_as_torch_with_repeated_keys(
         query.transpose(0, 1)[None], keys[None], values[None], attn_mask=seen
     )[0].transpose(0, 1)
     error, usual_error = ((out.double() - exact).abs().mean() for out in (found, usual))
-    assert error <= 1.02 * usual_error
+    # Plain products round the weights of the softmax once more than the fused kernel does: an
+    # error as large as that of rounding the result, and independent of it.
+    assert error <= 2**0.5 * usual_error
 
 
 @pytest.mark.parametrize(

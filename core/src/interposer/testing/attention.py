@@ -75,7 +75,7 @@ def _run_steps(
     """Run all steps on all layers; the first that is wrong ends it, as the rest would follow."""
     device = site.resolver.device.torch_device
     layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
-    caches = [layout.allocate(num_pages, device) for _ in range(_NUM_LAYERS)]
+    caches = layout.allocate(_NUM_LAYERS, num_pages, device)
     _occupy(backend, spec, caches, device)
     layers = [_Layer(spec, cache, site) for cache in caches]
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, PluggableLayer, Site
-from interposer.resolver import BoundKernel
 from interposer_ops.linear import linear
 
-__all__ = ["Linear", "MergedLinear", "PlainLinear", "prepared_linear"]
+__all__ = ["Linear", "MergedLinear", "PlainLinear"]
 
 
 class PlainLinear(LinearMethod):
@@ -32,21 +31,11 @@ class PlainLinear(LinearMethod):
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its weights, prepared if it wants them so."""
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
-        operands = prepared_linear(self.bound, weight, bias)
-        if operands[0] is not weight:
+        prepared = self.bound.prepared(weight=weight, bias=bias)
+        if prepared["weight"] is not weight:
             # The prepared copy replaces it; held twice it would double the memory.
             layer.register_parameter("weight", None)
-        return self.bound.function, operands
-
-
-def prepared_linear(
-    bound: BoundKernel[..., torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[Any, Any]:
-    """Return ``(weight, bias)`` as the bound kernel of ``linear`` wants them."""
-    if bound.prepare is None:
-        return weight, bias
-    prepared = bound.prepare(weight=weight, bias=bias)
-    return prepared["weight"], prepared["bias"]
+        return self.bound.function, (prepared["weight"], prepared["bias"])
 
 
 class Linear(PluggableLayer):

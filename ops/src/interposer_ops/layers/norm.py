@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -20,12 +22,21 @@ class RMSNorm(PluggableLayer):
         super().__init__(site)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=site.dtype), requires_grad=False)
-        self.norm = site.bind(rms_norm, hidden_size=hidden_size)
-        self.add_norm = site.bind(fused_add_rms_norm, hidden_size=hidden_size)
+        plain = site.bind_kernel(rms_norm, hidden_size=hidden_size)
+        adding = site.bind_kernel(fused_add_rms_norm, hidden_size=hidden_size)
+        self.norm, self.add_norm = plain.function, adding.function
+        self._bound = plain, adding
+        # In a tuple, so that they are no parameters of their own.
+        self.constants: tuple[Any, Any] = (self.weight, self.weight)
+
+    def finalize(self) -> None:
+        """Prepare the weight for each of the two kernels."""
+        plain, adding = (bound.prepared(weight=self.weight)["weight"] for bound in self._bound)
+        self.constants = plain, adding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` normalised, ``[..., H]``."""
-        return self.norm(x, self.weight, self.eps)
+        return self.norm(x, self.constants[0], self.eps)
 
     def forward_add(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -37,5 +48,5 @@ class RMSNorm(PluggableLayer):
         """
         if residual is None:
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            return self.norm(x, self.weight, self.eps), wide
-        return self.add_norm(x, residual, self.weight, self.eps)
+            return self.norm(x, self.constants[0], self.eps), wide
+        return self.add_norm(x, residual, self.constants[1], self.eps)

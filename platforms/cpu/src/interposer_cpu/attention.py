@@ -94,10 +94,13 @@ class SdpaBackend(AttentionBackend):
             return self._single_rows(query, *_read(cache, part.span), None)
         if isinstance(part, Decodes):
             return self._single_rows(query, *_gather(cache, part), part.mask)
-        if part.causal and part.span.pages is not None:
-            keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+        if part.causal:
+            count = part.num_sequences
+            keys, values = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in (key, value))
         else:
             keys, values = _read(cache, part.span)
+        if part.folded is not None:
+            return self._products(query, keys, values, part.folded)
         out = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys,
@@ -108,6 +111,17 @@ class SdpaBackend(AttentionBackend):
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)  # contiguous: the kernel returns tokens before heads
+
+    def _products(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return attention of ``[B T, N, D]`` over ``[B, K, L, D]`` with scores in float32."""
+        rows = query.unflatten(0, (keys.shape[0], -1)).transpose(1, 2)  # [B, N, T, D]
+        wide = keys.float().flatten(0, 1).transpose(1, 2)  # [B K, D, L]
+        folded = rows.float().reshape(len(wide), -1, query.shape[-1])  # [B K, G T, D]
+        scores = torch.baddbmm(mask, folded, wide, alpha=self.spec.scale)
+        out = torch.bmm(scores.softmax(-1).to(values.dtype), values.flatten(0, 1))
+        return out.view(rows.shape).transpose(1, 2).reshape(query.shape)
 
     def _single_rows(
         self,

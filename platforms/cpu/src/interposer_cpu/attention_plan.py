@@ -6,7 +6,7 @@ S page size, L cached tokens that are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,9 @@ from interposer import AttentionBatch, AttentionSpec
 
 __all__ = ["Decode", "Decodes", "Plan", "Prompt", "Span", "make_plan"]
 
+# In 16 bits, plain products win from so many rows on, up to so many bytes of float32 scores: larger
+# ones are new memory in every call, whose first touch costs more than the products save.
+_PRODUCT_ROWS, _PRODUCT_BYTES = 64, 1 << 20
 # Bytes of keys and values per sequence up to which one gathered call beats one call each.
 _GATHERED_BYTES = 1 << 18
 
@@ -34,18 +37,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Several tokens of one sequence, in consecutive rows.
+    """Several tokens of one sequence, or whole prompts of one length, in consecutive rows.
 
     Attributes:
+        num_sequences: more than one only where ``causal`` and ``folded`` are set.
         mask: ``[T, L]`` float32 to add to the scores, or None.
         causal: row i sees the first i + 1 tokens of the span; then the step's own keys and
             values are all there is to read.
+        folded: ``[G T, L]`` float32 to add to the scores of a group's heads, one below the other;
+            set where plain products of matrices are faster than torch's fused attention.
     """
 
     rows: slice
     span: Span
     mask: torch.Tensor | None
     causal: bool
+    folded: torch.Tensor | None
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,9 @@ def make_plan(batch: AttentionBatch, spec: AttentionSpec) -> Plan:
     for index, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
         num_seen = min(length, spec.window_tokens or length)
         if end - start > 1:
-            parts.append(_prompt(batch, spec, index, slice(start, end), length))
+            prompt = _prompt(batch, spec, index, slice(start, end), length)
+            joined = _join(parts[-1], prompt, spec) if parts else None
+            parts[-1:] = [joined] if joined else [*parts[-1:], prompt]
         elif end > start and num_seen * token_bytes > _GATHERED_BYTES:
             parts.append(_decode(batch, spec, start, index, length))
         elif end > start:
@@ -113,12 +123,33 @@ def _prompt(
     before = length - (rows.stop - rows.start)  # tokens in the cache before this step
     first = max(before - window + 1, 0)
     causal = before == 0 and window >= length
-    mask = None
-    if not causal:
+    num_rows, num_tokens = rows.stop - rows.start, length - first
+    fits = _score_bytes(spec, num_rows, num_tokens) <= _PRODUCT_BYTES
+    products = fits and num_rows >= _PRODUCT_ROWS and spec.dtype.itemsize == 2
+    mask = folded = None
+    if products or not causal:
         distance = torch.arange(before, length)[:, None] - torch.arange(first, length)
         mask = _additive((distance >= 0) & (distance < window))
+    if mask is not None and products:
+        folded = mask.repeat(spec.num_heads // spec.num_kv_heads, 1)
     span = _span(batch.page_table[index], spec.page_size, first, length)
-    return Prompt(rows, span, mask, causal)
+    return Prompt(rows, span, None if causal else mask, causal, folded)
+
+
+def _join(last: Prompt | Decode | Decodes, new: Prompt, spec: AttentionSpec) -> Prompt | None:
+    """Return both as one part if both are whole prompts of one length and small enough."""
+    if not (isinstance(last, Prompt) and last.causal and new.causal and new.folded is not None):
+        return None
+    length, count = new.span.num_tokens, last.num_sequences + 1
+    fits = count * _score_bytes(spec, length, length) <= _PRODUCT_BYTES
+    if last.span.num_tokens != length or last.rows.stop != new.rows.start or not fits:
+        return None
+    rows = slice(last.rows.start, new.rows.stop)
+    return replace(last, rows=rows, num_sequences=count)
+
+
+def _score_bytes(spec: AttentionSpec, num_rows: int, num_tokens: int) -> int:
+    return 4 * spec.num_heads * num_rows * num_tokens
 
 
 def _decode(
