@@ -17,7 +17,8 @@ from interposer_models import LanguageModel, load
 from interposer_models.commands import print_table
 
 MODEL = Path(__file__).parent / "models" / "stdlib-lm"
-PROMPTS = ("def read_text(path):\n", "class Stack:\n    def __init__(self):\n")
+# They end before white space, because an indentation is one token with the newline before it.
+PROMPTS = ("def read_file(path):", "class Stack:\n    def __init__(self")
 NEW_TOKENS = 48
 ROUNDS = 5
 

@@ -139,7 +139,7 @@ def test_an_unknown_key_lists_the_nearest() -> None:
         Config(**wrong)
     assert caught.value.known[0] == "kernels"
     with (
-        pytest.raises(UnknownNameError, match=r"key in use\(\) 'kernel'.*first: 'kernels'"),
+        pytest.raises(UnknownNameError, match=r"key 'kernel' in use\(\).*first: 'kernels'"),
         use(**wrong),
     ):
         pass
@@ -166,7 +166,7 @@ def test_a_mistake_in_the_file_names_the_file(text: str, message: str, tmp_path:
 
 def test_an_unknown_key_in_the_file_names_the_file_and_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "interposer.toml").write_text("platfrom = 'cpu'")
-    with pytest.raises(UnknownNameError, match=r"interposer.toml 'platfrom'.*first: 'platform'"):
+    with pytest.raises(UnknownNameError, match=r"key 'platfrom' in .*interposer.toml.*first: 'platform'"):
         effective_config()
 
 

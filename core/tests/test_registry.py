@@ -89,10 +89,10 @@ def test_an_op_defined_by_two_distributions_raises(make_plugin: Make, discovered
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(kernels={"linaer": "x"}), "op in Config.kernels 'linaer'.* 'linear'"),
-        (Config(kernels={"linaer@layers.*": "x"}), "op in Config.kernels 'linaer'.* 'linear'"),
-        (Config(layers={"norm": "x"}), "layer id in Config.layers 'norm'.* 'rms_norm'"),
-        (Config(attention={"decode": "x"}), "attention type in Config.attention 'decode'.* 'deco"),
+        (Config(kernels={"linaer": "x"}), "op 'linaer' in Config.kernels.* 'linear'"),
+        (Config(kernels={"linaer@layers.*": "x"}), "op 'linaer' in Config.kernels.* 'linear'"),
+        (Config(layers={"norm": "x"}), "layer id 'norm' in Config.layers.* 'rms_norm'"),
+        (Config(attention={"decode": "x"}), "attention type 'decode' in Config.attention.* 'deco"),
     ],
 )
 def test_a_pin_on_what_nobody_knows_raises(

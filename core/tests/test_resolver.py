@@ -111,7 +111,7 @@ def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:
 
 
 def test_a_pin_on_an_unknown_op_raises_before_anything_is_built(resolve: Resolve) -> None:
-    with pytest.raises(UnknownNameError, match=r"op in Config.kernels 'duoble'"):
+    with pytest.raises(UnknownNameError, match=r"op 'duoble' in Config.kernels"):
         resolve(OP, config=Config(kernels={"duoble": "reference"}))
 
 

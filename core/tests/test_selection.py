@@ -153,7 +153,7 @@ def test_an_unknown_pin_lists_the_known_nearest_first() -> None:
     with pytest.raises(UnknownNameError) as caught:
         select(REQUEST, [candidate("linear_tiled"), candidate("linear_packed")], "linear_pakced")
     assert str(caught.value) == (
-        "Unknown kernel for 'linear' 'linear_pakced'. "
+        "Unknown kernel 'linear_pakced' for 'linear'. "
         "Known, nearest first: 'linear_packed', 'linear_tiled'."
     )
 

@@ -77,7 +77,8 @@ def test_explain_says_what_was_chosen_and_refused(command: Command, llama: Path)
     code, out, _ = command("explain", llama)
     assert code == 0
     for choice in told["choices"]:
-        assert f"{choice['kind']} {choice['name']!r}" in out
+        named = f"{choice['kind']} {choice['name']!r}" if choice["name"] else choice["kind"]
+        assert f"\n{named}" in out
 
 
 def test_explain_needs_no_weights(command: Command, copied: Path) -> None:

@@ -54,7 +54,7 @@ class Config(BaseModel):
         def __init__(self, **fields: Any) -> None:
             for name in fields:
                 if name not in Config.model_fields:
-                    raise UnknownNameError("field of Config", name, Config.model_fields)
+                    raise UnknownNameError("field", name, Config.model_fields, where="of Config")
             try:
                 super().__init__(**fields)
             except ValidationError as error:
@@ -133,7 +133,7 @@ def _validated(fields: dict[str, Any], source: str) -> Config:
     try:
         return Config(**fields)
     except UnknownNameError as error:
-        raise UnknownNameError(f"key in {source}", error.name, error.known) from None
+        raise UnknownNameError("key", error.name, error.known, where=f"in {source}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 

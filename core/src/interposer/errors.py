@@ -44,16 +44,23 @@ class ConfigError(InterposerError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name is not among the known ones, which are listed nearest first."""
+    """A name is not among the known ones, which are listed nearest first.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+    ``where`` says what the name was looked up in, such as ``"in Config.kernels"``.
+    """
+
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], hint: str = "", where: str = ""
+    ) -> None:
         self.kind = kind
         self.name = name
         self.known = nearest_first(name, known)
         self.hint = hint
+        self.where = where
         listed = ", ".join(repr(k) for k in self.known) or "(none)"
         tail = f"\n{hint}" if hint else ""
-        super().__init__(f"Unknown {kind} {name!r}. Known, nearest first: {listed}.{tail}")
+        place = f" {where}" if where else ""
+        super().__init__(f"Unknown {kind} {name!r}{place}. Known, nearest first: {listed}.{tail}")
 
 
 class PluginError(InterposerError):

@@ -94,11 +94,11 @@ class Registry:
         """Raise UnknownNameError for a pin on an op, layer id or attention type nobody knows."""
         types = get_args(AttentionType)
         for key in config.kernels:
-            _check_known("op in Config.kernels", key, self.ops)
+            _check_known("op", key, self.ops, "in Config.kernels")
         for key in config.layers:
-            _check_known("layer id in Config.layers", key, self._candidates["layer"])
+            _check_known("layer id", key, self._candidates["layer"], "in Config.layers")
         for key in config.attention:
-            _check_known("attention type in Config.attention", key, types)
+            _check_known("attention type", key, types, "in Config.attention")
 
 
 def current_registry(config: Config | None = None) -> Registry:
@@ -138,7 +138,7 @@ def _claim(owners: dict[str, Plugin], record: OpEntry, plugin: Plugin) -> None:
     owners[record.name] = plugin
 
 
-def _check_known(kind: str, key: str, known: Iterable[str]) -> None:
+def _check_known(kind: str, key: str, known: Iterable[str], where: str) -> None:
     name = key.partition("@")[0]
     if name not in known:
-        raise UnknownNameError(kind, name, known)
+        raise UnknownNameError(kind, name, known, where=where)

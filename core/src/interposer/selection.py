@@ -75,8 +75,8 @@ def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candida
     found = [c for c in candidates if pinned in (c.name, c.qualified_name)]
     if not found:
         names = [c.name for c in candidates]
-        subject = f" for {request.name!r}" if request.name else ""
-        raise UnknownNameError(request.kind + subject, pinned, names)
+        where = f"for {request.name!r}" if request.name else ""
+        raise UnknownNameError(request.kind, pinned, names, where=where)
     if len(found) > 1:
         qualified = " or ".join(repr(c.qualified_name) for c in found)
         raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {qualified}")

@@ -118,7 +118,10 @@ def _load(path: Path, dtype: str, platform: str | None, config: Config) -> Langu
     from interposer_models.loader import load
 
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("loading", total=None)
 
         def advance(done: int, total: int) -> None:

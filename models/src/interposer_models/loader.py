@@ -131,7 +131,8 @@ def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torc
     dtype: torch.dtype = getattr(torch, name)
     if dtype not in offered:
         listed = [str(d).removeprefix("torch.") for d in offered]
-        raise UnknownNameError(f"dtype on platform {placement.platform.name!r}", name, listed)
+        where = f"on platform {placement.platform.name!r}"
+        raise UnknownNameError("dtype", name, listed, where=where)
     return dtype
 
 

@@ -194,6 +194,28 @@ def test_consecutive_pages_are_read_in_place() -> None:
     assert sequences.plan.first_slot == 11
 
 
+@pytest.mark.parametrize(
+    ("prompts", "num_sequences"),
+    [
+        ({0: 80, 1: 80, 2: 80, 3: 1, 4: 80}, [3, 1]),
+        ({0: 63, 1: 63}, [1, 1]),
+        ({0: 100, 1: 101}, [1, 1]),
+        ({0: 400, 1: 400}, [1, 1]),
+    ],
+)
+def test_short_prompts_of_one_length_are_one_product(
+    prompts: dict[int, int], num_sequences: list[int]
+) -> None:
+    wanted = spec(dtype=torch.bfloat16, num_heads=4, num_kv_heads=2, head_size=32)
+    sequences = Sequences(wanted, list(range(4 * NUM_PAGES)))
+    sequences.step({3: 7})
+    assert_close(*sequences.step(prompts))
+    parts = [part for part in sequences.plan.parts if isinstance(part, Prompt)]
+    assert [part.num_sequences for part in parts] == num_sequences
+    # A prompt behind cached tokens: masked products instead of causal ones.
+    assert_close(*sequences.step(dict.fromkeys(prompts, 70)))
+
+
 def test_a_window_reads_no_more_than_its_tokens() -> None:
     sequences = Sequences(spec(window_tokens=5), list(range(NUM_PAGES)))
     sequences.step({0: 30})

@@ -168,7 +168,7 @@ def _config_error(error: ValidationError) -> ConfigError:
         parent = ".".join(place)
         if problem["type"] == "extra_forbidden":
             known = _FIELDS[len(place)]
-            return UnknownNameError(f"setting in {parent}", last, known, _SUPPORTED)
+            return UnknownNameError("setting", last, known, _SUPPORTED, f"in {parent}")
         found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
         reason = problem["msg"].removeprefix("Value error, ")
         problems.append(f"  {parent}.{last} = {found}: {reason}")
