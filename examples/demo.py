@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 import interposer
 from interposer_models import LanguageModel, load
@@ -34,6 +35,7 @@ def write(lm: LanguageModel) -> None:
 def compare(lm: LanguageModel) -> None:
     """Print tokens per second beside transformers, whole calls, in alternating rounds."""
     dtype = lm.engine.caches[0].dtype
+    logging.disable_progress_bar()
     rival = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
     ids = lm.tokenizer.encode(PROMPTS[0])
 

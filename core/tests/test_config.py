@@ -166,7 +166,7 @@ def test_a_mistake_in_the_file_names_the_file(text: str, message: str, tmp_path:
 
 def test_an_unknown_key_in_the_file_names_the_file_and_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "interposer.toml").write_text("platfrom = 'cpu'")
-    with pytest.raises(UnknownNameError, match=r"key 'platfrom' in .*interposer.toml.*first: 'platform'"):
+    with pytest.raises(UnknownNameError, match=r"'platfrom' in .*toml.*first: 'platform'"):
         effective_config()
 
 
