@@ -66,6 +66,13 @@ def test_version(run: Run) -> None:
     assert (done.returncode, done.stdout) == (0, f"interposer {version('interposer')}\n")
 
 
+def test_disabling_what_is_not_installed_is_one_warning(run: Run) -> None:
+    done = run("plugins", INTERPOSER_DISABLE="opps")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: The configuration disables 'opps'")
+
+
 def test_plugins_lists_what_is_disabled(run: Run) -> None:
     done = run("plugins", INTERPOSER_DISABLE=installed())
     assert done.returncode == 0, done.stderr

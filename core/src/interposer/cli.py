@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -24,11 +25,16 @@ GROUP = "interposer.commands"
 
 def main() -> None:
     """Run the command line; an expected error ends it with one message and exit code 1."""
+    warnings.showwarning = _show_warning
     try:
         _application()()
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _show_warning(message: Warning | str, *_place: Any, **_more: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _application() -> typer.Typer:
@@ -88,14 +94,14 @@ def _plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the installed plugins and what failed, which makes the exit code 1."""
-    import warnings
-
-    from interposer.plugins import PluginWarning
     from interposer.registry import current_registry
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PluginWarning)  # the failures are printed below
+    with warnings.catch_warnings(record=True) as caught:
         found = current_registry().plugins
+    told = {str(failure.error) for failure in found.failed}  # printed with their tracebacks below
+    for warning in caught:
+        if str(warning.message) not in told:
+            _show_warning(str(warning.message))
     facts: dict[str, Any] = {
         "plugins": [
             {
