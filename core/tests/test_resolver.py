@@ -26,7 +26,7 @@ from interposer import (
     Verdict,
     custom_op,
 )
-from interposer.errors import NoCandidateError, PluginError, UnknownNameError
+from interposer.errors import ConfigError, NoCandidateError, PluginError, UnknownNameError
 from interposer.plugins import PluginWarning
 
 DEVICE = Device("host", "cpu", "a device", Capability("any"))
@@ -108,6 +108,16 @@ def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:
     assert place.at("1").bind(double) is double.reference
     assert place.at("2").bind(double) is double_fast
     assert [places for _, places in resolver.choices.values()] == [["a.0", "a.2"], ["a.1"]]
+
+
+def test_a_pin_whose_glob_matches_no_place_is_named_with_the_places(resolve: Resolve) -> None:
+    pins = {"double@a.*": "reference", "double@b.*": "reference", "double": "double_fast"}
+    resolver = resolve(OP, FAST, config=Config(kernels=pins))
+    site(resolver).at("1").bind(double)
+    with pytest.raises(ConfigError, match=r"'double@b\.\*' matches no place .*first: a\.1"):
+        resolver.check_places()
+    Site(resolver, "b.1", torch.float32).bind(double)
+    resolver.check_places()
 
 
 def test_a_pin_on_an_unknown_op_raises_before_anything_is_built(resolve: Resolve) -> None:

@@ -92,6 +92,8 @@ def test_explain_needs_no_weights(command: Command, copied: Path) -> None:
         (("--kernel", "rms_norm"), "not of the form OP=NAME"),
         (("--kernel", "rms_nrom=reference"), "nearest first: 'rms_norm'"),
         (("--kernel", "rms_norm=refrence"), "nearest first: 'reference'"),
+        (("--kernel", "linear@model.layer.*=reference"), "matches no place"),
+        (("--kernel", "gelu_and_mul@*=reference"), "nearest first: (none)"),
         (("--platform", "abacus"), "Unknown platform"),
         (("--dtype", "float17"), "Unknown dtype 'float17'"),
     ],

@@ -12,14 +12,14 @@ from interposer.attention import AttentionBackend, AttentionSpec
 from interposer.capability import Device
 from interposer.choice import Choice
 from interposer.config import Config
-from interposer.errors import NoCandidateError
+from interposer.errors import ConfigError, NoCandidateError, nearest_first
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
 from interposer.quantization import QuantizationScheme
 from interposer.records import AttentionEntry, Kernel, LayerEntry, SchemeEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
-from interposer.selection import pinned_name, select
+from interposer.selection import pin_matches, pinned_name, select
 
 __all__ = ["BoundKernel", "Resolver"]
 
@@ -104,6 +104,26 @@ class Resolver:
             backend = self.registry.load(choice.chosen, record.target)
             self._backends[key] = backend(spec, site)
         return self._backends[key]
+
+    def check_places(self) -> None:
+        """Raise ConfigError for a pin whose glob matched no place, now that the model is built."""
+        config = self.config
+        sources = {"kernel": config.kernels, "layer": config.layers, "attention": config.attention}
+        for kind, pins in sources.items():
+            for key in (key for key in pins if "@" in key):
+                name, _, glob = key.partition("@")
+                places = [
+                    prefix
+                    for choice, prefixes in self.choices.values()
+                    if (choice.request.kind, choice.request.name) == (kind, name)
+                    for prefix in prefixes
+                ]
+                if not any(pin_matches(key, name, place) for place in places):
+                    nearest = ", ".join(nearest_first(glob, places)[:5]) or "(none)"
+                    raise ConfigError(
+                        f"The pin {key!r} matches no place where this model asks for {name!r}. "
+                        f"Places, nearest first: {nearest}"
+                    )
 
     def record(self, choice: Choice) -> None:
         """Add a choice that was made elsewhere for this model, so that it is explained as well."""

@@ -14,7 +14,7 @@ from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
 from interposer.request import Request
 from interposer.verdict import Refusal
 
-__all__ = ["pinned_name", "select"]
+__all__ = ["pin_matches", "pinned_name", "select"]
 
 
 def select(request: Request, candidates: Iterable[Candidate], pinned: str | None = None) -> Choice:
@@ -65,10 +65,16 @@ def pinned_name(pins: Mapping[str, str], request: Request) -> str | None:
     """
     matching = []
     for key, value in pins.items():
-        name, at, glob = key.partition("@")
-        if name == request.name and (not at or fnmatchcase(request.prefix, glob)):
+        if pin_matches(key, request.name, request.prefix):
+            glob = key.partition("@")[2]
             matching.append((len(glob), glob, value))
     return max(matching)[2] if matching else None
+
+
+def pin_matches(key: str, name: str, prefix: str) -> bool:
+    """Say whether the key of a pin speaks of ``name`` at the place ``prefix``."""
+    pinned, at, glob = key.partition("@")
+    return pinned == name and (not at or fnmatchcase(prefix, glob))
 
 
 def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candidate:

@@ -46,6 +46,7 @@ class Plan:
         with torch.device("meta"):
             self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
             self.sampler = Sampler(site.at("sampler"), self.decoder.vocab_size)
+        self.resolver.check_places()
 
 
 def plan(
