@@ -100,7 +100,7 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
     scripts = ["benchmarks", "examples"]
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
-    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", *scripts}
+    assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", "conftest.py", *scripts}
     assert set(mypy_path) == {"$MYPY_CONFIG_FILE_DIR", *sources, *scripts}
     assert set(TOOLS["pytest"]["ini_options"]["testpaths"]) == {*tests, "tests"}
 

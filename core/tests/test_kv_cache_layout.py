@@ -33,7 +33,6 @@ def test_allocated_caches_are_what_was_declared(
     for index, cache in enumerate(caches):
         assert cache.shape == layout.shape(num_pages)
         assert cache.dtype == layout.dtype
-        assert not cache.any()
         assert cache.numel() * cache.element_size() == num_pages * layout.page_bytes()
         # From the slowest to the fastest axis, each stride is the size of everything inside it.
         in_memory = [cache.shape[axis] for axis in layout.stride_order]
@@ -44,7 +43,9 @@ def test_allocated_caches_are_what_was_declared(
             assert cache.storage_offset() == index * inside
             strides.insert(layout.layers_axis, inside)
         assert strides == [prod(in_memory[i + 1 :]) for i in range(len(in_memory))]
-        cache.fill_(1)  # the others stay as they are
+        cache.fill_(index)
+    # No cache lies in the memory of another.
+    assert all(bool((cache == index).all()) for index, cache in enumerate(caches))
 
 
 def test_pages_are_inserted_at_their_axis() -> None:

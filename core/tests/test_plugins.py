@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from types import ModuleType
 from typing import Any
 
@@ -173,6 +175,21 @@ def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
     assert (failure.name, failure.version) == ("a", "in code")
     assert "broken on purpose" in failure.traceback
     assert KERNEL in plugins.loaded[0].records
+
+
+def test_an_observer_that_raises_in_several_threads_fails_once(
+    make_plugin: Make, discovered: Find
+) -> None:
+    barrier = Barrier(4)
+
+    def raise_together(choice: object) -> None:
+        barrier.wait()
+        raise ValueError(choice)
+
+    plugins = discovered(make_plugin("a", interposer_selected=raise_together))
+    with ThreadPoolExecutor(4) as pool, pytest.warns(PluginWarning):
+        list(pool.map(lambda n: plugins.observe("interposer_selected", choice=n), range(4)))
+    assert [failure.name for failure in plugins.failed] == ["a"]
 
 
 def test_observers_of_failures_that_fail_do_not_break_the_caller(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from interposer.errors import CheckpointError, UnknownNameError, UnsupportedModelError
 from interposer_models import load
+from interposer_models.tokenizer import TextTokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,7 +50,7 @@ def test_missing_config(copied: Path) -> None:
         load(copied)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": \x00}', "3"])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": \x00}', "3", "[" * 100_000])
 def test_corrupt_config(copied: Path, text: str) -> None:
     (copied / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -66,6 +68,22 @@ def test_corrupt_config(copied: Path, text: str) -> None:
         ("vocab_size", None, "vocab_size"),
         ("rms_norm_eps", 0.0, "rms_norm_eps"),
         ("head_dim", 15, "even"),
+        ("hidden_size", 10**30, "hidden_size"),
+        ("vocab_size", 10**18, "vocab_size"),
+        ("num_attention_heads", 10**9, "num_attention_heads"),
+        ("max_position_embeddings", 10**12, "max_position_embeddings"),
+        ("num_hidden_layers", 0, "num_hidden_layers"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps"),
+        ("rms_norm_eps", float("inf"), "rms_norm_eps"),
+        ("partial_rotary_factor", 1e-9, "rotated part of a head is 0"),
+        ("rope_parameters", {"rope_theta": float("inf")}, "rope_theta"),
+        ("rope_parameters", {"rope_type": "linear"}, "'factor'"),
+        ("rope_parameters", {"rope_type": "linear", "factor": float("nan")}, "'factor' is nan"),
+        ("rope_parameters", {"rope_type": "linear", "factor": "two"}, "'factor' is 'two'"),
+        ("rope_parameters", {"rope_type": "linear", "factor": 0}, "'factor' is 0"),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2, "beta_fast": -1}, "'beta_fast'"),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "single layer types"),
+        ("architectures", [["LlamaForCausalLM"]], "not supported"),
         ("rope_parameters", "fast", ""),
         ("layer_types", ["full_attention", "odd"], "layer_types"),
     ],
@@ -195,6 +213,25 @@ def test_missing_tokenizer(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         load(copied)
+
+
+def test_tokenizer_files_that_transformers_cannot_read(copied: Path) -> None:
+    (copied / "tokenizer.json").unlink()
+    (copied / "vocab.json").write_text("spoiled")
+    (copied / "merges.txt").write_text("")
+    (copied / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        load(copied)
+
+
+def test_truncation_and_padding_of_a_training_run_are_left_out(copied: Path) -> None:
+    path = copied / "tokenizer.json"
+    whole = TextTokenizer(copied).encode("import os")
+    fast = Tokenizer.from_file(str(path))
+    fast.enable_truncation(4)
+    fast.enable_padding(length=32)
+    fast.save(str(path))
+    assert TextTokenizer(copied).encode("import os") == whole
 
 
 def test_a_failed_load_can_be_repeated_after_the_mend(copied: Path) -> None:

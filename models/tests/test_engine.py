@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interposer.errors import RequestError
+from interposer.errors import ConfigError, RequestError
 from interposer_models import LanguageModel, SamplingParams, load
 
 
@@ -37,6 +39,45 @@ def test_token_outside_the_vocabulary(lm: LanguageModel, token_id: int) -> None:
         lm.generate([[1, token_id]])
     with pytest.raises(RequestError, match="outside the vocabulary"):
         lm.logits([token_id])
+
+
+@pytest.mark.parametrize("token_id", [1.0, 1.5, True, "a", None, [1]])
+def test_token_that_is_no_integer(lm: LanguageModel, token_id: Any) -> None:
+    with pytest.raises(RequestError, match=r"is not an integer.*tokenizer\.encode"):
+        lm.generate([[1, token_id]])
+    with pytest.raises(RequestError, match="is not an integer"):
+        lm.logits([token_id])
+    assert idle(lm)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, [1, 2], [None], b"ab", [b"ab"]])
+def test_prompt_that_is_neither_text_nor_tokens(lm: LanguageModel, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="must be a text or a list"):
+        lm.generate(prompts)
+    assert idle(lm)
+
+
+def test_prompt_with_half_a_surrogate_pair(lm: LanguageModel) -> None:
+    with pytest.raises(RequestError, match=r"'\\udcff' at 1, which is no character"):
+        lm.generate("a\udcff")
+
+
+def test_token_ids_in_a_tensor(lm: LanguageModel) -> None:
+    tokens: Any = torch.tensor([5, 6])
+    assert lm.generate([tokens]) == lm.generate([[5, 6]])
+    assert torch.equal(lm.logits(tokens), lm.logits([5, 6]))
+
+
+@pytest.mark.parametrize("name", ["cache_tokens", "max_sequences", "max_step_tokens"])
+@pytest.mark.parametrize("size", [0, -1, 1.5, "x"])
+def test_size_that_is_not_positive(llama: Path, name: str, size: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {size!r}, must be an integer of at least 1"):
+        load(llama, **{name: size})
+
+
+def test_cache_larger_than_the_memory(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache_tokens is 1000000000000000, the free memory"):
+        load(llama, cache_tokens=10**15)
 
 
 def test_prompt_longer_than_the_context(lm: LanguageModel) -> None:
@@ -69,6 +110,8 @@ def test_bad_parameters_run_nothing(lm: LanguageModel) -> None:
         lm.generate(["a"], SamplingParams(), temperature=1.0)
     with pytest.raises(RequestError, match="2 params were given for 1 prompts"):
         lm.generate(["a"], [SamplingParams()] * 2)
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        lm.generate(["a"], {"temperature": 1.0})  # type: ignore[arg-type]
     assert idle(lm)
 
 
@@ -89,6 +132,41 @@ def test_closing_a_stream_frees_its_pages(lm: LanguageModel) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert idle(lm)
+
+
+def test_a_stream_that_never_started_frees_its_request(lm: LanguageModel) -> None:
+    lm.stream("def f").close()  # type: ignore[attr-defined]
+    assert idle(lm)
+    lm.stream("def f")  # dropped at once
+    assert idle(lm)
+
+
+def test_open_streams_and_other_requests_lose_no_token(lm: LanguageModel) -> None:
+    alone = [list(lm.stream(prompt, max_new_tokens=20)) for prompt in ("abc", "xyz")]
+    first, second = (lm.stream(prompt, max_new_tokens=20) for prompt in ("abc", "xyz"))
+    started = next(first)
+    (whole,) = lm.generate("xyz", max_new_tokens=8)
+    assert whole.token_ids == tuple(delta.token_id for delta in alone[1][:8])
+    lm.engine.step()
+    mixed = list(zip(first, second, strict=False))
+    rest = [delta.token_id for delta in (started, *(pair[0] for pair in mixed))]
+    assert rest == [delta.token_id for delta in alone[0]]
+    told = [pair[1] for pair in mixed] + list(second)
+    assert [delta.token_id for delta in told] == [delta.token_id for delta in alone[1]]
+    assert [delta.finish_reason for delta in told] == [None] * 19 + ["length"]
+    assert "".join(delta.text for delta in told) == "".join(delta.text for delta in alone[1])
+    assert idle(lm)
+
+
+@pytest.mark.parametrize("end", [2, 3, 5, 9])
+def test_stop_text_at_the_very_start_is_never_streamed(lm: LanguageModel, end: int) -> None:
+    (whole,) = lm.generate("x", max_new_tokens=40)
+    deltas = list(lm.stream("x", max_new_tokens=40, stop=(whole.text[:end],)))
+    assert "".join(delta.text for delta in deltas) == ""
+    assert deltas[-1].finish_reason == "stop"
+    longer = (whole.text[:end] + "\0" * 100_000,)
+    deltas = list(lm.stream("x", max_new_tokens=40, stop=longer))
+    assert "".join(delta.text for delta in deltas) == whole.text
 
 
 def test_stop_text_is_cut_and_never_streamed(lm: LanguageModel) -> None:

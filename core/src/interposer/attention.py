@@ -61,6 +61,20 @@ class AttentionSpec:
             "softcapped": self.softcap is not None,
         }
 
+    def judge_plain_decoder(self) -> Verdict:
+        """Accept decoder attention over an unconverted cache, at most windowed or softcapped.
+
+        The part of ``AttentionBackend.accepts`` that plain backends share.
+        """
+        if self.type != "decoder":
+            return Verdict.refuse(f"serves decoder attention only, got {self.type}")
+        if self.cache_dtype != self.dtype:
+            return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
+        for feature in ("sinks", "latent", "sparse", "prefix_lm"):
+            if getattr(self, feature):
+                return Verdict.refuse(f"does not do {feature}")
+        return Verdict.accept()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
@@ -125,16 +139,20 @@ class KVCacheLayout:
         return elements * self.dtype.itemsize
 
     def allocate(self, num_layers: int, num_pages: int, device: str) -> list[torch.Tensor]:
-        """Return a zeroed cache of ``shape(num_pages)`` per layer, in the declared order."""
+        """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
+
+        It is not initialised, so that memory is taken only where tokens are stored. Backends
+        never read a slot that no token of the sequence was written to.
+        """
         shape = self.shape(num_pages)
         stored = [shape[axis] for axis in self.stride_order]
         if self.layers_axis is None:
             layers = [
-                torch.zeros(stored, dtype=self.dtype, device=device) for _ in range(num_layers)
+                torch.empty(stored, dtype=self.dtype, device=device) for _ in range(num_layers)
             ]
         else:
             stored.insert(self.layers_axis, num_layers)
-            whole = torch.zeros(stored, dtype=self.dtype, device=device)
+            whole = torch.empty(stored, dtype=self.dtype, device=device)
             layers = list(whole.unbind(self.layers_axis))
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
         return [layer.permute(inverse) for layer in layers]

@@ -6,6 +6,7 @@ inside a command when it runs.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
@@ -26,6 +27,8 @@ GROUP = "interposer.commands"
 def main() -> None:
     """Run the command line; an expected error ends it with one message and exit code 1."""
     warnings.showwarning = _show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a model's characters
     try:
         _application()()
     except InterposerError as error:

@@ -113,6 +113,7 @@ class CheckpointError(InterposerError):
     def __init__(self, path: object, reason: str, mend: str = "") -> None:
         self.path = str(path)
         self.reason = reason
+        self.mend = mend
         tail = f"\nTry: {mend}" if mend else ""
         super().__init__(f"{self.path}: {reason}{tail}")
 

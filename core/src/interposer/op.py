@@ -106,7 +106,10 @@ class CustomOp(Generic[P, R]):
         self.signature = inspect.signature(reference)
         unknown = sorted({*mutates, *constants} - set(self.signature.parameters))
         if unknown:
-            raise RecordError(f"op {name!r} declares {unknown}, which are not its parameters")
+            raise RecordError(
+                f"op {name!r} declares {unknown}, which are not its parameters; "
+                f"those are {', '.join(self.signature.parameters)}"
+            )
         self.schema = name + infer_schema(reference, mutates_args=mutates)
         self.__doc__ = reference.__doc__
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -17,6 +16,7 @@ from interposer.errors import (
     PlatformUnavailableError,
     UnknownNameError,
 )
+from interposer.memo import memoized
 from interposer.platform import Platform
 from interposer.records import PlatformEntry
 from interposer.registry import Registry, current_registry
@@ -53,7 +53,7 @@ def place(config: Config | None = None) -> Placement:
     return _place(current_registry(config), config.platform)
 
 
-@lru_cache(maxsize=8)
+@memoized
 def _place(registry: Registry, pinned: str | None) -> Placement:
     candidates = registry.candidates("platform")
     failures = _plugin_failures(registry)

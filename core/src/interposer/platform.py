@@ -1,4 +1,4 @@
-"""The platform contract, and the platform in force.
+"""The platform contract.
 
 Required members are abstract. Optional ones are marked ``@optional``: they raise
 ``MissingMemberError`` until a platform overrides them, and ``provides`` says which it has.

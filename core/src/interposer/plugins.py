@@ -78,9 +78,10 @@ class Plugins:
             try:
                 implementation.function(**{k: facts[k] for k in implementation.argnames})
             except FOREIGN_ERRORS as error:
-                self._forget(name)
-                reason = f"its observer {hook} raised {error!r}"
-                self._quarantine(self._sources[name], reason, error)
+                source = self._sources.pop(name, None)
+                if source is not None:  # else another thread has just quarantined it
+                    self._forget(name)
+                    self._quarantine(source, f"its observer {hook} raised {error!r}", error)
 
     def add(self, source: _Source) -> None:
         """Load one plugin and take its records, or quarantine it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from interposer.errors import RecordError
+from interposer.errors import RecordError, nearest_first
 from interposer.requires import Requires
 
 __all__ = [
@@ -165,8 +165,9 @@ def load_target(target: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
+        nearest = ", ".join(nearest_first(attribute, vars(module))[:3])
         raise RecordError(
-            f"{target!r} points nowhere: {module_name} has no {attribute!r}"
+            f"{target!r} points nowhere: {module_name} has no {attribute!r}; nearest: {nearest}"
         ) from None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, get_args
 
 from interposer.choice import Candidate
 from interposer.config import Config, effective_config
 from interposer.errors import FOREIGN_ERRORS, PluginError, RecordError, UnknownNameError
 from interposer.judges import Judge, accept, judge_attention, judge_declared, judge_platform
+from interposer.memo import memoized
 from interposer.plugins import Plugin, Plugins, discover
 from interposer.records import (
     AttentionEntry,
@@ -106,7 +106,7 @@ def current_registry(config: Config | None = None) -> Registry:
     return _registry(effective_config(config).disable)
 
 
-@lru_cache(maxsize=8)
+@memoized
 def _registry(disabled: frozenset[str]) -> Registry:
     return Registry(discover(disabled))
 

@@ -43,7 +43,7 @@ class Request:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for requests that must get equal answers, wherever in the model they stand."""
+        """Equal for requests of one device that must get equal answers, wherever they stand."""
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
 

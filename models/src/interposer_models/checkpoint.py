@@ -45,7 +45,7 @@ class Checkpoint:
             raise CheckpointError(root, "is not a directory", "give a Hugging Face model directory")
         config = read_json(root / "config.json")
         if not (root / _INDEX).exists():
-            if not (root / _SINGLE).exists():
+            if not (root / _SINGLE).is_file():
                 raise CheckpointError(root, f"holds neither {_SINGLE} nor {_INDEX}")
             return cls(root, config, (root / _SINGLE,), {})
         tensors = read_json(root / _INDEX).get("weight_map")
@@ -58,7 +58,7 @@ class Checkpoint:
             shard = root / name
             if shard.parent != root:
                 raise CheckpointError(root / _INDEX, f"names {name!r}, outside the directory")
-            if not shard.exists():
+            if not shard.is_file():
                 raise CheckpointError(
                     root / _INDEX, f"names the shard {name!r}, which is missing", "copy it again"
                 )
@@ -101,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(path, "is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(path, f"is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(path, f"holds {type(content).__name__}, expected an object")

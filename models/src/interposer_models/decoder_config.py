@@ -9,11 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer.errors import (
+    CheckpointError,
+    ConfigError,
+    UnknownNameError,
+    UnsupportedModelError,
+    nearest_first,
+)
+from interposer_ops.rope_scaling import rotary_frequencies
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "Traits"]
 
-Positive = Annotated[int, Field(gt=0)]
+# Far above any model; a product of two still fits a tensor.
+Positive = Annotated[int, Field(gt=0, le=2**24)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +55,18 @@ class DecoderConfig(BaseModel):
     Properties state what follows from them together with the architecture.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     architecture: str
     hidden_size: Positive
     intermediate_size: Positive
-    num_hidden_layers: Positive
+    num_hidden_layers: Annotated[int, Field(gt=0, le=10_000)]
     num_attention_heads: Positive
     num_key_value_heads: Positive | None = None
     head_dim: Positive | None = None
     vocab_size: Positive
     max_position_embeddings: Positive
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -68,7 +76,7 @@ class DecoderConfig(BaseModel):
     )
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    sliding_window: Positive | None = None
+    sliding_window: Annotated[int, Field(gt=0)] | None = None
     use_sliding_window: bool | None = None
     max_window_layers: int = 0
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
@@ -138,8 +146,14 @@ class DecoderConfig(BaseModel):
             raise ValueError(
                 f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        if self.rotary_size % 2:
-            raise ValueError(f"the rotated part of a head is {self.rotary_size}, must be even")
+        if any(isinstance(value, dict) for value in self.rope_parameters.values()):
+            raise ValueError("rope_parameters of single layer types are not supported")
+        if heads * self.head_size > 2**24:
+            raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
+        if self.rotary_size <= 0 or self.rotary_size % 2:
+            raise ValueError(
+                f"the rotated part of a head is {self.rotary_size}, must be positive and even"
+            )
         if types is not None and len(types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
@@ -157,7 +171,13 @@ class DecoderConfig(BaseModel):
         fields = {name: value for name, value in raw.items() if value is not None}
         fields["architecture"] = _architecture(raw, path)
         try:
-            return cls.model_validate(fields)
+            config = cls.model_validate(fields)
+            rotary_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
+            return config
+        except UnknownNameError:
+            raise
+        except ConfigError as error:
+            raise CheckpointError(path, f"rope_parameters: {error}", "mend the field") from error
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -171,7 +191,7 @@ def _architecture(raw: Mapping[str, Any], path: object) -> str:
     if not isinstance(names, list) or not names:
         raise CheckpointError(path, "the field 'architectures' is missing, so the model is unknown")
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return str(name)
     listed = ", ".join(nearest_first(str(names[0]), ARCHITECTURES))
     raise UnsupportedModelError(

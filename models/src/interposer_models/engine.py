@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 from collections import Counter
 from collections.abc import Sequence as Items
@@ -66,16 +67,16 @@ class Engine:
         Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
             a new token in the model's context or in the cache.
         """
-        self.check_tokens(prompt)
+        tokens = self.checked_tokens(prompt)
         context = self.model.config.max_position_embeddings
-        if len(prompt) >= context:
+        if len(tokens) >= context:
             raise RequestError(
-                f"The prompt has {len(prompt)} tokens, the model's context is {context} and must "
+                f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
                 f"hold at least one new token besides. Try: shorten it to {context - 1}"
             )
-        self.pool.check(min(len(prompt) + params.max_new_tokens, context))
+        self.pool.check(min(len(tokens) + params.max_new_tokens, context))
         seed = params.seed if params.seed is not None else secrets.randbits(62)
-        sequence = Sequence(next(self._ids), list(prompt), params, seed)
+        sequence = Sequence(next(self._ids), tokens, params, seed)
         self.scheduler.add(sequence)
         return sequence
 
@@ -116,11 +117,11 @@ class Engine:
 
         Raises: RequestError: as ``add``, though a full context is allowed.
         """
-        self.check_tokens(token_ids)
+        tokens = self.checked_tokens(token_ids)
         context = self.model.config.max_position_embeddings
-        if len(token_ids) > context:
-            raise RequestError(f"{len(token_ids)} tokens exceed the model's context of {context}")
-        sequence = Sequence(next(self._ids), list(token_ids), SamplingParams(), seed=0)
+        if len(tokens) > context:
+            raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
+        sequence = Sequence(next(self._ids), tokens, SamplingParams(), seed=0)
         self.pool.check(len(sequence))
         if not self.pool.extend(sequence.pages, len(sequence)):
             raise RequestError("The cache is full of running requests. Try: finish or cancel some")
@@ -142,14 +143,23 @@ class Engine:
             rows,
         )
 
-    def check_tokens(self, token_ids: Items[int]) -> None:
-        """Raise RequestError unless there is a token and all are in the vocabulary."""
-        if not token_ids:
+    def checked_tokens(self, token_ids: Items[int]) -> list[int]:
+        """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
+
+        Whatever Python takes for an index is an integer here, such as those of arrays.
+        """
+        if isinstance(token_ids, bytes) or not hasattr(token_ids, "__iter__"):
+            raise RequestError(
+                f"The prompt is {token_ids!r}, must be a text or a list of token ids"
+            )
+        tokens = [_integer(token_id) for token_id in token_ids]
+        if not tokens:
             raise RequestError("The prompt is empty. Try: give at least one token")
         size = self.model.config.vocab_size
-        for token_id in token_ids:
+        for token_id in tokens:
             if not 0 <= token_id < size:
                 raise RequestError(f"Token id {token_id} is outside the vocabulary of {size}")
+        return tokens
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
         sequences = [chunk.sequence for chunk in chunks]
@@ -195,3 +205,15 @@ class Engine:
             sequence.finish_reason = "length"
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
+
+
+def _integer(token_id: object) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(
+        f"Token id {token_id!r} is not an integer. Try: lm.tokenizer.encode(text), or one prompt "
+        "after the other"
+    )

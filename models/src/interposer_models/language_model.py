@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -72,14 +72,18 @@ class LanguageModel:
             **settings: fields of ``SamplingParams``, instead of ``params``.
         Raises: RequestError: a prompt or parameter is unusable; then none was run.
         """
-        texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        if not hasattr(prompts, "__iter__"):
+            raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
+        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         chosen = _params(params, settings, len(texts))
         streams: list[_Stream] = []
         try:
             for prompt, own in zip(texts, chosen, strict=True):
                 streams.append(self._start(prompt, own))
             while not all(stream.ended for stream in streams):
-                self._advance(streams)
+                self.engine.step()
+                for stream in streams:
+                    self._read(stream)
         finally:
             for stream in streams:
                 self.engine.cancel(stream.sequence)
@@ -92,54 +96,67 @@ class LanguageModel:
 
         Raises: RequestError: at the call, before the first token.
         """
-        stream = self._start(prompt, _params(params, settings, 1)[0])
-        return self._deltas(stream)
+        deltas = self._deltas(self._start(prompt, _params(params, settings, 1)[0]))
+        next(deltas)  # a generator that never ran would not cancel when it is closed
+        return cast(Iterator[Delta], deltas)
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32."""
         return self.engine.logits(token_ids)
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return _Stream(self.engine.add(token_ids, params), self.tokenizer)
 
-    def _deltas(self, stream: _Stream) -> Iterator[Delta]:
+    def _deltas(self, stream: _Stream) -> Iterator[Delta | None]:
+        """Yield None once, then the deltas."""
         try:
+            yield None
             while not stream.ended:
-                yield from self._advance([stream])
+                if not stream.num_unread:
+                    self.engine.step()
+                yield from self._read(stream)
         finally:
             self.engine.cancel(stream.sequence)
 
-    def _advance(self, streams: Sequence[_Stream]) -> list[Delta]:
-        by_id = {stream.sequence.id: stream for stream in streams}
+    def _read(self, stream: _Stream) -> list[Delta]:
         deltas = []
-        for event in self.engine.step():
-            stream = by_id.get(event.sequence.id)
-            if stream is not None:
-                deltas.append(stream.push(event.token_id, event.logprob))
-                if stream.ended:
-                    self.engine.cancel(stream.sequence)
+        while stream.num_unread and not stream.ended:
+            deltas.append(stream.read())
+        if stream.ended:
+            self.engine.cancel(stream.sequence)
         return deltas
 
 
 class _Stream:
-    """A sequence with its text so far, cut at the first stop text."""
+    """A reader of a sequence, with the text so far, cut at the first stop text.
+
+    It reads from the sequence, not from a step's events, because any request's step may compute
+    tokens of all others.
+    """
 
     def __init__(self, sequence: sequences.Sequence, tokenizer: TextTokenizer) -> None:
         self.sequence = sequence
         self.text = ""
         self.stopped = False
+        self._num_read = 0
         self._sent = 0
         self._detokenizer = Detokenizer(tokenizer)
 
     @property
     def ended(self) -> bool:
-        return self.stopped or self.sequence.finish_reason is not None
+        return self._reason() is not None
 
-    def push(self, token_id: int, logprob: float) -> Delta:
+    @property
+    def num_unread(self) -> int:
+        return len(self.sequence.output) - self._num_read
+
+    def read(self) -> Delta:
         """Take the sequence's next token and return what it adds to the text."""
-        finished = self.sequence.finish_reason is not None
-        self.text += self._detokenizer.push(token_id, last=finished)
+        token_id = self.sequence.output[self._num_read]
+        logprob = self.sequence.logprobs[self._num_read]
+        self._num_read += 1
+        self.text += self._detokenizer.push(token_id, last=self.ended)
         found = [at for stop in self.sequence.params.stop if (at := self.text.find(stop)) >= 0]
         if found:
             self.text = self.text[: min(found)]
@@ -156,11 +173,14 @@ class _Stream:
         return Completion(self.text, tuple(sequence.output), tuple(sequence.logprobs), reason)
 
     def _reason(self) -> sequences.FinishReason | None:
-        return "stop" if self.stopped else self.sequence.finish_reason
+        if self.stopped:
+            return "stop"
+        return None if self.num_unread else self.sequence.finish_reason
 
     def _safe_end(self) -> int:
         """Return the end of the text that no stop text can still reach back into."""
-        for length in range(max(map(len, self.sequence.params.stop), default=1) - 1, 0, -1):
+        longest = max(map(len, self.sequence.params.stop), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self.sequence.params.stop):
                 return len(self.text) - length
         return len(self.text)
@@ -175,6 +195,10 @@ def _params(
         return [SamplingParams(**settings)] * count
     if isinstance(params, SamplingParams):
         return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} params were given for {count} prompts")
-    return list(params)
+    given = list(params) if isinstance(params, Sequence) else [params]
+    for one in given:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} params were given for {count} prompts")
+    return given

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from interposer import Config, Resolver, Site, current_registry, effective_config, place
-from interposer.errors import UnknownNameError
+from interposer.errors import ConfigError, UnknownNameError
 from interposer.placement import Placement
 from interposer_models.checkpoint import Checkpoint
 from interposer_models.decoder import CausalLM
@@ -87,8 +87,17 @@ def load(
         UnsupportedModelError: nothing here implements the architecture.
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
+        ConfigError: a size is not a positive integer, or the cache exceeds the free memory.
     """
+    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+    if cache_tokens is not None:
+        sizes["cache_tokens"] = cache_tokens
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
     planned = plan(path, dtype, platform, config)
+    if cache_tokens is not None:
+        _check_cache(planned, cache_tokens)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = TextTokenizer(checkpoint.path)
     total, done = checkpoint.num_bytes, 0
@@ -138,9 +147,22 @@ def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torc
 
 
 def _cache_tokens(planned: Plan, max_sequences: int) -> int:
-    layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
-    token_bytes = sum(layout.page_bytes() for layout in layouts) / PAGE_TOKENS
-    device = planned.placement.device.torch_device
-    budget = planned.placement.platform.memory(device).free_bytes // 4
     wanted = max_sequences * planned.decoder.max_position_embeddings
-    return max(PAGE_TOKENS, min(wanted, int(budget / token_bytes)))
+    return max(PAGE_TOKENS, min(wanted, _tokens_that_fit(planned) // 4))
+
+
+def _tokens_that_fit(planned: Plan) -> int:
+    """Return how many cached tokens would fill all memory that is free on the device."""
+    layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
+    page_bytes = sum(layout.page_bytes() for layout in layouts)
+    device = planned.placement.device.torch_device
+    return planned.placement.platform.memory(device).free_bytes * PAGE_TOKENS // page_bytes
+
+
+def _check_cache(planned: Plan, cache_tokens: int) -> None:
+    fitting = _tokens_that_fit(planned)
+    if cache_tokens > fitting:
+        raise ConfigError(
+            f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
+            f"Try: load(..., cache_tokens={fitting // 4})"
+        )

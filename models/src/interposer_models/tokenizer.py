@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, RequestError
 from interposer_models.checkpoint import read_json
 
 __all__ = ["Detokenizer", "TextTokenizer", "stop_tokens"]
@@ -33,16 +33,34 @@ class TextTokenizer:
                 raise CheckpointError(
                     path / "tokenizer.json", f"is not a valid tokenizer: {error}"
                 ) from error
+            # Settings of a training run; a prompt is taken whole and as it is.
+            self._fast.no_truncation()
+            self._fast.no_padding()
             return
         from transformers import AutoTokenizer
 
         try:
-            self._slow = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(path, f"holds no tokenizer: {error}") from error
+            # Said outright, trust is not asked for on the terminal.
+            self._slow = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # as above, for the other formats
+            raise CheckpointError(
+                path, f"holds no tokenizer: {error}", "add a tokenizer.json"
+            ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, with the special tokens that the tokenizer adds."""
+        """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
+
+        Raises: RequestError: the text holds half of a surrogate pair, as undecodable bytes do.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The prompt has {text[error.start]!r} at {error.start}, which is no character. "
+                "Try: decode the text from the encoding that it is in"
+            ) from None
         if self._fast is not None:
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))

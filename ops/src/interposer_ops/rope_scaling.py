@@ -29,7 +29,7 @@ def rotary_table(
         rotary_size: R, even.
         theta: base of the geometric series of wavelengths.
         scaling: ``rope_type`` with its parameters, by their names in Hugging Face configs.
-    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing.
+    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
     """
     frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
@@ -51,7 +51,7 @@ def rotary_frequencies(
         if kind == "default":
             return plain, 1.0
         if kind == "linear":
-            return plain / float(scaling["factor"]), 1.0
+            return plain / _number(scaling, "factor"), 1.0
         if kind == "llama3":
             return _llama3(plain, scaling), 1.0
         if kind == "yarn":
@@ -63,9 +63,11 @@ def rotary_frequencies(
 
 def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Stretch long wavelengths by ``factor``, keep short ones, blend between."""
-    factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns = float(scaling["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    factor = _number(scaling, "factor")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if low >= high:
+        raise ConfigError(f"low_freq_factor {low} must be below high_freq_factor {high}")
+    turns = _number(scaling, "original_max_position_embeddings") * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / factor)
 
@@ -74,30 +76,38 @@ def _yarn(
     plain: torch.Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
 ) -> tuple[torch.Tensor, float]:
     """Stretch dimensions that turn rarely over the original context, keep the others."""
-    factor = float(scaling["factor"])
-    original = float(scaling["original_max_position_embeddings"])
+    factor = _number(scaling, "factor")
+    original = _number(scaling, "original_max_position_embeddings")
 
     def dimension(turns: float) -> float:
         return rotary_size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = dimension(float(scaling.get("beta_fast") or 32))
-    last = dimension(float(scaling.get("beta_slow") or 1))
+    first = dimension(_number(scaling, "beta_fast", 32))
+    last = dimension(_number(scaling, "beta_slow", 1))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_size - 1)
     ramp = (torch.arange(rotary_size // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
     stretched = ramp.clamp(0, 1)
-    magnitude = scaling.get("attention_factor")
-    if magnitude is None:
+    if scaling.get("attention_factor") is None:
         magnitude = _yarn_magnitude(factor, scaling)
-    return plain * (1 - stretched) + plain / factor * stretched, float(magnitude)
+    else:
+        magnitude = _number(scaling, "attention_factor")
+    return plain * (1 - stretched) + plain / factor * stretched, magnitude
 
 
 def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
     def grown(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if both[0] and both[1]:
-        return grown(float(both[0])) / grown(float(both[1]))
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(_number(scaling, "mscale")) / grown(_number(scaling, "mscale_all_dim"))
     return grown(1.0)
+
+
+def _number(scaling: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Return a positive parameter; ``default``, if any, stands for a missing, null or zero one."""
+    value = scaling[name] if default is None else scaling.get(name) or default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"the rotary parameter {name!r} is {value!r}, must be a positive number")
+    return float(value)

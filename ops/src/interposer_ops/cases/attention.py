@@ -104,14 +104,14 @@ def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.G
         "window_tokens": batch.window_tokens,
         "softcap": batch.softcap,
     }
-    dims = {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_size": head_size,
-        "page_size": batch.page_size,
-        "windowed": batch.window_tokens is not None,
-        "softcapped": batch.softcap is not None,
-    }
+    dims = _dims(
+        heads,
+        kv_heads,
+        head_size,
+        batch.page_size,
+        windowed=batch.window_tokens is not None,
+        softcapped=batch.softcap is not None,
+    )
     # Scores stay in float32. The error of one is one of its weight, and weights act on values of at
     # most 1, as large as any sum of them that is stored.
     longest = max((n for n, _ in batch.sequences), default=0)
@@ -161,15 +161,28 @@ def _writing(
         "value_cache": values,
         "slots": slots,
     }
-    dims = {
+    dims = _dims(heads, kv_heads, head_size, page_size)
+    return Case(label, arguments, dims, reduction=0)
+
+
+def _dims(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    page_size: int,
+    *,
+    windowed: bool = False,
+    softcapped: bool = False,
+) -> dict[str, int | bool]:
+    """Return the dims of an ``AttentionSpec`` with these facts."""
+    return {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_size": head_size,
         "page_size": page_size,
-        "windowed": False,
-        "softcapped": False,
+        "windowed": windowed,
+        "softcapped": softcapped,
     }
-    return Case(label, arguments, dims, reduction=0)
 
 
 def _scattered(

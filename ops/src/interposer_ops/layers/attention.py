@@ -53,14 +53,7 @@ class PagedBackend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders with a plain cache."""
-        if spec.type != "decoder":
-            return Verdict.refuse(f"serves decoder attention only, got {spec.type}")
-        if spec.cache_dtype != spec.dtype:
-            return Verdict.refuse(f"stores the cache as {spec.dtype}, asked for {spec.cache_dtype}")
-        for feature in ("sinks", "latent", "sparse", "prefix_lm"):
-            if getattr(spec, feature):
-                return Verdict.refuse(f"does not do {feature}")
-        return Verdict.accept()
+        return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""

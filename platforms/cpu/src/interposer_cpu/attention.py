@@ -38,21 +38,14 @@ class SdpaBackend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders with a plain cache and plain scores."""
-        if spec.type != "decoder":
-            return Verdict.refuse(f"serves decoder attention only, got {spec.type}")
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
-        if spec.cache_dtype != spec.dtype:
-            return Verdict.refuse(f"stores the cache as {spec.dtype}, asked for {spec.cache_dtype}")
         if spec.num_heads % spec.num_kv_heads:
             heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.softcap is not None:
             return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
-        for feature in ("sinks", "latent", "sparse", "prefix_lm"):
-            if getattr(spec, feature):
-                return Verdict.refuse(f"does not do {feature}")
-        return Verdict.accept()
+        return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, K, P, S, D]``: what one kv head reads lies together."""

@@ -9,6 +9,8 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 __all__ = ["architecture", "features", "formats", "reported_by_os", "reported_by_torch"]
 
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
@@ -73,8 +75,6 @@ def architecture() -> str:
 
 def features(root: Path = Path("/")) -> frozenset[str]:
     """Return what the system or torch reports; ``root`` is where ``proc`` lies."""
-    import torch
-
     return reported_by_os(root) | reported_by_torch(torch.cpu.get_capabilities())
 
 

@@ -1,6 +1,6 @@
 """What the operating system says about processors, caches, NUMA nodes and memory.
 
-Every function takes ``root``, the folder where ``proc`` and ``sys`` lie.
+Where files are read, ``root`` is the folder in which ``proc`` and ``sys`` lie.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``fused_add_rms_norm`` with the norm above."""
+    """Return the op ``fused_add_rms_norm``; a wider sum is weighted before it is rounded."""
     total = x + residual
     if total.dtype == weight.dtype:
         return rms_norm(total, weight, eps), total
