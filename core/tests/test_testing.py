@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Capability, Case, Device, Kernel, OpEntry, Requires, Tolerance, custom_op
@@ -370,7 +370,6 @@ def test_preparing_must_return_the_constants() -> None:
         faults_of(toy_norm, toy_norm.reference, lambda weight: {})
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     values=st.lists(st.floats(-100, 100, width=16), min_size=2, max_size=40),
@@ -385,7 +384,6 @@ def test_rounding_to_storage_is_within_the_bound(
     assert bool(((stored.double() - exact).abs() <= bound).all())
 
 
-@settings(deadline=None)
 @given(values=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=60), seed=st.integers())
 def test_a_float32_sum_in_any_order_is_within_the_bound(values: list[float], seed: int) -> None:
     terms = torch.tensor(values)

@@ -219,7 +219,7 @@ def test_preempted_requests_still_give_the_same_tokens(llama: Path) -> None:
     assert tight.engine.pool.num_free == tight.engine.pool.num_pages
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 5)), min_size=1, max_size=6

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer_ops.kv_cache import reshape_and_cache
@@ -32,7 +32,6 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(deadline=None)
 @given(writes())
 def test_each_token_lands_in_its_slot_and_nothing_else_changes(
     write: tuple[Shape, list[int], int],
@@ -52,7 +51,6 @@ def test_each_token_lands_in_its_slot_and_nothing_else_changes(
             assert stored[1].isnan().all()
 
 
-@settings(deadline=None)
 @given(writes(), st.integers(0, 30))
 def test_writing_in_chunks_is_writing_at_once(
     write: tuple[Shape, list[int], int], cut: int
@@ -68,7 +66,6 @@ def test_writing_in_chunks_is_writing_at_once(
     assert same(whole[1], chunked[1])
 
 
-@settings(deadline=None)
 @given(writes())
 def test_the_order_of_tokens_does_not_matter(write: tuple[Shape, list[int], int]) -> None:
     shape, slots, seed = write

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from interposer_ops.attention import paged_attention
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @dataclass(frozen=True)

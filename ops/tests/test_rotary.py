@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer_ops.rope_scaling import rotary_table
@@ -39,7 +39,6 @@ def test_rotation_is_complex_multiplication(
         torch.testing.assert_close(result, rotated_as_complex(x, cos, sin))
 
 
-@settings(deadline=None)
 @given(position=st.integers(0, 200), distance=st.integers(0, 55), seed=st.integers(0, 100))
 def test_scores_depend_on_the_distance_only(position: int, distance: int, seed: int) -> None:
     cos, sin = (table.double() for table in rotary_table(256, 16, 10000.0))

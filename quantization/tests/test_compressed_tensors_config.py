@@ -201,7 +201,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(mutated())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_settings_are_refused_or_mean_what_the_library_means(tree: dict[str, Any]) -> None:
     parsed = None
     with suppress(ConfigError):
@@ -259,7 +259,7 @@ PATTERNS = st.sampled_from(
     targets=st.lists(st.lists(PATTERNS, min_size=1, max_size=3), min_size=1, max_size=3),
     ignore=st.lists(PATTERNS, max_size=2),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_layers_are_matched_as_the_library_matches_them(
     targets: list[list[str]], ignore: list[str]
 ) -> None:

@@ -122,7 +122,7 @@ def page_orders() -> st.SearchStrategy[list[int]]:
     return st.just(ordered) | st.permutations(ordered)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1)]),
     head_size=st.sampled_from([8, 20, 64]),
