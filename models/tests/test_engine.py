@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from interposer.errors import ConfigError, RequestError
 from interposer_models import LanguageModel, SamplingParams, load
 
+SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+
 
 @pytest.fixture(scope="module")
 def lm(llama: Path) -> LanguageModel:
@@ -22,6 +24,14 @@ def lm(llama: Path) -> LanguageModel:
 def idle(lm: LanguageModel) -> bool:
     pool = lm.engine.pool
     return pool.num_free == pool.num_pages and not lm.engine.busy
+
+
+def test_an_empty_text_is_refused_where_the_tokenizer_adds_a_token() -> None:
+    lm = load(SHIPPED, max_sequences=1)
+    assert len(lm.tokenizer.encode("")) == 1
+    with pytest.raises(RequestError, match="prompt is empty"):
+        lm.generate(["def f(x):", ""])
+    assert idle(lm)
 
 
 @pytest.mark.parametrize("prompt", ["", []])

@@ -105,8 +105,10 @@ class LanguageModel:
         return self.engine.logits(token_ids)
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return _Stream(self.engine.add(token_ids, params), self.tokenizer)
+        if isinstance(prompt, str):
+            # An empty text is no prompt, though a tokenizer may put a special token in front.
+            prompt = self.tokenizer.encode(prompt) if prompt else []
+        return _Stream(self.engine.add(prompt, params), self.tokenizer)
 
     def _deltas(self, stream: _Stream) -> Iterator[Delta | None]:
         """Yield None once, then the deltas."""
