@@ -256,6 +256,11 @@ def test_a_block_that_cannot_be_entered_leaves_nothing_behind(
     assert effective_config() == Config()
 
 
+def test_an_argument_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\{'platform': 'cpu'\}, must be a Config"):
+        effective_config({"platform": "cpu"})  # type: ignore[arg-type]
+
+
 def test_a_config_and_fields_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="not both"), use(Config(), platform="cpu"):
         pass

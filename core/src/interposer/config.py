@@ -72,8 +72,10 @@ def effective_config(argument: Config | None = None) -> Config:
     Raises: ConfigError: a source holds an unknown key or an unusable value.
     """
     sources = [_from_environment(os.environ), _from_file(Path(_FILE)), *_context.get()]
-    if argument is not None:
+    if isinstance(argument, Config):
         sources.append(argument)
+    elif argument is not None:
+        raise ConfigError(f"config is {argument!r}, must be a Config, as Config(platform='cpu')")
     merged: dict[str, Any] = {}
     for source in sources:
         for name in source.model_fields_set:
