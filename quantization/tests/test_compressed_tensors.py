@@ -182,6 +182,8 @@ def test_ignored_layers_stay_plain(tmp_path: Path) -> None:
 def test_explanation_says_where_weights_are_quantized(tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED["some left plain"])
     choices = explain(load(path, dtype="float32")).to_dict()["choices"]
+    (scheme,) = (choice for choice in choices if choice["kind"] == "scheme")
+    assert (scheme["name"], scheme["provider"]) == ("compressed-tensors", "interposer-quantization")
     kernels = [choice for choice in choices if choice["kind"] == "kernel"]
     places = {
         op: {place for kernel in kernels if kernel["name"] == op for place in kernel["places"]}
