@@ -157,7 +157,16 @@ def test_imports_are_declared(dist: Distribution) -> None:
 def test_core_depends_on_little() -> None:
     core = next(dist for dist in DISTRIBUTIONS if dist.folder == "core")
     names = {Requirement(text).name for text in core.project["dependencies"]}
-    assert names == {"importlib-metadata", "packaging", "pluggy", "pydantic", "torch", "typer"}
+    assert names == {
+        "importlib-metadata",
+        "packaging",
+        "platformdirs",
+        "pluggy",
+        "pydantic",
+        "rich",
+        "torch",
+        "typer",
+    }
 
 
 def test_private_modules_stay_at_home() -> None:

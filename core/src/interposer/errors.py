@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "InterposerError",
+    "LockError",
     "MissingMemberError",
     "NoCandidateError",
     "PlatformUnavailableError",
@@ -21,6 +22,7 @@ __all__ = [
     "PluginError",
     "RecordError",
     "RequestError",
+    "StorageError",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
@@ -41,6 +43,10 @@ class InterposerError(Exception):
 
 class ConfigError(InterposerError, ValueError):
     """A configuration key or value is not usable."""
+
+
+class LockError(ConfigError):
+    """The installed plugins are not the locked ones, or the lock file cannot be used."""
 
 
 class UnknownNameError(ConfigError):
@@ -107,8 +113,8 @@ class PlatformUnavailableError(NoCandidateError):
     """No platform can be used, or the one that was asked for cannot."""
 
 
-class CheckpointError(InterposerError):
-    """A model directory is incomplete, corrupt or contradicts its own config."""
+class _FileError(InterposerError):
+    """What is wrong with a file or a folder."""
 
     def __init__(self, path: object, reason: str, mend: str = "") -> None:
         self.path = str(path)
@@ -118,8 +124,16 @@ class CheckpointError(InterposerError):
         super().__init__(f"{self.path}: {reason}{tail}")
 
 
+class CheckpointError(_FileError):
+    """A model directory is incomplete, corrupt or contradicts its own config."""
+
+
 class UnsupportedModelError(CheckpointError):
     """The architecture or a feature of the checkpoint has no implementation."""
+
+
+class StorageError(_FileError):
+    """A file that interposer keeps or reads is corrupt, foreign or not accessible."""
 
 
 class RequestError(InterposerError, ValueError):

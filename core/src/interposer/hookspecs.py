@@ -6,7 +6,9 @@ module imports interposer and the standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import pluggy
 
@@ -14,14 +16,24 @@ from interposer.choice import Choice
 from interposer.errors import NoCandidateError
 from interposer.records import Record
 
+if TYPE_CHECKING:
+    from interposer.config import Config
+    from interposer.placement import Placement
+    from interposer.planning import Planned
+
 __all__ = [
     "GROUP",
+    "Activity",
     "hookimpl",
     "interposer_failed",
+    "interposer_finished",
+    "interposer_plan",
     "interposer_records",
     "interposer_refused",
     "interposer_selected",
 ]
+
+Activity = Literal["discovery", "probe", "selection", "load", "tune"]
 
 GROUP = "interposer.plugins"
 
@@ -32,6 +44,17 @@ hookimpl = pluggy.HookimplMarker("interposer")
 @hookspec
 def interposer_records() -> Iterable[Record]:  # type: ignore[empty-body]
     """Return everything that the plugin provides, as declarative records."""
+
+
+@hookspec(firstresult=True)
+def interposer_plan(
+    path: Path, config: Config, dtype: str, placement: Placement | None
+) -> Planned | None:
+    """Return the model in the directory ``path`` with every choice made and no weight read.
+
+    None leaves the directory to the next plugin. ``placement`` is where it is planned for; None
+    leaves that to the selection.
+    """
 
 
 @hookspec
@@ -47,3 +70,14 @@ def interposer_refused(error: NoCandidateError) -> None:
 @hookspec
 def interposer_failed(plugin: str, distribution: str, reason: str) -> None:
     """Observe that a plugin was quarantined."""
+
+
+@hookspec
+def interposer_finished(
+    activity: Activity,
+    subject: str,
+    start_ns: int,
+    end_ns: int,
+    facts: Mapping[str, str | int | float | bool],
+) -> None:
+    """Observe that something which takes time has ended, in nanoseconds since the epoch."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from interposer.errors import RecordError, nearest_first
@@ -17,14 +19,17 @@ from interposer.requires import Requires
 __all__ = [
     "PROPERTIES",
     "AttentionEntry",
+    "DeviceEntry",
     "Kernel",
     "LayerEntry",
     "OpEntry",
     "PlatformEntry",
     "Record",
     "SchemeEntry",
+    "TuningEntry",
     "identity",
     "load_target",
+    "resource_path",
 ]
 
 PROPERTIES = frozenset(
@@ -35,10 +40,14 @@ PROPERTIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
-    """Names a ``CustomOp``: ``target`` is the op object, defined beside its reference."""
+    """Names a ``CustomOp``: ``target`` is the op object, defined beside its reference.
+
+    ``properties`` are what the reference promises, a subset of ``PROPERTIES``.
+    """
 
     name: str
     target: str
+    properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -76,12 +85,6 @@ class Kernel:
         _check(self, self.predicate, self.prepare)
         if self.name == "reference":
             raise RecordError(f"a kernel for {self.op!r} is named 'reference', as the op itself is")
-        unknown = sorted(self.properties - PROPERTIES)
-        if unknown:
-            known = ", ".join(sorted(PROPERTIES))
-            raise RecordError(
-                f"kernel {self.name!r} has unknown properties {unknown}; known: {known}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +105,22 @@ class LayerEntry:
 
 @dataclass(frozen=True, slots=True)
 class AttentionEntry:
-    """An ``AttentionBackend`` class; its ``accepts`` judges the specification."""
+    """An ``AttentionBackend`` class; its ``accepts`` judges the specification.
+
+    ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that answers
+    in place of ``accepts``, so that the backend's own module is not imported to judge it.
+    """
 
     name: str
     target: str
     platform: str = ""
     requires: Requires = field(default_factory=Requires)
+    predicate: str = ""
     score: float = 10.0
+    properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.predicate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +138,61 @@ class SchemeEntry:
 
 @dataclass(frozen=True, slots=True)
 class PlatformEntry:
-    """A ``Platform`` class; its ``probe`` says whether this machine has such a device."""
+    """A ``Platform`` class; its ``probe`` says whether this machine has such a device.
+
+    ``driver_files`` are absolute paths whose content changes when the driver does: verdicts and
+    measurements are kept per driver.
+    """
 
     name: str
     target: str
     score: float = 10.0
+    driver_files: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
 
 
-Record = OpEntry | Kernel | LayerEntry | AttentionEntry | SchemeEntry | PlatformEntry
+@dataclass(frozen=True, slots=True)
+class DeviceEntry:
+    """A description of a device of ``platform``: a JSON file inside the plugin's package.
+
+    ``resource`` is ``"package:path/inside.json"``, see ``DeviceDescription``.
+    """
+
+    name: str
+    platform: str
+    resource: str
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningEntry:
+    """A table measured on the devices whose name matches the glob ``device``.
+
+    ``resource`` is ``"package:path/inside.json"``, see ``Table``.
+    """
+
+    name: str
+    device: str
+    resource: str
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+Record = (
+    OpEntry
+    | Kernel
+    | LayerEntry
+    | AttentionEntry
+    | SchemeEntry
+    | PlatformEntry
+    | DeviceEntry
+    | TuningEntry
+)
 
 
 def identity(record: Record) -> tuple[str, str, str]:
@@ -171,8 +224,24 @@ def load_target(target: str) -> Any:
         ) from None
 
 
+def resource_path(resource: str) -> Path:
+    """Return the file that ``"package:path/inside.json"`` names, without importing the package.
+
+    Raises: RecordError: there is no such package or file.
+    """
+    package, _, inside = resource.partition(":")
+    # The top level alone: find_spec would import the parents of a dotted name.
+    top, *rest = package.split(".")
+    spec = find_spec(top)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, *rest, inside)
+        if path.is_file():
+            return path
+    raise RecordError(f"{resource!r} points nowhere: the package {package!r} has no such file")
+
+
 def _check(record: Record, *optional_targets: str) -> None:
-    for label in ("name", "op", "layer_id", "method"):
+    for label in ("name", "op", "layer_id", "method", "device"):
         if not hasattr(record, label):
             continue
         value = getattr(record, label)
@@ -181,6 +250,18 @@ def _check(record: Record, *optional_targets: str) -> None:
     score = getattr(record, "score", 0.0)
     if not isinstance(score, int | float) or math.isnan(score):
         raise RecordError(f"{record.name!r} has the score {score!r}, which is not a number")
+    unknown = sorted(getattr(record, "properties", frozenset()) - PROPERTIES)
+    if unknown:
+        known = ", ".join(sorted(PROPERTIES))
+        raise RecordError(f"{record.name!r} has unknown properties {unknown}; known: {known}")
+    if isinstance(record, DeviceEntry | TuningEntry):
+        package, _, inside = record.resource.partition(":")
+        if not all(part.isidentifier() for part in package.split(".")) or not inside:
+            raise RecordError(
+                f"{record.name!r} names {record.resource!r}, which is not of the form "
+                "'package:path/inside.json'"
+            )
+        return
     for target in (record.target, *filter(None, optional_targets)):
         module, _, attribute = target.partition(":")
         parts = [*module.split("."), attribute]
