@@ -1,13 +1,55 @@
-"""A candidate says who provides it."""
+"""A candidate says who provides it and what it promises; figures are numbers."""
 
 from __future__ import annotations
 
-from interposer import Candidate, SchemeEntry
+import math
+
+import pytest
+
+from interposer import AttentionEntry, Candidate, Choice, Kernel, OpEntry, Request, SchemeEntry
+from interposer.choice import Measured
 from interposer.judges import accept
+from interposer.records import Record
+
+SCHEME = SchemeEntry("gptq", "gptq_fast", "acme.schemes:Fast")
+
+
+def candidate(record: Record) -> Candidate:
+    return Candidate(record.name, "acme-kernels", "1.2", 10.0, record, accept)
 
 
 def test_names_of_a_candidate() -> None:
-    record = SchemeEntry("gptq", "gptq_fast", "acme.schemes:Fast")
-    candidate = Candidate("gptq_fast", "acme-kernels", "1.2", 10.0, record, accept)
-    assert candidate.qualified_name == "acme-kernels/gptq_fast"
-    assert candidate.origin == "acme-kernels 1.2"
+    found = candidate(SCHEME)
+    assert found.qualified_name == "acme-kernels/gptq_fast"
+    assert found.origin == "acme-kernels 1.2"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        OpEntry("scale", "acme.ops:scale", frozenset({"deterministic"})),
+        Kernel("scale", "scale_fast", "acme:scale", properties=frozenset({"deterministic"})),
+        AttentionEntry("paged", "acme:Paged", properties=frozenset({"deterministic"})),
+    ],
+)
+def test_a_candidate_promises_what_its_record_does(record: Record) -> None:
+    assert candidate(record).properties == {"deterministic"}
+
+
+def test_a_record_without_properties_promises_nothing() -> None:
+    assert candidate(SCHEME).properties == frozenset()
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1e-6])
+def test_a_figure_that_is_no_duration_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"acme/fast took \S+ seconds, according to the table 'x'"):
+        Measured({"acme/fast": seconds}, "the table 'x'")
+
+
+def test_a_choice_can_be_hashed_whatever_was_measured() -> None:
+    request = Request("scheme", "gptq")
+    plain = Choice(request, candidate(SCHEME), "the only one accepted", ())
+    timed = Choice(request, candidate(SCHEME), "the only one accepted", (), {"acme/x": 1e-6})
+    assert hash(plain) == hash(timed)
+    assert plain != timed
+    assert (plain.seconds, plain.notes) == ({}, ())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from interposer.records import Record
 from interposer.request import Request
 from interposer.verdict import Refusal, Verdict
 
-__all__ = ["Candidate", "Choice"]
+__all__ = ["Candidate", "Choice", "Measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,30 @@ class Candidate:
         """Distribution and version, for people."""
         return f"{self.provider} {self.version}"
 
+    @property
+    def properties(self) -> frozenset[str]:
+        """What the record promises; empty for the kinds of record that promise nothing."""
+        promised: frozenset[str] = getattr(self.record, "properties", frozenset())
+        return promised
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What candidates took, as the selection takes it into account.
+
+    Attributes:
+        seconds: by qualified name of the candidate; finite and not negative.
+        source: where the figures are from, as a noun: ``"the measurements of this host"``.
+    """
+
+    seconds: Mapping[str, float]
+    source: str
+
+    def __post_init__(self) -> None:
+        for name, seconds in self.seconds.items():
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name} took {seconds!r} seconds, according to {self.source}")
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -41,9 +66,13 @@ class Choice:
     Attributes:
         why: the rule of the selection order that decided.
         refusals: every other candidate with its reason, outranked ones included.
+        seconds: what the candidates took where that was measured, by qualified name.
+        notes: what else a user should know, such as a preference that could not be met.
     """
 
     request: Request
     chosen: Candidate
     why: str
     refusals: tuple[Refusal, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    notes: tuple[str, ...] = ()

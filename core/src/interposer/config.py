@@ -1,66 +1,215 @@
-"""The policy as data. The only module that reads the environment; nothing writes it.
+"""The policy as data. The only module that touches the environment, which nothing writes.
 
-Precedence, highest first: argument, ``use(...)`` context, ``interposer.toml`` in the working
-directory, environment. Mappings are merged key by key, everything else is replaced.
+Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
+Mappings are merged key by key, everything else is replaced.
 """
 
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from interposer.config_file import ConfigFile, read_project_file, read_user_file
 from interposer.errors import ConfigError, UnknownNameError
+from interposer.memo import memoized
+from interposer.policy import (
+    AnyRule,
+    Names,
+    Required,
+    Rule,
+    check_key,
+    config_error,
+    parse_rules,
+    read_rule,
+)
 
-__all__ = ["Config", "effective_config", "use"]
+__all__ = [
+    "Config",
+    "Rule",
+    "Source",
+    "config_sources",
+    "effective_config",
+    "environment_guard",
+    "use",
+]
 
 _PREFIX = "INTERPOSER_"
-_FILE = "interposer.toml"
+_IN_ENVIRONMENT = (
+    "platform",
+    "kernels",
+    "layers",
+    "attention",
+    "plugins",
+    "disable",
+    "strict",
+    "cache_dir",
+)
 
 
-def _frozen(names: Any) -> Any:
-    return frozenset(names) if isinstance(names, list | tuple | set) else names
+def _as_dict(rules: Any) -> Any:
+    return dict(rules) if isinstance(rules, Mapping) else rules
+
+
+def _as_text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _as_names(plugins: Any) -> Any:
+    if plugins == "all":
+        return None
+    return () if plugins == "none" else plugins
+
+
+AnyNames = Set[str] | list[str] | tuple[str, ...]
+Rules = Annotated[
+    Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
+    BeforeValidator(_as_dict),
+]
 
 
 class Config(BaseModel):
     """What the user decided; whatever is unset is left to the selection.
 
+    The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
+    matches the glob, ``*`` for all names, or ``*@glob``.
+
     Attributes:
-        platform: name of the platform to run on.
-        kernels: kernel name by op, or by ``op@glob`` for places in the model.
-        layers: layer name by layer id, or by ``id@glob``.
-        attention: attention backend by attention type, or by ``type@glob``.
+        platform: rule for the platform to run on.
+        kernels: rules by op.
+        layers: rules by layer id.
+        attention: rules by attention type.
+        quantization: rules by quantization method.
+        require: properties that every kernel and every attention backend must promise.
         disable: names of plugins or distributions that are not to be loaded.
+        plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
+            ``"none"`` none but the SDK's own.
+        strict: an unmet preference and a tie raise.
+        locked: only what the lock file lists may be loaded.
+        canary: whose kernels are compared with the reference before they are bound here first.
+        fallback: a kernel that fails at run time is replaced by the next best one.
+        tables: measured figures take part in the selection.
+        isolation: whether plugin code is tried in a child process first.
+        probe_seconds: how long such a trial may take.
+        cache_dir: folder for verdicts and measurements; None is the user's cache directory.
 
     Raises: ConfigError: a key is unknown or a value not usable.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    platform: str | None = None
-    kernels: Mapping[str, str] = Field(default_factory=dict)
-    layers: Mapping[str, str] = Field(default_factory=dict)
-    attention: Mapping[str, str] = Field(default_factory=dict)
-    disable: Annotated[frozenset[str], BeforeValidator(_frozen)] = frozenset()
+    platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
+    kernels: Rules = Field(default_factory=dict)
+    layers: Rules = Field(default_factory=dict)
+    attention: Rules = Field(default_factory=dict)
+    quantization: Rules = Field(default_factory=dict)
+    require: Required = frozenset()
+    disable: Names = frozenset()
+    plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
+    strict: bool = False
+    locked: bool = False
+    canary: Literal["third_party", "all", "off"] = "third_party"
+    fallback: bool = False
+    tables: bool = True
+    isolation: Literal["process", "off"] = "process"
+    probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
+    cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
 
-    if not TYPE_CHECKING:  # type checkers take the signature from the fields
+    if TYPE_CHECKING:  # what is taken for a rule or for names is wider than what is kept
+
+        def __init__(
+            self,
+            *,
+            platform: AnyRule | None = None,
+            kernels: Mapping[str, AnyRule] = ...,
+            layers: Mapping[str, AnyRule] = ...,
+            attention: Mapping[str, AnyRule] = ...,
+            quantization: Mapping[str, AnyRule] = ...,
+            require: AnyNames = ...,
+            disable: AnyNames = ...,
+            plugins: AnyNames | Literal["all", "none"] | None = None,
+            strict: bool = False,
+            locked: bool = False,
+            canary: Literal["third_party", "all", "off"] = "third_party",
+            fallback: bool = False,
+            tables: bool = True,
+            isolation: Literal["process", "off"] = "process",
+            probe_seconds: float = 5.0,
+            cache_dir: str | os.PathLike[str] | None = None,
+        ) -> None: ...
+
+    else:
 
         def __init__(self, **fields: Any) -> None:
-            for name in fields:
-                if name not in Config.model_fields:
-                    raise UnknownNameError("field", name, Config.model_fields, where="of Config")
             try:
                 super().__init__(**fields)
             except ValidationError as error:
-                first = error.errors()[0]
-                place = ".".join(str(part) for part in first["loc"])
-                raise ConfigError(f"{place} = {first['input']!r}: {first['msg']}") from error
+                raise config_error(error, Config) from error
+
+    @model_validator(mode="after")
+    def _require_what_is_promised(self) -> Config:
+        rules = {f"layers.{key}": rule for key, rule in self.layers.items()}
+        rules |= {f"quantization.{key}": rule for key, rule in self.quantization.items()}
+        if self.platform is not None:
+            rules["platform"] = self.platform
+        for place, rule in rules.items():
+            if rule.require:
+                raise ConfigError(
+                    f"{place} requires {', '.join(sorted(rule.require))}, but only kernels and "
+                    "attention backends promise properties. Try: require it of those"
+                )
+        return self
+
+    @classmethod
+    def refresh(cls) -> Config:
+        """Read files and environment again and return the configuration in force.
+
+        Raises: ConfigError: a source holds an unknown key or an unusable value.
+        """
+        for read in (_below, _user_file, _environment):
+            read.forget()
+        return effective_config()
+
+    def __hash__(self) -> int:
+        fields = (getattr(self, name) for name in Config.model_fields)
+        return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in fields))
+
+    def __repr_args__(self) -> Iterable[tuple[str, Any]]:
+        """Yield what differs from the default, in the order of the fields."""
+        for name, field in Config.model_fields.items():
+            value = getattr(self, name)
+            if value != field.get_default(call_default_factory=True):
+                yield name, sorted(value) if isinstance(value, Set) else value
+
+    __str__ = BaseModel.__repr__
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a part of the configuration comes from; ``path`` is empty where there is no file."""
+
+    name: Literal["argument", "use()", "project file", "user file", "environment"]
+    path: str
+    config: Config
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What this source sets, as plain data that a ``Config`` can be made of again."""
+        return self.config.model_dump(mode="json", exclude_unset=True)
 
 
 _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", default=())
@@ -69,21 +218,27 @@ _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", defau
 def effective_config(argument: Config | None = None) -> Config:
     """Return the configuration in force, with ``argument`` above all other sources.
 
+    Files and the environment are read once in a process, the project file once per working
+    directory; ``Config.refresh()`` reads them again. What is wrong in them raises at every call.
+
     Raises: ConfigError: a source holds an unknown key or an unusable value.
     """
-    sources = [_from_environment(os.environ), _from_file(Path(_FILE)), *_context.get()]
-    if isinstance(argument, Config):
-        sources.append(argument)
-    elif argument is not None:
-        raise ConfigError(f"config is {argument!r}, must be a Config, as Config(platform='cpu')")
-    merged: dict[str, Any] = {}
-    for source in sources:
-        for name in source.model_fields_set:
-            value = getattr(source, name)
-            if isinstance(value, Mapping):
-                value = {**merged.get(name, {}), **value}
-            merged[name] = value
-    return Config(**merged)
+    below, _ = _below(_working_directory())
+    entered = _context.get()
+    if argument is None:
+        return _merged(below, *entered) if entered else below
+    return _merged(below, *entered, _checked(argument))
+
+
+def config_sources(argument: Config | None = None) -> list[Source]:
+    """Return the sources of the configuration in force, the strongest first.
+
+    A file is listed if it is there, the environment if it sets anything.
+    """
+    sources = [Source("use()", "", config) for config in reversed(_context.get())]
+    if argument is not None:
+        sources.insert(0, Source("argument", "", _checked(argument)))
+    return [*sources, *_below(_working_directory())[1]]
 
 
 @contextmanager
@@ -95,7 +250,7 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
     """
     if config is not None and changes:
         raise ConfigError("use() takes a Config or single fields, not both")
-    entered = config if config is not None else _validated(changes, "use()")
+    entered = _checked(config) if config is not None else _validated(changes, "use()")
     token = _context.set((*_context.get(), entered))
     try:
         yield effective_config()
@@ -103,56 +258,122 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
         _context.reset(token)
 
 
-def _from_environment(environment: Mapping[str, str]) -> Config:
-    fields: dict[str, Any] = {}
-    known = {_PREFIX + name.upper(): name for name in Config.model_fields}
-    for variable, text in environment.items():
-        if not variable.startswith(_PREFIX):
-            continue
-        if variable not in known:
-            raise UnknownNameError("environment variable", variable, known)
-        name = known[variable]
-        if name == "platform":
-            fields[name] = text
-        elif name == "disable":
-            fields[name] = _split(text)
-        else:
-            fields[name] = _pairs(variable, text)
-    return _validated(fields, "the environment")
+@contextmanager
+def environment_guard() -> Iterator[list[str]]:
+    """Put back every variable of the environment that changes inside a ``with`` block.
 
-
-def _from_file(path: Path) -> Config:
+    The list that is yielded holds the names of those variables once the block has ended.
+    """
+    before = dict(os.environ)
+    changed: list[str] = []
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        yield changed
+    finally:
+        after = dict(os.environ)
+        if after != before:
+            names = sorted(before.keys() | after.keys())
+            changed += [name for name in names if before.get(name) != after.get(name)]
+            for name in changed:
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    del os.environ[name]
+
+
+def _checked(config: object) -> Config:
+    if not isinstance(config, Config):
+        raise ConfigError(f"config is {config!r}, must be a Config, as Config(platform='cpu')")
+    return config
+
+
+def _merged(*configs: Config) -> Config:
+    """Return the sum of ``configs``, of which the last is the strongest."""
+    merged: dict[str, Any] = {}
+    for config in configs:
+        for name in config.model_fields_set:
+            value = getattr(config, name)
+            if isinstance(value, Mapping):
+                value = {**merged.get(name, {}), **value}
+            merged[name] = value
+    return Config(**merged)
+
+
+@memoized
+def _below(folder: str) -> tuple[Config, tuple[Source, ...]]:
+    """Return what files and environment say together, and each, for a working directory."""
+    project = _from_file("project file", read_project_file(Path(folder)) if folder else None)
+    sources = (*project, *_user_file(), *_environment())
+    return _merged(*(source.config for source in reversed(sources))), sources
+
+
+@memoized
+def _user_file() -> tuple[Source, ...]:
+    return _from_file("user file", read_user_file())
+
+
+@memoized
+def _environment() -> tuple[Source, ...]:
+    fields = _read_environment(os.environ)
+    if not fields:
+        return ()
+    return (Source("environment", "", _validated(fields, "the environment")),)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a Path costs more than all the rest
     except FileNotFoundError:
-        return Config()
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path.absolute()} cannot be read: {error}") from error
-    return _validated(fields, str(path.absolute()))
+        return ""  # it was removed, and has no project file
+
+
+def _from_file(
+    name: Literal["project file", "user file"], file: ConfigFile | None
+) -> tuple[Source, ...]:
+    if file is None:
+        return ()
+    return (Source(name, str(file.path), _validated(file.fields, str(file.path))),)
 
 
 def _validated(fields: dict[str, Any], source: str) -> Config:
     try:
         return Config(**fields)
     except UnknownNameError as error:
-        raise UnknownNameError("key", error.name, error.known, where=f"in {source}") from None
+        kind, where = (
+            ("key", f"in {source}")
+            if error.kind == "field"
+            else (error.kind, f"{error.where} of {source}")
+        )
+        raise UnknownNameError(kind, error.name, error.known, where=where) from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def _split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _pairs(variable: str, text: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for item in _split(text):
-        name, equals, value = item.partition("=")
-        if not (name and equals and value):
-            raise ConfigError(
-                f"{variable}: {item!r} is not of the form NAME=CHOICE, as in rms_norm=reference"
-            )
-        name, value = name.strip(), value.strip()
-        if pairs.setdefault(name, value) != value:
-            raise ConfigError(f"{variable}: {name!r} is set to {pairs[name]!r} and to {value!r}")
-    return pairs
+def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that variables set; an empty variable sets nothing."""
+    fields: dict[str, Any] = {}
+    known = {_PREFIX + name.upper(): name for name in _IN_ENVIRONMENT}
+    for variable in sorted(environment):
+        if not variable.startswith(_PREFIX):
+            continue
+        if variable not in known:
+            raise UnknownNameError("environment variable", variable, known)
+        name, text = known[variable], environment[variable]
+        items = [item.strip() for item in text.split(",") if item.strip()]
+        if not items:
+            continue
+        match name:
+            case "platform":
+                fields[name] = parse_rules([f"{name}={item}" for item in items], variable)[name]
+            case "disable":
+                fields[name] = items
+            case "plugins":
+                fields[name] = items[0] if items in (["all"], ["none"]) else items
+            case "strict":
+                if items not in (["0"], ["1"]):
+                    raise ConfigError(f"{variable} is {text!r}, must be 1 or 0")
+                fields[name] = items == ["1"]
+            case "cache_dir":
+                fields[name] = text
+            case _:
+                fields[name] = parse_rules(items, variable)
+    return fields

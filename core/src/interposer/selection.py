@@ -1,80 +1,188 @@
 """The one selection mechanism: request + candidates + policy -> choice.
 
-Order: what the user pinned, then the score, then the provider's name. Every caller in the SDK
-goes through ``select``, whether it wants a platform, a kernel, a layer or a backend.
+Order: what the user pinned, what the user prefers, what was measured, the score, then the
+provider's name. Every caller in the SDK goes through ``select``, whether it wants a platform, a
+kernel, a layer or a backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
-from interposer.choice import Candidate, Choice
+from interposer.choice import Candidate, Choice, Measured
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
+from interposer.policy import Policy, pin_matches
 from interposer.request import Request
-from interposer.verdict import Refusal
+from interposer.verdict import Refusal, Verdict
 
-__all__ = ["pin_matches", "pinned_name", "select"]
+__all__ = ["pin_matches", "select"]
+
+_FREE = Policy()
+_UNMEASURED = (1, 0.0)
+
+Confirm = Callable[[Candidate], Verdict]
 
 
-def select(request: Request, candidates: Iterable[Candidate], pinned: str | None = None) -> Choice:
+def select(
+    request: Request,
+    candidates: Iterable[Candidate],
+    policy: Policy = _FREE,
+    *,
+    measured: Measured | None = None,
+    confirm: Confirm | None = None,
+) -> Choice:
     """Return the best candidate for ``request``, the same for any order of ``candidates``.
 
     Args:
-        pinned: name or ``provider/name`` of the only candidate that the user wants.
+        policy: what the configuration wants; what it forbids is not even judged.
+        measured: figures of candidates, which go before all that have none.
+        confirm: a costly last examination, asked of a winner only; if it refuses, the next best
+            is asked.
     Raises:
-        UnknownNameError: ``pinned`` names no candidate.
-        ConfigError: ``pinned`` names candidates of several providers.
-        NoCandidateError: all are refused, or the pinned one is.
+        UnknownNameError: the pin names no candidate.
+        ConfigError: the pin names candidates of several providers.
+        NoCandidateError: all are refused, or the pinned one is; or the policy is strict, and no
+            preference is met or only names could decide.
     """
-    ordered = sorted(candidates, key=lambda c: (-c.score, c.provider, c.name))
-    verdicts = [(candidate, candidate.judge(request)) for candidate in ordered]
-    refused = [
-        Refusal(c.name, c.origin, v.reason, v.traceback) for c, v in verdicts if not v.accepted
-    ]
-    accepted = [candidate for candidate, verdict in verdicts if verdict]
-    if pinned is not None:
-        chosen = _find(request, ordered, pinned)
-        if chosen not in accepted:
-            own = [r for r in refused if r.candidate == chosen.name and r.provider == chosen.origin]
-            others = ", ".join(repr(c.name) for c in accepted) or "none"
-            raise NoCandidateError(
-                f"{pinned!r} for {request}, which the configuration pins",
-                own,
-                f"remove the pin; accepted here: {others}",
-            )
-        why = "pinned by the configuration"
-    elif accepted:
-        chosen = accepted[0]
-        why = _reason(accepted)
-    else:
-        raise NoCandidateError(f"candidate for {request}", refused)
-    outranked = [
-        Refusal(c.name, c.origin, _outranked(c, chosen, pinned))
-        for c in accepted
-        if c is not chosen
-    ]
-    return Choice(request, chosen, why, (*outranked, *refused))
+    ordered = sorted(candidates, key=_by_score)
+    ranking = _Ranking(policy, measured)
+    verdicts = [(c, _judge(c, request, policy)) for c in ordered]
+    accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
+    refused = [(c, verdict) for c, verdict in verdicts if not verdict]
+    contenders = accepted
+    if policy.pin is not None:
+        pinned = _find(request, ordered, policy.pin)
+        contenders = [c for c in accepted if c is pinned]
+    elif policy.strict and policy.prefer:
+        contenders = [c for c in accepted if ranking.prefers(c)]
+    chosen = None
+    for contender in contenders:
+        verdict = Verdict.accept() if confirm is None else confirm(contender)
+        if verdict:
+            chosen = contender
+            break
+        refused.append((contender, verdict))
+        accepted = [c for c in accepted if c is not contender]
+    refused.sort(key=lambda entry: _by_score(entry[0]))
+    if chosen is None:
+        raise _none(request, policy, ordered, accepted, refused)
+    others = [c for c in accepted if c is not chosen]
+    if policy.strict and policy.pin is None:
+        _refuse_tie(request, ranking, chosen, others)
+    outranked = [Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in others]
+    known = measured.seconds if measured is not None else {}
+    return Choice(
+        request,
+        chosen,
+        ranking.why(chosen, others),
+        (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
+        {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
+        ranking.notes(chosen),
+    )
 
 
-def pinned_name(pins: Mapping[str, str], request: Request) -> str | None:
-    """Return the value that ``pins`` holds for ``request``, or None.
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """The order of accepted candidates, and how one rank is explained against another."""
 
-    A key is a name, or ``name@glob`` for the places whose dotted prefix matches the glob. A key
-    with a glob goes before one without, and of several globs the longest wins.
-    """
-    matching = []
-    for key, value in pins.items():
-        if pin_matches(key, request.name, request.prefix):
-            glob = key.partition("@")[2]
-            matching.append((len(glob), glob, value))
-    return max(matching)[2] if matching else None
+    policy: Policy
+    measured: Measured | None
+
+    def key(self, candidate: Candidate) -> tuple[object, ...]:
+        return (self.preference(candidate), self.seconds(candidate), *_by_score(candidate))
+
+    def preference(self, candidate: Candidate) -> int:
+        """Return the position of the first preference that is met, or one past the last."""
+        globs = self.policy.prefer
+        return next((i for i, glob in enumerate(globs) if _meant(glob, candidate)), len(globs))
+
+    def prefers(self, candidate: Candidate) -> bool:
+        return self.preference(candidate) < len(self.policy.prefer)
+
+    def seconds(self, candidate: Candidate) -> tuple[int, float]:
+        """Return what sorts the fastest first and those without a figure last."""
+        if self.measured is None or candidate.qualified_name not in self.measured.seconds:
+            return _UNMEASURED
+        return 0, self.measured.seconds[candidate.qualified_name]
+
+    def differ(self, one: Candidate, other: Candidate) -> Literal["wish", "time", "score", "name"]:
+        """Return the first rule that tells two candidates apart."""
+        if self.preference(one) != self.preference(other):
+            return "wish"
+        if self.seconds(one) != self.seconds(other):
+            return "time"
+        return "score" if one.score != other.score else "name"
+
+    def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
+        if self.policy.pin is not None:
+            return "pinned by the configuration"
+        preferred = ""
+        if self.prefers(chosen):
+            preferred = "preferred by the configuration"
+            others = [c for c in others if self.differ(chosen, c) != "wish"]
+            if not others:
+                return preferred
+        if not others:
+            return "the only one accepted"
+        match self.differ(chosen, others[0]):
+            case "time":
+                source = "" if self.measured is None else self.measured.source
+                reason = f"fastest in {source} ({_duration(self.seconds(chosen)[1])})"
+            case "score":
+                reason = f"highest score ({chosen.score:g})"
+            case _:
+                reason = f"tie at score {chosen.score:g}, decided by provider and name"
+        return f"{preferred}, then {reason}" if preferred else reason
+
+    def outranked(self, candidate: Candidate, chosen: Candidate) -> str:
+        if self.policy.pin is not None:
+            return f"accepted, but {chosen.name} is pinned"
+        match self.differ(chosen, candidate):
+            case "wish":
+                return f"accepted, but {chosen.name} is preferred"
+            case "time" if self.seconds(candidate) == _UNMEASURED:
+                return f"accepted, but not measured, as {chosen.name} is"
+            case "time":
+                slow, fast = (_duration(self.seconds(c)[1]) for c in (candidate, chosen))
+                return f"accepted, but slower ({slow} > {fast})"
+            case "score":
+                return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
+            case "name":
+                return (
+                    f"accepted, but ties with {chosen.name} and stands behind by provider and name"
+                )
+
+    def notes(self, chosen: Candidate) -> tuple[str, ...]:
+        """Return a note on what the user would have preferred."""
+        if self.policy.pin is not None:
+            return ()
+        unmet = self.policy.prefer[: self.preference(chosen)]
+        names = ", ".join(repr(glob) for glob in unmet)
+        return (f"preferred, but refused or not there: {names}",) if unmet else ()
 
 
-def pin_matches(key: str, name: str, prefix: str) -> bool:
-    """Say whether the key of a pin speaks of ``name`` at the place ``prefix``."""
-    pinned, at, glob = key.partition("@")
-    return pinned == name and (not at or fnmatchcase(prefix, glob))
+def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:
+    excluded = _excluded(candidate, policy)
+    return Verdict.refuse(excluded) if excluded else candidate.judge(request)
+
+
+def _excluded(candidate: Candidate, policy: Policy) -> str:
+    """Return why the policy rules a candidate out, or nothing."""
+    if any(_meant(glob, candidate) for glob in policy.forbid):
+        return "forbidden by the configuration"
+    missing = ", ".join(sorted(policy.require - candidate.properties))
+    return f"does not promise {missing}" if missing else ""
+
+
+def _meant(glob: str, candidate: Candidate) -> bool:
+    return fnmatchcase(candidate.name, glob) or fnmatchcase(candidate.qualified_name, glob)
+
+
+def _by_score(candidate: Candidate) -> tuple[float, str, str, str]:
+    return -candidate.score, candidate.provider, candidate.name, candidate.version
 
 
 def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candidate:
@@ -89,18 +197,55 @@ def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candida
     return found[0]
 
 
-def _reason(accepted: list[Candidate]) -> str:
-    best = accepted[0]
-    if len(accepted) == 1:
-        return "the only one accepted"
-    if accepted[1].score < best.score:
-        return f"highest score ({best.score:g})"
-    return f"tie at score {best.score:g}, decided by provider and name"
+def _none(
+    request: Request,
+    policy: Policy,
+    ordered: Sequence[Candidate],
+    accepted: Sequence[Candidate],
+    refused: Sequence[tuple[Candidate, Verdict]],
+) -> NoCandidateError:
+    """Return the error that says why nothing that the policy allows can be chosen."""
+    names = ", ".join(repr(c.name) for c in accepted) or "none"
+    if policy.pin is not None:
+        pinned = _find(request, list(ordered), policy.pin)
+        return NoCandidateError(
+            f"{policy.pin!r} for {request}, which the configuration pins",
+            [_refusal(c, verdict) for c, verdict in refused if c is pinned],
+            f"remove the pin; accepted here: {names}",
+        )
+    if policy.strict and policy.prefer:
+        wanted = " or ".join(repr(glob) for glob in policy.prefer)
+        return NoCandidateError(
+            f"{wanted} for {request}, which the configuration strictly prefers",
+            [_refusal(c, v) for c, v in refused if any(_meant(g, c) for g in policy.prefer)],
+            f"strict=False, or prefer another; accepted here: {names}",
+        )
+    excluded = any(_excluded(c, policy) for c, _ in refused)
+    action = "forbid or require less in the configuration" if excluded else ""
+    return NoCandidateError(
+        f"candidate for {request}", [_refusal(c, verdict) for c, verdict in refused], action
+    )
 
 
-def _outranked(candidate: Candidate, chosen: Candidate, pinned: str | None) -> str:
-    if pinned is not None:
-        return f"accepted, but {chosen.name} is pinned"
-    if candidate.score == chosen.score:
-        return f"accepted, but ties with {chosen.name} and stands behind by provider and name"
-    return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
+def _refuse_tie(
+    request: Request, ranking: _Ranking, chosen: Candidate, others: Sequence[Candidate]
+) -> None:
+    tied = [c for c in others if ranking.differ(chosen, c) == "name"]
+    if tied:
+        names = " or ".join(repr(c.qualified_name) for c in (chosen, *tied))
+        raise NoCandidateError(
+            f"best candidate for {request}, which strict=True wants to be one alone",
+            [Refusal(c.name, c.origin, f"ties at score {c.score:g}") for c in (chosen, *tied)],
+            f"pin or prefer {names}",
+        )
+
+
+def _refusal(candidate: Candidate, verdict: Verdict) -> Refusal:
+    return Refusal(candidate.name, candidate.origin, verdict.reason, verdict.traceback)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"
