@@ -1,0 +1,143 @@
+"""The numerics check of one kernel: its results against those of the op's reference."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from interposer.capability import Capability
+from interposer.errors import FOREIGN_ERRORS, RecordError
+from interposer.examination.inspection import check_plugin, load_value
+from interposer.examination.task import Finding, Reporter, Task, described
+from interposer.examination.witness import Witness
+from interposer.op import Case, CustomOp
+from interposer.records import Kernel, load_target
+from interposer.request import Request
+from interposer.testing.kernel import check_kernel
+from interposer.verdict import Verdict
+
+__all__ = ["examine_kernel"]
+
+_MOST_CASES = 8
+_MOST_FAULTS = 3
+_NUM_TOKENS = 3
+_SEED = 0
+# A kernel may be compiled when it is first called.
+_PATIENCE = 12.0
+
+
+def examine_kernel(task: Task, reporter: Reporter) -> Finding:
+    """Return the finding on a task ``kernel``; what the plugin's code raises is passed on."""
+    reporter.unmute()
+    arguments = task.arguments
+    reporter.begin(f"loading the op {arguments['op']}")
+    op: CustomOp[..., Any] = load_target(arguments["op"])
+    dtype: torch.dtype = getattr(torch, arguments["dtype"])
+    with Witness(light=False) as witness:
+        reporter.begin(f"loading {arguments['target']}")
+        function = load_target(arguments["target"])
+        prepare = None
+        if arguments.get("prepare"):
+            reporter.begin(f"loading {arguments['prepare']}")
+            prepare = load_target(arguments["prepare"])
+        judge = _judge(task, reporter)
+        faults: list[str] = []
+        trace = ""
+        count = 0
+        for case in _cases(op, dtype, arguments["dims"], judge, reporter):
+            reporter.begin(f"running {arguments['target']} on case {case.label!r}", _PATIENCE)
+            try:
+                found = check_kernel(
+                    op, function, case, prepare=prepare, device=arguments["device"]
+                )
+                faults += [f"on case {case.label!r}, {fault}" for fault in found]
+            except FOREIGN_ERRORS as error:
+                trace = trace or traceback.format_exc()
+                faults.append(f"on case {case.label!r} it raised {described(error)}")
+            count += 1
+            if len(faults) >= _MOST_FAULTS:
+                break
+    if faults:
+        shown = "; ".join(faults[:_MOST_FAULTS])
+        return Finding.refused(f"departs from the reference of {op.name!r}: {shown}", trace)
+    if witness.effects:
+        return Finding.refused(f"running {arguments['target']} {', '.join(witness.effects)}")
+    if not count:
+        return Finding(Verdict.accept(f"no case of {op.name!r} is one that it takes"))
+    return Finding(Verdict.accept(f"agrees with the reference of {op.name!r} on {count} case(s)"))
+
+
+def _cases(
+    op: CustomOp[..., Any],
+    dtype: torch.dtype,
+    dims: Mapping[str, Any],
+    judge: Callable[[Mapping[str, Any]], Verdict],
+    reporter: Reporter,
+) -> Iterator[Case]:
+    """Yield the op's smallest cases that the kernel takes, then one of the request's own size."""
+    reporter.begin(f"preparing cases of the op {op.name!r}", _PATIENCE)
+    cases = sorted((case for case in op.cases(dtype, _SEED) if judge(case.dims)), key=_size)
+    yield from cases[:_MOST_CASES]
+    if op.sample is not None:
+        reporter.begin(f"preparing a sample of the op {op.name!r}", _PATIENCE)
+        yield op.sample(dtype, dims, _NUM_TOKENS, _SEED)
+
+
+def _judge(task: Task, reporter: Reporter) -> Callable[[Mapping[str, Any]], Verdict]:
+    """Return a judge of a case's dims, by the requirements and predicate of the kernel's record.
+
+    Without a record only the dims of the request itself are known to be accepted.
+    """
+    arguments = task.arguments
+    stated = dict(arguments["dims"])
+    if not arguments.get("plugin"):
+        return lambda dims: (
+            Verdict.accept() if dims == stated else Verdict.refuse("it may not take these dims")
+        )
+    record = _record(task, reporter)
+    predicate = load_target(record.predicate) if record.predicate else None
+    capability = _capability(arguments.get("capability"), record)
+    request = Request("kernel", record.op, arguments.get("platform") or record.platform, capability)
+
+    def judge(dims: Mapping[str, Any]) -> Verdict:
+        asked = replace(request, dtype=arguments["dtype"], dims=dims)
+        verdict = record.requires.judge(asked)
+        if verdict and predicate is not None:
+            reporter.begin(f"asking {record.predicate}")
+            verdict = predicate(asked)
+        return verdict
+
+    return judge
+
+
+def _record(task: Task, reporter: Reporter) -> Kernel:
+    value, name = str(task.arguments["plugin"]), task.arguments["kernel"]
+    reporter.begin(f"importing {value}")
+    plugin = load_value(value)
+    records, faults = check_plugin(plugin, value, in_code=False, reporter=reporter)
+    target = task.arguments["target"]
+    for record in records:
+        if isinstance(record, Kernel) and (record.name, record.target) == (name, target):
+            return record
+    raise RecordError("; ".join(faults) or f"{value!r} declares no kernel {name!r} at {target!r}")
+
+
+def _capability(stated: Mapping[str, Any] | None, record: Kernel) -> Capability:
+    """Return the device's capability; unknown, it is taken to be what the record requires.
+
+    The kernel was accepted for the device before it came here.
+    """
+    if stated is None:
+        architecture = min(record.requires.architectures, default="unknown")
+        return Capability(architecture, record.requires.features)
+    sets = {name: frozenset(stated.get(name, ())) for name in ("features", "formats")}
+    return Capability(**{**stated, **sets})
+
+
+def _size(case: Case) -> int:
+    values = case.arguments.values()
+    return sum(value.numel() for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,170 @@
+"""What a task does, step by step; the same in the examining process and in this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import islice
+from operator import attrgetter
+from typing import Any
+
+import pluggy
+
+from interposer import hookspecs
+from interposer.compatibility import check_api
+from interposer.errors import FOREIGN_ERRORS
+from interposer.examination.task import Finding, Reporter, Task
+from interposer.examination.witness import Witness
+from interposer.records import PlatformEntry, Record, load_target
+from interposer.validation import MOST_RECORDS, check_classes, check_records
+from interposer.verdict import Verdict
+
+__all__ = ["check_plugin", "load_value", "perform"]
+
+
+def perform(task: Task, reporter: Reporter | None = None) -> Finding:
+    """Do a task in this process and return what was found.
+
+    What the code under examination raises becomes a refusal; a crash or a hang does not.
+    """
+    reporter = reporter or Reporter()
+    try:
+        match task.name:
+            case "plugin":
+                return _examine_plugin(task, reporter)
+            case "target":
+                return _examine_targets(task, reporter)
+            case "platform":
+                return _examine_platform(task, reporter)
+            case "kernel":
+                # It needs torch, which the other tasks may do without.
+                from interposer.examination.canary import examine_kernel
+
+                return examine_kernel(task, reporter)
+    except FOREIGN_ERRORS as error:
+        return Finding.raised(reporter.stage, error)
+
+
+def load_value(value: str) -> Any:
+    """Return what the value of an entry point names, ``"module"`` or ``"module:attribute"``."""
+    module, _, attributes = value.partition("[")[0].partition(":")
+    imported = import_module(module.strip())
+    return attrgetter(attributes.strip())(imported) if attributes.strip() else imported
+
+
+def check_plugin(
+    plugin: object, name: str, *, in_code: bool = True, reporter: Reporter | None = None
+) -> tuple[tuple[Record, ...], list[str]]:
+    """Return the records of an imported plugin, and what is wrong with it.
+
+    Checked are the API version, the hooks, what ``interposer_records`` does and returns, and the
+    records, without importing what they name. Records are returned only if nothing is wrong.
+    What its code raises is passed on.
+    """
+    reporter = reporter or Reporter()
+    reporter.begin("reading INTERPOSER_API")
+    verdict = check_api(plugin, in_code)
+    if not verdict:
+        return (), [verdict.reason]
+    manager = pluggy.PluginManager("interposer")
+    manager.add_hookspecs(hookspecs)
+    reporter.begin("reading its hooks")
+    try:
+        manager.register(plugin, name=name)
+        manager.check_pending()
+    except (ValueError, pluggy.PluginValidationError) as error:
+        return (), [f"its hooks are not valid: {error}"]
+    reporter.begin("calling interposer_records")
+    with Witness() as witness:
+        records = _taken(manager)
+    if witness.effects:
+        return (), [f"calling interposer_records {effect}" for effect in witness.effects]
+    reporter.begin("checking its records")
+    faults = check_records(records)
+    return (() if faults else tuple(records)), faults
+
+
+def _taken(manager: pluggy.PluginManager) -> list[Any]:
+    records: list[Any] = []
+    for returned in manager.hook.interposer_records():
+        # One more than allowed, so that an endless generator is seen to be too long.
+        records += islice(returned, MOST_RECORDS + 1 - len(records))
+    return records
+
+
+def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
+    value, name = str(task.arguments["value"]), str(task.arguments["name"])
+    with _Step(reporter, f"importing {value.partition(':')[0].strip()}", Witness()) as step:
+        plugin = load_value(value)
+    if step.finding:
+        return step.finding
+    records, faults = check_plugin(plugin, name, in_code=False, reporter=reporter)
+    if faults:
+        return Finding.refused("; ".join(faults))
+    platforms = [
+        {"name": record.name, "score": record.score}
+        for record in records
+        if isinstance(record, PlatformEntry)
+    ]
+    reporter.note(platforms=platforms)
+    reporter.unmute()
+    with _Step(reporter, "checking its classes", Witness(light=False)) as step:
+        faults = check_classes(records, load_target, reporter.begin)
+    if step.finding:
+        return Finding(step.finding.verdict, {**step.finding.facts, "platforms": platforms})
+    verdict = Verdict.refuse("; ".join(faults)) if faults else Verdict.accept()
+    return Finding(verdict, {"platforms": platforms})
+
+
+def _examine_targets(task: Task, reporter: Reporter) -> Finding:
+    reporter.unmute()
+    return _load_all(task.arguments["targets"], reporter)[1] or Finding(Verdict.accept())
+
+
+def _examine_platform(task: Task, reporter: Reporter) -> Finding:
+    reporter.unmute()
+    target = str(task.arguments["target"])
+    loaded, refusal = _load_all([target], reporter)
+    if refusal:
+        return refusal
+    with _Step(reporter, f"probing {target}", Witness(light=False)) as step:
+        verdict = loaded[0].probe()
+    if step.finding:
+        return step.finding
+    if not isinstance(verdict, Verdict):
+        return Finding.refused(f"probing {target} returned {verdict!r:.100}, not a Verdict")
+    return Finding(Verdict.accept())
+
+
+def _load_all(targets: Iterable[str], reporter: Reporter) -> tuple[list[Any], Finding | None]:
+    loaded = []
+    for target in targets:
+        with _Step(reporter, f"loading {target}", Witness(light=False)) as step:
+            loaded.append(load_target(target))
+        if step.finding:
+            return [], step.finding
+    return loaded, None
+
+
+class _Step:
+    """A stage under a witness; ``finding`` is set if it raised or had effects."""
+
+    def __init__(self, reporter: Reporter, stage: str, witness: Witness) -> None:
+        reporter.begin(stage)
+        self.reporter = reporter
+        self.stage = stage
+        self.witness = witness
+        self.finding: Finding | None = None
+
+    def __enter__(self) -> _Step:
+        self.witness.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.witness.__exit__(None, None, None)
+        if isinstance(error, FOREIGN_ERRORS):
+            self.finding = Finding.raised(self.reporter.stage, error)
+        elif error is None and self.witness.effects:
+            effects = (f"{self.stage} {effect}" for effect in self.witness.effects)
+            self.finding = Finding.refused("; ".join(effects))
+        return isinstance(error, FOREIGN_ERRORS)

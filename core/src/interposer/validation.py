@@ -1,0 +1,214 @@
+"""What is wrong with declared records, found without running what they name, and with classes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_args
+
+from interposer.errors import FOREIGN_ERRORS, RecordError
+from interposer.import_string import check_import_string
+from interposer.records import (
+    DeviceEntry,
+    LayerEntry,
+    PlatformEntry,
+    Record,
+    TuningEntry,
+    identity,
+    load_target,
+    resource_path,
+)
+from interposer.requires import Dim, Requires
+
+if TYPE_CHECKING:
+    from interposer.layer import PluggableLayer
+
+__all__ = ["MOST_RECORDS", "check_classes", "check_records"]
+
+MOST_RECORDS = 1_000
+"""How many records one plugin may declare."""
+
+_KINDS = get_args(Record)
+_TARGETS = ("target", "predicate", "prepare")
+_NAME_LIMIT = 100
+_TARGET_LIMIT = 300
+
+
+def check_records(records: Iterable[object]) -> list[str]:
+    """Return everything that is wrong with the records of one plugin.
+
+    Nothing that they name is imported. What can only be known by importing it passes.
+    """
+    records = list(records)
+    if len(records) > MOST_RECORDS:
+        return [f"declares more than {MOST_RECORDS:,} records"]
+    # By exact class: what a subclass does when it is compared or shown is anybody's guess.
+    strangers = [type(record).__name__ for record in records if type(record) not in _KINDS]
+    if strangers:
+        return [f"declares a {plain_name(strangers[0])}, which is not a record"]
+    faults = [fault for record in records for fault in _check_fields(record)]
+    if faults:
+        return faults
+    return [*_check_identities(records), *_check_places(records)]  # type: ignore[arg-type]
+
+
+def check_classes(
+    records: Iterable[Record],
+    load: Callable[[str], Any] = load_target,
+    begin: Callable[[str], None] = lambda stage: None,
+) -> list[str]:
+    """Return what is wrong with the classes of layers and platforms, which are loaded.
+
+    One that cannot be imported here is left for later: what it needs may be on other machines.
+
+    Args:
+        load: returns what an import string names.
+        begin: told what is done next, as in "loading platform 'acme'".
+    """
+    faults: list[str] = []
+    for record in records:
+        if not isinstance(record, LayerEntry | PlatformEntry):
+            continue
+        what = "layer" if isinstance(record, LayerEntry) else "platform"
+        begin(f"loading {what} {record.name!r}")
+        try:
+            found = load(record.target)
+            check = _check_layer if isinstance(record, LayerEntry) else _check_platform
+            faults += check(record, found)  # type: ignore[arg-type]
+        except ImportError:
+            continue
+        except RecordError as error:
+            faults.append(str(error))
+        except FOREIGN_ERRORS as error:
+            faults.append(f"loading {what} {record.name!r} raised {error!r}")
+    return faults
+
+
+def plain_name(name: str) -> str:
+    """Return at most a hundred characters of ``name`` in quotes, what is not ASCII escaped."""
+    return ascii(name if len(name) <= _NAME_LIMIT else f"{name[:_NAME_LIMIT]}...")
+
+
+def _check_identities(records: list[Record]) -> Iterator[str]:
+    counts = Counter(identity(record) for record in records)
+    for found, count in counts.items():
+        if count > 1:
+            yield f"declares {' '.join(filter(None, found))} twice"
+
+
+def _check_places(records: list[Record]) -> Iterator[str]:
+    targets: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, DeviceEntry | TuningEntry):
+            try:
+                resource_path(record.resource)
+            except (RecordError, ValueError) as error:
+                yield f"{record.name!r}: {error}"
+            continue
+        for label in _TARGETS:
+            if target := getattr(record, label, ""):
+                targets.setdefault(target, f"{record.name!r}")
+    for target, name in targets.items():
+        if fault := check_import_string(target):
+            yield f"{name} names {target!r}: {fault}"
+
+
+def _check_fields(record: object) -> Iterator[str]:
+    kind = type(record).__name__
+    for field in fields(record):  # type: ignore[arg-type]
+        fault = _check_field(field.name, getattr(record, field.name, None))
+        if fault:
+            yield f"{kind} {_shown(record)} has {fault}"
+
+
+def _check_field(label: str, value: object) -> str:
+    """Return what is wrong with a field as the end of a sentence, or an empty string."""
+    match label:
+        case "requires":
+            return _check_requires(value)
+        case "score":
+            # A subclass of float may compare as it likes.
+            sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+            return "" if sound else "a score that is not a finite number"
+        case "properties":
+            sound = type(value) is frozenset and all(type(item) is str for item in value)
+            return "" if sound else "properties that are no frozenset of texts"
+        case "driver_files":
+            sound = type(value) is tuple and all(type(item) is str for item in value)
+            return "" if sound else "driver_files that are no tuple of texts"
+    if type(value) is not str:
+        return f"a {label} that is a {type(value).__name__}, not a text"
+    limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else _NAME_LIMIT
+    if len(value) > limit:
+        return f"a {label} of {len(value):,} characters; {limit} are allowed"
+    if not (value.isascii() and value.isprintable()):
+        return f"the {label} {plain_name(value)}, which is not printable ASCII"
+    return ""
+
+
+def _check_requires(value: object) -> str:
+    if type(value) is not Requires:
+        return f"requires that is a {type(value).__name__}, not a Requires"
+    sets = (value.features, value.architectures)
+    if not all(type(s) is frozenset and all(type(i) is str for i in s) for s in sets):
+        return "requires whose features or architectures are no frozenset of texts"
+    dtypes = value.dtypes
+    if type(dtypes) is not tuple or not all(type(dtype) is str for dtype in dtypes):
+        return "requires whose dtypes are no tuple of texts"
+    dims: Mapping[str, Dim] = value.dims
+    if type(dims) not in (dict, MappingProxyType):
+        return "requires whose dims are no dict"
+    for name, dim in dims.items():
+        if type(name) is not str or type(dim) is not Dim:
+            return "requires whose dims are not of the form {'name': Dim(...)}"
+        bounds = (dim.at_least, dim.at_most, dim.multiple_of)
+        if not all(bound is None or type(bound) is int for bound in bounds):
+            return f"requires whose dim {plain_name(name)} has a bound that is no int"
+        if type(dim.one_of) is not tuple:
+            return f"requires whose dim {plain_name(name)} has a one_of that is no tuple"
+    return ""
+
+
+def _shown(record: object) -> str:
+    name = getattr(record, "name", None)
+    return plain_name(name) if type(name) is str else "without a name"
+
+
+def _check_layer(record: LayerEntry, found: object) -> list[str]:
+    from interposer.layer import PluggableLayer, check_replacement
+
+    if not (isinstance(found, type) and issubclass(found, PluggableLayer)):
+        return [f"layer {record.name!r} is {found!r:.100}, which does not subclass PluggableLayer"]
+    standard = _standard(found, record.layer_id)
+    if standard is None:
+        return [
+            f"layer {record.name!r} is {found.__qualname__}, which subclasses no layer "
+            f"whose layer_id is {record.layer_id!r}"
+        ]
+    check_replacement(standard, found, record.name)
+    return []
+
+
+def _standard(found: type[PluggableLayer], layer_id: str) -> type[PluggableLayer] | None:
+    return next((base for base in found.__mro__ if vars(base).get("layer_id") == layer_id), None)
+
+
+def _check_platform(record: PlatformEntry, found: object) -> list[str]:
+    from interposer.platform import Platform
+
+    if not (isinstance(found, type) and issubclass(found, Platform)):
+        return [f"platform {record.name!r} is {found!r:.100}, which does not subclass Platform"]
+    missing = sorted(found.__abstractmethods__)
+    if missing:
+        return [f"platform {record.name!r} lacks the required members {', '.join(missing)}"]
+    faults = [
+        f"platform {record.name!r} has no {label}, which must be a text"
+        for label in ("name", "device_type")
+        if type(getattr(found, label, None)) is not str
+    ]
+    if not faults and found.name != record.name:
+        faults = [f"platform {record.name!r} is {found.__qualname__}, whose name is {found.name!r}"]
+    return faults
