@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 from interposer import Capability, Config, Device, Kernel, Registry, Requires, Resolver, Site
 from interposer.errors import RequestError
-from interposer.plugins import Plugin, Plugins
+from interposer.hookspecs import hookimpl
+from interposer.plugins import Plugins
 from interposer.records import Record
+from interposer_ops import plugin
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
-from interposer_ops.plugin import interposer_records
 from interposer_ops.sampling import sample_tokens
 
 VOCAB_SIZE = 40
@@ -18,12 +20,10 @@ CPU = Device("cpu", "cpu", "test", Capability("x86_64"))
 
 
 def sampler(dtype: torch.dtype = torch.float32, *records: Record) -> Sampler:
-    plugins = Plugins()
-    plugins.loaded += [
-        Plugin("ops", "interposer-ops", "1", tuple(interposer_records())),
-        Plugin("test", "test", "1", records),
-    ]
-    return Sampler(Site(Resolver(Registry(plugins), CPU, Config()), "sampler", dtype), VOCAB_SIZE)
+    test = SimpleNamespace(__name__="test", interposer_records=hookimpl(lambda: records))
+    config = Config(canary="off")  # the kernels of these tests need not compute what ops define
+    resolver = Resolver(Registry(Plugins.of(plugin, test)), CPU, config)
+    return Sampler(Site(resolver, "sampler", dtype), VOCAB_SIZE)
 
 
 def build(rows: int, **columns: Any) -> SamplingBatch:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from interposer import Config, Kernel, Registry, Resolver, Site, hookimpl
+from interposer import Config, Kernel, Resolver, Site, current_registry, hookimpl, register
 from interposer.capability import Capability, Device
 from interposer.errors import ConfigError
-from interposer.plugins import discover
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.compressed_tensors import CompressedTensors
 from interposer_quantization.quantized_linear import w8a16_linear
@@ -33,8 +33,13 @@ def scheme(group_size: int | None) -> CompressedTensors:
 
 
 def site(group_size: int | None, dtype: torch.dtype, *plugins: ModuleType) -> Site:
-    registry = Registry(discover(extra=plugins))
-    return Site(Resolver(registry, DEVICE, Config(), scheme(group_size)), "block", dtype)
+    with ExitStack() as registered:
+        for plugin in plugins:
+            registered.enter_context(register(plugin))
+        registry = current_registry()
+    # The kernels of these tests need not compute what the op defines.
+    resolver = Resolver(registry, DEVICE, Config(canary="off"), scheme(group_size))
+    return Site(resolver, "block", dtype)
 
 
 def fill(layer: Linear, seed: int = 0) -> None:

@@ -14,10 +14,11 @@ from torch.utils import _pytree
 
 from interposer.errors import RecordError
 
-__all__ = ["Case", "CaseGenerator", "CustomOp", "Tolerance", "custom_op"]
+__all__ = ["Case", "CaseGenerator", "CaseSampler", "CustomOp", "Tolerance", "custom_op"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Dims = Mapping[str, int | float | str | bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Case:
 
     label: str
     arguments: Mapping[str, Any]
-    dims: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    dims: Dims = field(default_factory=dict)
     reduction: int = 1
     magnitude: float = 1.0
     rounded: float = 0.0
@@ -49,6 +50,17 @@ class CaseGenerator(Protocol):
 
     def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]:
         """Return the cases with float tensors of ``dtype``."""
+
+
+class CaseSampler(Protocol):
+    """Draws arguments of the size that a model uses, the same ones for the same seed."""
+
+    def __call__(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+        """Return what a layer whose request states ``dims`` passes in a step of ``num_tokens``.
+
+        The op's constants are the same for every ``num_tokens``. What the dims leave open is
+        what is usual.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,7 @@ class CustomOp(Generic[P, R]):
         schema: typed schema in torch.library's language, taken from the function's annotations.
         mutates: names of the arguments that are written in place.
         constants: names of the tensor arguments that don't change after the weights were loaded.
+        sample: draws arguments of a given size; without it the op's kernels are not measured.
     """
 
     def __init__(
@@ -96,6 +109,7 @@ class CustomOp(Generic[P, R]):
         constants: tuple[str, ...],
         cases: CaseGenerator,
         tolerance: Tolerance,
+        sample: CaseSampler | None = None,
     ) -> None:
         self.reference = reference
         self.name = name
@@ -103,6 +117,7 @@ class CustomOp(Generic[P, R]):
         self.constants = constants
         self.cases = cases
         self.tolerance = tolerance
+        self.sample = sample
         self.signature = inspect.signature(reference)
         unknown = sorted({*mutates, *constants} - set(self.signature.parameters))
         if unknown:
@@ -142,10 +157,12 @@ def custom_op(
     mutates: tuple[str, ...] = (),
     constants: tuple[str, ...] = (),
     tolerance: Tolerance | None = None,
+    sample: CaseSampler | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a plain PyTorch function into the definition of the op ``name``."""
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:
-        return CustomOp(reference, name, mutates, constants, cases, tolerance or Tolerance())
+        bounds = tolerance or Tolerance()
+        return CustomOp(reference, name, mutates, constants, cases, bounds, sample)
 
     return define

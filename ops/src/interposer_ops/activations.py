@@ -6,12 +6,22 @@ import torch
 from torch.nn import functional
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.activations import gelu_and_mul_cases, silu_and_mul_cases
+from interposer_ops.cases.activations import (
+    gelu_and_mul_cases,
+    gelu_and_mul_sample,
+    silu_and_mul_cases,
+    silu_and_mul_sample,
+)
 
 __all__ = ["gelu_and_mul", "silu_and_mul"]
 
 
-@custom_op("silu_and_mul", cases=silu_and_mul_cases, tolerance=Tolerance(roundings=3))
+@custom_op(
+    "silu_and_mul",
+    cases=silu_and_mul_cases,
+    tolerance=Tolerance(roundings=3),
+    sample=silu_and_mul_sample,
+)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Multiply the SiLU of the first half by the second half.
 
@@ -26,7 +36,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-@custom_op("gelu_and_mul", cases=gelu_and_mul_cases, tolerance=Tolerance(roundings=3))
+@custom_op(
+    "gelu_and_mul",
+    cases=gelu_and_mul_cases,
+    tolerance=Tolerance(roundings=3),
+    sample=gelu_and_mul_sample,
+)
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Multiply the GELU of the first half by the second half.
 

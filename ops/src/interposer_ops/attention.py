@@ -9,12 +9,17 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.attention import paged_attention_cases
+from interposer_ops.cases.attention import paged_attention_cases, paged_attention_sample
 
 __all__ = ["paged_attention"]
 
 
-@custom_op("paged_attention", cases=paged_attention_cases, tolerance=Tolerance(roundings=6))
+@custom_op(
+    "paged_attention",
+    cases=paged_attention_cases,
+    tolerance=Tolerance(roundings=6),
+    sample=paged_attention_sample,
+)
 def paged_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,

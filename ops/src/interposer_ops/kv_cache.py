@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.attention import reshape_and_cache_cases
+from interposer_ops.cases.attention import reshape_and_cache_cases, reshape_and_cache_sample
 
 __all__ = ["reshape_and_cache"]
 
@@ -18,6 +18,7 @@ __all__ = ["reshape_and_cache"]
     cases=reshape_and_cache_cases,
     mutates=("key_cache", "value_cache"),
     tolerance=Tolerance(roundings=0),
+    sample=reshape_and_cache_sample,
 )
 def reshape_and_cache(
     key: torch.Tensor,

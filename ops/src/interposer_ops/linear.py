@@ -6,13 +6,22 @@ import torch
 from torch.nn import functional
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.linear import embedding_cases, linear_cases
+from interposer_ops.cases.linear import (
+    embedding_cases,
+    embedding_sample,
+    linear_cases,
+    linear_sample,
+)
 
 __all__ = ["embedding", "linear"]
 
 
 @custom_op(
-    "linear", cases=linear_cases, constants=("weight", "bias"), tolerance=Tolerance(roundings=2)
+    "linear",
+    cases=linear_cases,
+    constants=("weight", "bias"),
+    tolerance=Tolerance(roundings=2),
+    sample=linear_sample,
 )
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Project ``x``: y = x weight^T + bias, accumulated in float32 or wider.
@@ -27,7 +36,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 @custom_op(
-    "embedding", cases=embedding_cases, constants=("weight",), tolerance=Tolerance(roundings=0)
+    "embedding",
+    cases=embedding_cases,
+    constants=("weight",),
+    tolerance=Tolerance(roundings=0),
+    sample=embedding_sample,
 )
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``weight`` that ``token_ids`` name.

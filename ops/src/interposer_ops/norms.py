@@ -5,13 +5,22 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.norms import fused_add_rms_norm_cases, rms_norm_cases
+from interposer_ops.cases.norms import (
+    fused_add_rms_norm_cases,
+    fused_add_rms_norm_sample,
+    rms_norm_cases,
+    rms_norm_sample,
+)
 
 __all__ = ["fused_add_rms_norm", "rms_norm"]
 
 
 @custom_op(
-    "rms_norm", cases=rms_norm_cases, constants=("weight",), tolerance=Tolerance(roundings=3)
+    "rms_norm",
+    cases=rms_norm_cases,
+    constants=("weight",),
+    tolerance=Tolerance(roundings=3),
+    sample=rms_norm_sample,
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each row of ``x`` to unit root mean square, then by ``weight``.
@@ -32,6 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     cases=fused_add_rms_norm_cases,
     constants=("weight",),
     tolerance=Tolerance(roundings=4),
+    sample=fused_add_rms_norm_sample,
 )
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -8,12 +8,17 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.rotary import rotary_embedding_cases
+from interposer_ops.cases.rotary import rotary_embedding_cases, rotary_embedding_sample
 
 __all__ = ["rotary_embedding"]
 
 
-@custom_op("rotary_embedding", cases=rotary_embedding_cases, tolerance=Tolerance(roundings=3))
+@custom_op(
+    "rotary_embedding",
+    cases=rotary_embedding_cases,
+    tolerance=Tolerance(roundings=3),
+    sample=rotary_embedding_sample,
+)
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

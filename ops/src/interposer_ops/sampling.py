@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.sampling import apply_penalties_cases, sample_tokens_cases
+from interposer_ops.cases.sampling import (
+    apply_penalties_cases,
+    apply_penalties_sample,
+    sample_tokens_cases,
+    sample_tokens_sample,
+)
 from interposer_ops.noise import gumbel_noise
 from interposer_ops.truncation import temper, truncation_threshold
 
 __all__ = ["apply_penalties", "sample_tokens"]
 
 
-@custom_op("apply_penalties", cases=apply_penalties_cases, tolerance=Tolerance(roundings=4))
+@custom_op(
+    "apply_penalties",
+    cases=apply_penalties_cases,
+    tolerance=Tolerance(roundings=4),
+    sample=apply_penalties_sample,
+)
 def apply_penalties(
     logits: torch.Tensor,
     prompt_mask: torch.Tensor,
@@ -47,7 +57,12 @@ def apply_penalties(
     return y - frequency.to(wide)[:, None] * output_counts
 
 
-@custom_op("sample_tokens", cases=sample_tokens_cases, tolerance=Tolerance(roundings=4))
+@custom_op(
+    "sample_tokens",
+    cases=sample_tokens_cases,
+    tolerance=Tolerance(roundings=4),
+    sample=sample_tokens_sample,
+)
 def sample_tokens(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,

@@ -6,6 +6,8 @@ import torch
 
 __all__ = ["temper", "truncation_threshold"]
 
+_UNITS = 2**52  # of probability mass in 1
+
 
 def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return ``(logits - max) / temperature``, ``[B, V]``: at most 0, and 0 at the likeliest token.
@@ -52,7 +54,10 @@ def truncation_threshold(
         if top_p is not None:
             limit = top_p.to(scaled.dtype)[:, None]
             mass = ordered.masked_fill(ordered < threshold, float("-inf")).softmax(-1)
-            likelier = mass.cumsum(-1) - mass
+            # Counted in integers: a sum of floats depends on the order of its terms, which not
+            # every device keeps.
+            units = (mass * _UNITS).to(torch.int64)
+            likelier = (units.cumsum(-1) - units).to(scaled.dtype) / _UNITS
             kept = (likelier < limit) | (limit >= 1)
             least = torch.where(kept, ordered, 0).amin(-1, keepdim=True)
             threshold = torch.maximum(threshold, least)

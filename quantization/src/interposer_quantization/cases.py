@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from interposer import Case
+from interposer.op import Dims
+from interposer_ops.cases.magnitude import longest_row
+from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["w8a16_linear_cases"]
+__all__ = ["w8a16_linear_cases", "w8a16_linear_sample"]
 
 # Shape of x, O and G.
 _SHAPES = {
@@ -44,6 +47,25 @@ def w8a16_linear_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     yield _case("scales of zero", x, weight, scale, generator, bias=True)
     strided = torch.randn(4, 192, generator=generator)[:, 32:96].to(dtype)
     yield _case("strided rows", strided, weight, _scale(weight, 32, generator), generator)
+
+
+def w8a16_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+    generator = torch.Generator().manual_seed(seed)
+    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
+    weight = _weight(out_features, in_features, generator)
+    scale = _scale(weight, int(dims["group_size"]), generator)
+    x = normal_numbers((num_tokens, in_features), dtype, generator)
+    # The length of each group, scaled; those of one output make up its length.
+    grouped = weight.unflatten(1, (scale.shape[1], -1)).float()
+    lengths = torch.linalg.vector_norm(grouped, dim=-1) * scale
+    return Case(
+        f"{num_tokens} tokens",
+        {"x": x, "weight": weight, "scale": scale, "bias": None},
+        dims,
+        reduction=in_features + 1,
+        magnitude=longest_row(x) * longest_row(lengths),
+    )
 
 
 def _weight(out_features: int, in_features: int, generator: torch.Generator) -> torch.Tensor:

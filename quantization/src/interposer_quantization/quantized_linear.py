@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from interposer import Tolerance, custom_op
-from interposer_quantization.cases import w8a16_linear_cases
+from interposer_quantization.cases import w8a16_linear_cases, w8a16_linear_sample
 
 __all__ = ["w8a16_linear"]
 
@@ -16,6 +16,7 @@ __all__ = ["w8a16_linear"]
     cases=w8a16_linear_cases,
     constants=("weight", "scale", "bias"),
     tolerance=Tolerance(roundings=2),
+    sample=w8a16_linear_sample,
 )
 def w8a16_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None

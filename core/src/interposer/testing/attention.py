@@ -6,7 +6,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from interposer.testing.comparison import compare_form, compare_value
 from interposer.testing.fault import Fault
 from interposer.testing.operand import Operand, poisoned_memory
 from interposer.testing.scenario import chunked_steps, occupying_step, pages_needed
+from interposer.tuning.workload import moved_batch, random_projections
 
 __all__ = ["attention_specs", "check_attention"]
 
@@ -79,7 +80,7 @@ def _run_steps(
     _occupy(backend, spec, caches, device)
     layers = [_Layer(spec, cache, site) for cache in caches]
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
-        plan = backend.plan(_on(batch, device))
+        plan = backend.plan(moved_batch(batch, device))
         for number, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
             if faults:
@@ -115,7 +116,7 @@ class _Layer:
         ``fused`` gives query, key and value as slices of one product.
         """
         num_tokens = int(batch.query_starts[-1])
-        given = _projections(self.spec, num_tokens, generator, fused=fused)
+        given = random_projections(self.spec, num_tokens, generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
         output = backend.forward(query, key, value, self.cache, plan)
@@ -171,29 +172,9 @@ def _occupy(
 ) -> None:
     """Let a step of NaN go through every page, so that reading a stale slot shows."""
     batch = occupying_step(spec.page_size)
-    plan = backend.plan(_on(batch, device))
+    plan = backend.plan(moved_batch(batch, device))
     generator = torch.Generator()
-    given = _projections(spec, int(batch.query_starts[-1]), generator, fused=False)
+    given = random_projections(spec, int(batch.query_starts[-1]), generator, fused=False)
     for cache in caches:
         query, key, value = (torch.full_like(tensor, torch.nan, device=device) for tensor in given)
         backend.forward(query, key, value, cache, plan)
-
-
-def _projections(
-    spec: AttentionSpec, num_tokens: int, generator: torch.Generator, *, fused: bool
-) -> list[torch.Tensor]:
-    """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1."""
-    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-    shape = (num_tokens, sum(heads), spec.head_size)
-    product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
-    parts = product.split(heads, dim=1)
-    return list(parts) if fused else [part.contiguous() for part in parts]
-
-
-def _on(batch: AttentionBatch, device: str) -> AttentionBatch:
-    tensors = {
-        field.name: getattr(batch, field.name).to(device)
-        for field in fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor)
-    }
-    return replace(batch, **tensors)

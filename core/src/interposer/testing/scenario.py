@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from interposer.attention import AttentionBatch
+from interposer.tuning.workload import paged_batch
 
 __all__ = ["chunked_steps", "occupying_step", "pages_needed"]
 
@@ -44,7 +45,9 @@ def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[Attent
         lengths = {b: _tokens(_CHUNKS[b][step], page_size) for b in order}
         running = [b for b in order if lengths[b]]
         starts = [done[b] for b in running]
-        yield _batch([tables[b] for b in running], starts, [lengths[b] for b in running], page_size)
+        yield paged_batch(
+            [tables[b] for b in running], starts, [lengths[b] for b in running], page_size
+        )
         for b in running:
             done[b] += lengths[b]
 
@@ -53,7 +56,7 @@ def occupying_step(page_size: int) -> AttentionBatch:
     """Return a batch that fills every page, as sequences do that have ended before."""
     num_pages = pages_needed(page_size)
     tables = list(torch.arange(num_pages).split(1))
-    return _batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
+    return paged_batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
 
 
 def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -64,25 +67,6 @@ def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:
     tables[::2] = torch.arange(ordered).split(counts[::2])
     tables[1::2] = scattered.split(counts[1::2])
     return tables
-
-
-def _batch(
-    tables: list[torch.Tensor], starts: list[int], lengths: list[int], page_size: int
-) -> AttentionBatch:
-    positions = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-    slots = [
-        table[at // page_size] * page_size + at % page_size
-        for table, at in zip(tables, positions, strict=True)
-    ]
-    seq_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
-    return AttentionBatch(
-        query_starts=torch.tensor([0, *lengths]).cumsum(0),
-        seq_lens=torch.tensor(seq_lens),
-        page_table=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
-        slots=torch.cat(slots),
-        max_query_tokens=max(lengths),
-        max_seq_tokens=max(seq_lens),
-    )
 
 
 def _num_pages(chunks: tuple[tuple[int, int], ...], page_size: int) -> int:

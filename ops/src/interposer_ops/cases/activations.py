@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from interposer import Case
+from interposer.op import Dims
 from interposer_ops.cases.magnitude import peak
+from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["gelu_and_mul_cases", "silu_and_mul_cases"]
+__all__ = [
+    "gelu_and_mul_cases",
+    "gelu_and_mul_sample",
+    "silu_and_mul_cases",
+    "silu_and_mul_sample",
+]
 
 _SHAPES = {
     "one row": (1, 128),
@@ -38,6 +45,23 @@ def gelu_and_mul_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         for label, x in _inputs(dtype, generator):
             arguments = {"x": x, "approximate": approximate}
             yield _case(f"{label}, {approximate}", arguments)
+
+
+def silu_and_mul_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of the merged gate and up projections."""
+    return _case(f"{num_tokens} tokens", {"x": _sampled(dtype, dims, num_tokens, seed)})
+
+
+def gelu_and_mul_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the sample of ``silu_and_mul`` for the form of GELU that most models use."""
+    x = _sampled(dtype, dims, num_tokens, seed)
+    return _case(f"{num_tokens} tokens", {"x": x, "approximate": "tanh"})
+
+
+def _sampled(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, 2 * int(dims["intermediate_size"]))
+    return normal_numbers(shape, dtype, generator, deviation=2.0)
 
 
 def _inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from interposer import Case
+from interposer.op import Dims
+from interposer.tuning.workload import typical_sequences
 
-__all__ = ["paged_attention_cases", "reshape_and_cache_cases"]
+__all__ = [
+    "paged_attention_cases",
+    "paged_attention_sample",
+    "reshape_and_cache_cases",
+    "reshape_and_cache_sample",
+]
 
 _SPARE_PAGES = 3
+_WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # of samples; the dims do not tell how large they are
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,21 @@ def paged_attention_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(seed)
     for label, batch in _BATCHES.items():
         yield _attention(label, batch, dtype, generator)
+
+
+def paged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return a typical step over a cache of shuffled pages."""
+    batch = _Batch(
+        typical_sequences(num_tokens),
+        num_heads=int(dims["num_heads"]),
+        num_kv_heads=int(dims["num_kv_heads"]),
+        head_size=int(dims["head_size"]),
+        page_size=int(dims["page_size"]),
+        window_tokens=_WINDOW_TOKENS if dims["windowed"] else None,
+        softcap=_SOFTCAP if dims["softcapped"] else None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    return _attention(f"{num_tokens} tokens", batch, dtype, generator)
 
 
 def _attention(label: str, batch: _Batch, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -136,6 +159,31 @@ def reshape_and_cache_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     yield _writing("head size 80", 5, 2, 80, 4, dtype, generator)
     yield _writing("no tokens", 0, 2, 64, 4, dtype, generator)
     yield _writing("slices of one projection and one cache", 9, 2, 64, 4, dtype, generator, True)
+
+
+def reshape_and_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return keys that were rotated and values cut out of the projection, for a typical step."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads = int(dims["num_heads"]), int(dims["num_kv_heads"])
+    head_size, page_size = int(dims["head_size"]), int(dims["page_size"])
+    sequences = typical_sequences(num_tokens)
+    table, cached = _scattered([tokens for tokens, _ in sequences], page_size, generator)
+    ends = torch.tensor([0, *(tokens for tokens, _ in sequences)]).cumsum(0)
+    newest = [
+        cached[end - query : end] for end, (_, query) in zip(ends[1:], sequences, strict=True)
+    ]
+    shape = (table.numel() + _SPARE_PAGES, page_size, kv_heads, head_size)
+    keys, values = _caches(shape, dtype, paired=False)
+    projection = _uniform((num_tokens, heads + 2 * kv_heads, head_size), generator).to(dtype)
+    _, key, value = projection.split((heads, kv_heads, kv_heads), dim=1)
+    arguments = {
+        "key": key.contiguous(),
+        "value": value,
+        "key_cache": keys,
+        "value_cache": values,
+        "slots": torch.cat(newest),
+    }
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
 def _writing(

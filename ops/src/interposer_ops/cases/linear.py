@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from interposer import Case
-from interposer_ops.cases.magnitude import peak
+from interposer.op import Dims
+from interposer_ops.cases.magnitude import longest_row, peak
+from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["embedding_cases", "linear_cases"]
+__all__ = ["embedding_cases", "embedding_sample", "linear_cases", "linear_sample"]
 
 # Shape of x without its last dimension, I, O.
 _SHAPES = {
@@ -56,6 +58,22 @@ def _linear(
     )
 
 
+def linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+    generator = torch.Generator().manual_seed(seed)
+    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
+    shape = (out_features, in_features)
+    weight = normal_numbers(shape, dtype, generator, deviation=in_features**-0.5)
+    x = normal_numbers((num_tokens, in_features), dtype, generator)
+    return Case(
+        f"{num_tokens} tokens",
+        {"x": x, "weight": weight, "bias": None},
+        dims,
+        reduction=in_features,
+        magnitude=longest_row(x) * longest_row(weight),
+    )
+
+
 def embedding_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """Yield one, many, repeated and no tokens; rows of the table that nobody reads are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,3 +101,13 @@ def _embedding(
     weight[read] = torch.randn(len(read), hidden_size, generator=generator).to(dtype)
     dims = {"vocab_size": vocab_size, "hidden_size": hidden_size}
     return Case(label, {"token_ids": token_ids, "weight": weight}, dims, reduction=0)
+
+
+def embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T tokens from anywhere in the vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size, hidden_size = int(dims["vocab_size"]), int(dims["hidden_size"])
+    weight = normal_numbers((vocab_size, hidden_size), dtype, generator)
+    token_ids = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    arguments = {"token_ids": token_ids, "weight": weight}
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 import torch
 
 from interposer import Case
+from interposer.op import Dims
 from interposer_ops.cases.magnitude import peak
+from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["fused_add_rms_norm_cases", "rms_norm_cases"]
+__all__ = [
+    "fused_add_rms_norm_cases",
+    "fused_add_rms_norm_sample",
+    "rms_norm_cases",
+    "rms_norm_sample",
+]
 
 _SHAPES = {
     "one row": (1, 64),
@@ -43,6 +50,31 @@ def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
             yield _case(name, arguments, x.float() + residual.float(), weight)
             if dtype == torch.float32:
                 break  # the two are one
+
+
+def rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of the hidden states."""
+    x, weight, _ = _sampled(dtype, dims, num_tokens, seed)
+    return _case(f"{num_tokens} tokens", {"x": x, "weight": weight, "eps": 1e-5}, x, weight)
+
+
+def fused_add_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows with a residual stream in float32 or wider, as the layer keeps it."""
+    x, weight, generator = _sampled(dtype, dims, num_tokens, seed)
+    wide = torch.promote_types(dtype, torch.float32)
+    residual = normal_numbers((num_tokens, x.shape[1]), wide, generator)
+    arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
+    return _case(f"{num_tokens} tokens", arguments, x + residual, weight)
+
+
+def _sampled(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
+    """Return ``x`` ``[T, H]``, the weight and the generator that drew them, the weight first."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_size = int(dims["hidden_size"])
+    weight = (1 + 0.1 * torch.randn(hidden_size, generator=generator)).to(dtype)
+    return normal_numbers((num_tokens, hidden_size), dtype, generator), weight, generator
 
 
 def _inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:

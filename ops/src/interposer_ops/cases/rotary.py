@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from interposer import Case
+from interposer.op import Dims
 from interposer_ops.cases.magnitude import peak
+from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["rotary_embedding_cases"]
+__all__ = ["rotary_embedding_cases", "rotary_embedding_sample"]
 
 # T, N, K, D, R.
 _SIZES = {
@@ -37,6 +39,14 @@ def rotary_embedding_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     query, key, _ = fused.split((4, 2, 2), dim=1)
     yield _case("slices of one projection", query, key, 64, generator)
     yield _case("slices of one projection, partial", query, key, 32, generator)
+
+
+def rotary_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return 16 heads and 4 kv heads cut out of one projection; the dims do not count them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, 16 + 4 + 4, int(dims["head_size"]))
+    query, key, _ = normal_numbers(shape, dtype, generator).split((16, 4, 4), dim=1)
+    return _case(f"{num_tokens} tokens", query, key, int(dims["rotary_size"]), generator)
 
 
 def _case(

@@ -12,10 +12,17 @@ from typing import Any
 import torch
 
 from interposer import Case
+from interposer.op import Dims
+from interposer.tuning.workload import typical_sequences
 from interposer_ops.noise import gumbel_noise
 from interposer_ops.truncation import temper, truncation_threshold
 
-__all__ = ["apply_penalties_cases", "sample_tokens_cases"]
+__all__ = [
+    "apply_penalties_cases",
+    "apply_penalties_sample",
+    "sample_tokens_cases",
+    "sample_tokens_sample",
+]
 
 _SHAPES = {
     "one row": (1, 64),
@@ -87,6 +94,31 @@ def sample_tokens_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     yield mixed
 
 
+def apply_penalties_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return one row of logits for every sequence of a typical step, two of them penalised."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(typical_sequences(num_tokens)), int(dims["vocab_size"]))
+    logits = 4 * torch.randn(shape, generator=generator)
+    return _penalties_case(f"{num_tokens} tokens", logits, dtype, generator)
+
+
+def sample_tokens_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return one row of logits for every sequence of a typical step, all of them truncated."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size = int(dims["vocab_size"])
+
+    def draw(rows: int) -> torch.Tensor:
+        return (4 * torch.randn(rows, vocab_size, generator=generator)).to(dtype)
+
+    # Row by row: many long rows are hardly ever clear all at once.
+    rows = [
+        _clear_arguments(draw, 1, _KINDS["truncated"], generator)
+        for _ in typical_sequences(num_tokens)
+    ]
+    arguments = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=vocab_size)
+
+
 def _penalties_case(
     label: str, logits: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
 ) -> Case:
@@ -114,12 +146,18 @@ def _penalties_case(
 def _sampling_case(
     label: str, draw: Draw, batch_size: int, setting: dict[str, float], generator: torch.Generator
 ) -> Case:
+    arguments = _clear_arguments(draw, batch_size, setting, generator)
+    vocab_size = arguments["logits"].shape[1]
+    return Case(label, arguments, {"vocab_size": vocab_size}, reduction=vocab_size)
+
+
+def _clear_arguments(
+    draw: Draw, batch_size: int, setting: dict[str, float], generator: torch.Generator
+) -> dict[str, Any]:
     while True:
         arguments = _sampling_arguments(draw(batch_size), setting, generator)
         if _is_clear(**arguments):
-            break
-    vocab_size = arguments["logits"].shape[1]
-    return Case(label, arguments, {"vocab_size": vocab_size}, reduction=vocab_size)
+            return arguments
 
 
 def _sampling_arguments(

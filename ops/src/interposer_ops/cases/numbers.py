@@ -1,0 +1,25 @@
+"""Random numbers in any amount."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+__all__ = ["normal_numbers"]
+
+_PERIOD = 1_048_583  # a prime, so that equal rows come as late as they can
+
+
+def normal_numbers(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, deviation: float = 1.0
+) -> torch.Tensor:
+    """Return normally distributed numbers; after the first million they repeat.
+
+    Drawing the weights of a large layer one by one would take longer than timing its kernels.
+    """
+    count = math.prod(shape)
+    drawn = torch.randn(min(count, _PERIOD), generator=generator).mul_(deviation).to(dtype)
+    if count > _PERIOD:
+        drawn = drawn.repeat(-(-count // _PERIOD))[:count]
+    return drawn.view(shape)
