@@ -6,6 +6,8 @@ from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, LayerEntry, Record
 from interposer.requires import Requires
 
+INTERPOSER_API = ">=1.0,<2"
+
 _REQUIRES = Requires(dtypes=("float32", "bfloat16"))
 _SCORE = 20.0
 

@@ -1,0 +1,1 @@
+"""Traces of what interposer chooses, refuses, loads and measures, through OpenTelemetry."""

@@ -1,0 +1,72 @@
+"""The observers. OpenTelemetry is imported when the first event arrives, not at discovery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from interposer.choice import Choice
+from interposer.errors import NoCandidateError
+from interposer.hookspecs import Activity, hookimpl
+
+INTERPOSER_API = ">=1.0,<2"
+
+
+@hookimpl
+def interposer_finished(
+    activity: Activity,
+    subject: str,
+    start_ns: int,
+    end_ns: int,
+    facts: Mapping[str, str | int | float | bool],
+) -> None:
+    """Record the span ``interposer.<activity>`` from ``start_ns`` to ``end_ns``."""
+    from interposer_otel import tracing
+
+    described = {f"interposer.{activity}.{name}": value for name, value in facts.items()}
+    attributes = {"interposer.subject": subject, **described}
+    tracing.span(f"interposer.{activity}", start_ns, end_ns, attributes)
+
+
+@hookimpl
+def interposer_selected(choice: Choice) -> None:
+    """Record the event ``interposer.selected``."""
+    from interposer_otel import tracing
+
+    attributes: dict[str, str | int] = {
+        "interposer.request": str(choice.request),
+        "interposer.kind": choice.request.kind,
+        "interposer.chosen": choice.chosen.name,
+        "interposer.provider": choice.chosen.provider,
+        "interposer.version": choice.chosen.version,
+        "interposer.why": choice.why,
+        "interposer.refusals": len(choice.refusals),
+    }
+    if choice.request.prefix:
+        attributes["interposer.place"] = choice.request.prefix
+    tracing.event("interposer.selected", attributes)
+
+
+@hookimpl
+def interposer_refused(error: NoCandidateError) -> None:
+    """Record the event ``interposer.refused``, an error."""
+    from interposer_otel import tracing
+
+    attributes: dict[str, str | int | tuple[str, ...]] = {
+        "interposer.request": error.what,
+        "interposer.refusals": len(error.refusals),
+        "interposer.reasons": tuple(str(refusal) for refusal in error.refusals),
+    }
+    tracing.event("interposer.refused", attributes, error=f"No {error.what}")
+
+
+@hookimpl
+def interposer_failed(plugin: str, distribution: str, reason: str) -> None:
+    """Record the event ``interposer.failed``, an error."""
+    from interposer_otel import tracing
+
+    attributes = {
+        "interposer.plugin": plugin,
+        "interposer.distribution": distribution,
+        "interposer.reason": reason,
+    }
+    tracing.event("interposer.failed", attributes, error=reason)

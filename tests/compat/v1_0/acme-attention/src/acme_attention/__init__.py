@@ -1,0 +1,1 @@
+"""A plain attention backend."""

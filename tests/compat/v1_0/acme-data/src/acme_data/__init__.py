@@ -1,0 +1,1 @@
+"""A described device and a table of measurements."""

@@ -1,0 +1,1 @@
+"""A norm layer instead of the standard one."""

@@ -1,0 +1,1 @@
+"""An observer of some hooks, with some of their arguments."""

@@ -1,0 +1,1 @@
+"""An op, a kernel for it and a layer that binds it."""

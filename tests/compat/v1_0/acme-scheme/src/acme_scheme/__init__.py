@@ -1,0 +1,1 @@
+"""A quantization scheme that stores weights in 8 bit steps."""
