@@ -107,7 +107,13 @@ class Sandbox:
             if not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        self.environment = {**os.environ, "PATH": path}
+        # Measurements of a page are its own; verdicts on what is installed serve all of them.
+        (cache := folder / ".cache").mkdir()
+        (verdicts := Path(os.environ["INTERPOSER_CACHE_DIR"], "verdicts")).mkdir(
+            parents=True, exist_ok=True
+        )
+        (cache / "verdicts").symlink_to(verdicts)
+        self.environment = {**os.environ, "PATH": path, "INTERPOSER_CACHE_DIR": str(cache)}
         self.interpreter: subprocess.Popen[str] | None = None
 
     def run(self, block: Block) -> None:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import importlib_metadata
 import pytest
 
-from interposer.hookspecs import GROUP, hookimpl
-from interposer.plugins import Plugins, discover
+from interposer import Config
+from interposer.hookspecs import hookimpl
+from interposer.plugins import Plugins
 from interposer.records import Record
 from interposer.registry import Registry
 
 
 @pytest.fixture(autouse=True)
-def _no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     for variable in os.environ:
-        if variable.startswith("INTERPOSER_"):
+        if variable.startswith("INTERPOSER_") and variable != "INTERPOSER_CACHE_DIR":
             monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    Config.refresh()
+    yield
+    monkeypatch.undo()
+    Config.refresh()
 
 
 @pytest.fixture
@@ -39,19 +44,6 @@ def make_plugin() -> Callable[..., ModuleType]:
 
 
 @pytest.fixture
-def discovered() -> Callable[..., Plugins]:
-    """Return a discovery that finds the given modules only, whatever is installed."""
-
-    def find(*modules: ModuleType, disabled: frozenset[str] = frozenset()) -> Plugins:
-        installed = {point.name for point in importlib_metadata.entry_points(group=GROUP)}
-        return discover(disabled | installed, modules)
-
-    return find
-
-
-@pytest.fixture
-def registered(
-    make_plugin: Callable[..., ModuleType], discovered: Callable[..., Plugins]
-) -> Callable[..., Registry]:
+def registered(make_plugin: Callable[..., ModuleType]) -> Callable[..., Registry]:
     """Return a maker of registries with one plugin, ``acme``, of the given records."""
-    return lambda *records, **hooks: Registry(discovered(make_plugin("acme", *records, **hooks)))
+    return lambda *records, **hooks: Registry(Plugins.of(make_plugin("acme", *records, **hooks)))

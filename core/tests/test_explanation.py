@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from rich.console import Console
 
 from interposer import (
+    AttentionEntry,
     Capability,
     Config,
     CustomOp,
     Device,
+    DeviceEntry,
+    Dim,
+    Explanation,
     Kernel,
+    LayerEntry,
     OpEntry,
+    PlatformEntry,
     Registry,
     Requires,
     Resolver,
     Site,
     Tolerance,
     explain,
+    register,
+    use,
 )
+from interposer.errors import ConfigError, UnknownNameError
+from interposer.explanation import Row
+from interposer.inventory import inventory
+from interposer.setting import settings
+from interposer.verdict import Refusal
 
 
 def negate(x: torch.Tensor) -> torch.Tensor:
@@ -40,21 +58,52 @@ RECORDS = (
         requires=Requires(features=frozenset({"avx512"})),
     ),
 )
+UNASKED = (
+    OpEntry("halve", f"{__name__}:NEGATE"),
+    Kernel(
+        "halve",
+        "halve_shift",
+        f"{__name__}:negate",
+        "abacus",
+        Requires(
+            frozenset({"slide"}),
+            frozenset({"beads"}),
+            ("float32", "int8"),
+            {"size": Dim(at_least=2, at_most=64, multiple_of=2), "mode": Dim(one_of=("up",))},
+        ),
+        predicate=f"{__name__}:negate",
+        properties=frozenset({"traceable", "deterministic"}),
+    ),
+    LayerEntry("negation", "standard", f"{__name__}:negate", score=0.0),
+    AttentionEntry("beads", f"{__name__}:negate", "abacus"),
+)
+HOST = Device("host", "cpu", "a device", Capability("any"))
 
 
 @pytest.fixture
 def site(registered: Callable[..., Registry]) -> Site:
-    device = Device("host", "cpu", "a device", Capability("any"))
-    config = Config(kernels={"negate@layers.2": "negate_slow"})
-    site = Site(Resolver(registered(*RECORDS), device, config), "layers", torch.float32)
+    config = Config(kernels={"negate@layers.2": "negate_slow"}, strict=True)
+    site = Site(Resolver(registered(*RECORDS, *UNASKED), HOST, config), "layers", torch.float32)
     for name in ("0", "1", "2"):
         site.at(name).bind(NEGATE, size=4)
     return site
 
 
+def printed(explanation: Explanation) -> str:
+    """Return what a wide terminal shows."""
+    console = Console(file=io.StringIO(), width=250)
+    console.print(explanation)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
 def test_the_text_says_what_was_chosen_where_and_why_nothing_else_was(site: Site) -> None:
     assert str(explain(site)) == (
         "device: cpu (a device)\n"
+        "\n"
+        "policy:\n"
+        "  kernels.negate@layers.2 = negate_slow (argument)\n"
+        "  strict = yes (argument)\n"
         "\n"
         "kernel 'negate' [float32 host size=4], at layers.0 and 1 more\n"
         "  -> negate_fast (acme in code): highest score (20)\n"
@@ -74,8 +123,13 @@ def test_the_json_holds_the_same_facts(site: Site) -> None:
     explanation = explain(site)
     facts = json.loads(explanation.to_json())
     assert facts == explanation.to_dict()
+    assert facts["version"] == 1
+    assert facts["device"] == {"platform": "host", "torch_device": "cpu", "name": "a device"}
+    assert facts["policy"] == [
+        {"setting": "kernels.negate@layers.2", "value": "negate_slow", "source": "argument"},
+        {"setting": "strict", "value": "yes", "source": "argument"},
+    ]
     text = str(explanation)
-    assert facts["device"] in text
     assert [choice["places"] for choice in facts["choices"]] == [
         ["layers.0", "layers.1"],
         ["layers.2"],
@@ -85,6 +139,7 @@ def test_the_json_holds_the_same_facts(site: Site) -> None:
         assert f"-> {choice['chosen']} ({origin}): {choice['why']}" in text
         assert (choice["kind"], choice["name"], choice["dtype"]) == ("kernel", "negate", "float32")
         assert choice["dims"] == {"size": 4}
+        assert (choice["seconds"], choice["notes"]) == ({}, [])
         for refused in choice["refused"]:
             line = f"not {refused['candidate']} ({refused['provider']}): {refused['reason']}"
             assert line in text
@@ -97,8 +152,201 @@ def test_every_candidate_appears_in_every_choice(site: Site) -> None:
         assert sorted([choice["chosen"], *refused]) == sorted(candidates)
 
 
+def test_a_terminal_gets_the_same_in_tables(site: Site) -> None:
+    table = printed(explain(site))
+    for words in (
+        "device: cpu (a device)",
+        "kernels.negate@layers.2",
+        "kernel 'negate' [float32 host size=4]",
+        "highest score (20)",
+        "negate_wide: needs avx512, which the device lacks",
+    ):
+        assert words in table
+
+
 def test_nothing_chosen_is_an_empty_list(registered: Callable[..., Registry]) -> None:
-    device = Device("host", "cpu", "a device", Capability("any"))
-    empty = explain(Site(Resolver(registered(), device, Config()), "", torch.float32))
-    assert empty.to_dict() == {"device": "cpu (a device)", "choices": []}
+    empty = explain(Site(Resolver(registered(), HOST, Config()), "", torch.float32))
+    assert empty.to_dict()["choices"] == []
     assert str(empty) == "device: cpu (a device)"
+
+
+def test_figures_notes_and_failures_are_shown(site: Site) -> None:
+    explanation = explain(site)
+    seconds = {"acme/reference": 2.5e-3, "acme/negate_fast": 12.34e-6, "acme/negate_slow": 1.5}
+    choice = replace(
+        explanation.rows[0].choice, seconds=seconds, notes=("'acme/x*' is preferred: not there",)
+    )
+    failure = Refusal("negate_wide", "acme 1", "raised OSError()", "Traceback\n  OSError")
+    shown = replace(explanation, rows=(Row(choice, ("a",)),), failures=(failure,))
+    text = str(shown)
+    figures = "acme/negate_fast 12.3 us, acme/reference 2.5 ms, acme/negate_slow 1.5 s"
+    assert f"\n     measured: {figures}\n     note: 'acme/x*' is preferred: not there\n" in text
+    assert text.endswith("failed while running:\n  negate_wide (acme 1): raised OSError()")
+    facts = shown.to_dict()
+    assert facts["choices"][0]["seconds"] == seconds
+    assert facts["choices"][0]["notes"] == ["'acme/x*' is preferred: not there"]
+    assert facts["failures"][0]["traceback"] == "Traceback\n  OSError"
+    table = printed(shown)
+    assert "acme/negate_fast 12.3 us" in table
+    assert "raised OSError()" in table
+    in_full = str(shown.why("negate"))
+    assert "raised OSError()\n         Traceback\n           OSError" in in_full
+
+
+def test_why_shows_one_op_with_every_place(site: Site) -> None:
+    shown = explain(site).why("negate")
+    text = str(shown)
+    assert "kernel 'negate' [float32 host size=4], at\n  layers.0\n  layers.1\n  ->" in text
+    assert "layers.0\nlayers.1" not in str(explain(site))
+    assert [row.choice for row in shown.rows] == [row.choice for row in explain(site).rows]
+
+
+def test_why_shows_what_the_model_does_not_ask_for_with_what_it_needs(site: Site) -> None:
+    shown = explain(site).why("halve")
+    assert [setting.field for setting in shown.policy] == ["strict"]
+    assert str(shown) == (
+        "device: cpu (a device)\n"
+        "note: the model does not ask for 'halve'\n"
+        "\n"
+        "policy:\n"
+        "  strict = yes (argument)\n"
+        "\n"
+        "kernel 'halve'\n"
+        "  halve_shift (acme in code): score 10 on abacus, "
+        "refused: runs on abacus, the request is for host\n"
+        f"      target: {__name__}:negate\n"
+        "      needs platform abacus\n"
+        "      needs architecture beads\n"
+        "      needs features slide\n"
+        "      needs dtype float32 or int8\n"
+        "      needs size at least 2 and at most 64 and a multiple of 2\n"
+        "      needs mode one of ['up']\n"
+        f"      needs what {__name__}:negate says\n"
+        "      promises deterministic, traceable\n"
+        "  reference (acme in code): score 0, fits the device\n"
+        f"      target: {__name__}:NEGATE"
+    )
+
+
+def test_why_takes_layers_and_attention_types(site: Site) -> None:
+    for name, kind in (("negation", "layer"), ("decoder", "attention"), ("attention", "attention")):
+        (subject,) = explain(site).why(name).subjects
+        assert subject.kind == kind
+
+
+def test_why_of_an_unknown_name_lists_the_known_ones(site: Site) -> None:
+    with pytest.raises(UnknownNameError, match="'nagate'") as caught:
+        explain(site).why("nagate")
+    assert caught.value.known[0] == "negate"
+    assert {"halve", "negation", "decoder"} < set(caught.value.known)
+    assert "" not in caught.value.known
+
+
+def test_the_inventory_judges_the_device_and_nothing_else(
+    registered: Callable[..., Registry],
+) -> None:
+    registry = registered(*RECORDS, *UNASKED)
+    abacus = Device("abacus", "cpu", "", Capability("beads", frozenset({"slide"})))
+    for device, fits in ((abacus, True), (HOST, False)):
+        found = {(s.kind, s.name): s.options for s in inventory(registry, device)}
+        assert list(found) == [
+            ("kernel", "halve"),
+            ("kernel", "negate"),
+            ("attention", ""),
+            ("layer", "negation"),
+        ]
+        halve = {option.candidate.name: option.verdict for option in found["kernel", "halve"]}
+        assert bool(halve["halve_shift"]) == fits
+        assert halve["reference"]
+        names = [option.candidate.name for option in found["kernel", "negate"]]
+        assert names == ["negate_fast", "negate_wide", "negate_slow", "reference"]
+
+
+def test_a_config_for_what_is_built_is_refused(site: Site) -> None:
+    with pytest.raises(ConfigError, match="it has had its own"):
+        explain(site, config=Config())
+
+
+def test_each_setting_names_the_source_that_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interposer.toml").write_text(
+        'strict = true\n[kernels]\nnegate = "negate_fast"\nhalve = "reference"\n'
+        'threes = { prefer = ["a", "b*"], forbid = ["c"] }\n'
+    )
+    monkeypatch.setenv("INTERPOSER_KERNELS", "negate=reference,doubles=reference")
+    monkeypatch.setenv("INTERPOSER_DISABLE", "zeta,acme")
+    monkeypatch.delenv("INTERPOSER_CACHE_DIR", raising=False)
+    Config.refresh()
+    with use(layers={"negation": "standard"}) as config:
+        config = config.model_copy(update={"locked": True, "plugins": frozenset()})
+        found = {str(s): (s.value, s.source) for s in settings(config)}
+    assert found == {
+        "kernels.doubles": ("reference", "environment"),
+        "kernels.negate": ("negate_fast", "project file"),
+        "kernels.halve": ("reference", "project file"),
+        "kernels.threes": ("+a, +b*, -c", "project file"),
+        "layers.negation": ("standard", "use()"),
+        "disable": ("acme, zeta", "environment"),
+        "plugins": ("none", "argument"),
+        "strict": ("yes", "project file"),
+        "locked": ("yes", "argument"),
+    }
+
+
+ABACUS = """
+from interposer import Platform
+
+class Abacus(Platform):
+    name = "abacus"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls):
+        raise AssertionError("probed")
+
+    def __init__(self):
+        raise AssertionError("built")
+
+    def devices(self): ...
+    def capability(self, device): ...
+    def dtypes(self, device): ...
+"""
+NINE = {
+    "version": 1,
+    "name": "Abacus 9",
+    "platform": "abacus",
+    "torch_device": "cpu",
+    "architecture": "beads",
+    "features": ["slide"],
+    "formats": [],
+    "units": 1,
+    "memory_bytes": 1,
+    "caches_bytes": {},
+    "dtypes": ["float32"],
+}
+
+
+def test_a_described_device_is_explained_without_asking_its_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_plugin: Callable[..., ModuleType]
+) -> None:
+    (tmp_path / "explained").mkdir()
+    (tmp_path / "explained" / "nine.json").write_text(json.dumps(NINE))
+    (tmp_path / "explained" / "abacus.py").write_text(ABACUS)
+    monkeypatch.syspath_prepend(tmp_path)
+    abacus = PlatformEntry("abacus", "explained.abacus:Abacus")
+    nine = DeviceEntry("nine", "abacus", "explained:nine.json")
+    with register(make_plugin("explained_abacus", abacus, nine, *RECORDS)), use(plugins="none"):
+        for device in ("nine", tmp_path / "explained" / "nine.json"):
+            explanation = explain(device=device)
+            assert explanation.device.name == "Abacus 9"
+            assert explanation.notes == (explanation.rows[0].choice.why,)
+            assert "note: 'Abacus 9' is described" in str(explanation)
+            options = {
+                option.candidate.name: option.verdict
+                for subject in explanation.subjects
+                for option in subject.options
+                if subject.name == "negate"
+            }
+            assert options["negate_fast"]
+            assert options["negate_wide"].reason == "needs avx512, which the device lacks"

@@ -6,6 +6,7 @@ import pytest
 
 from interposer import AttentionEntry, Capability, Kernel, Request, Requires, Verdict
 from interposer.judges import judge_attention, judge_declared
+from interposer.records import load_target
 
 REQUEST = Request("kernel", "linear", "host", Capability("x86_64"), "float32")
 
@@ -32,23 +33,25 @@ def kernel(predicate: object = None, **facts: object) -> Kernel:
 
 
 def test_a_kernel_is_judged_without_importing_it() -> None:
-    assert judge_declared(kernel())(REQUEST)
-    assert judge_declared(kernel(platform="host"))(REQUEST)
+    assert judge_declared(kernel(), load_target)(REQUEST)
+    assert judge_declared(kernel(platform="host"), load_target)(REQUEST)
 
 
 def test_a_kernel_for_another_platform_is_refused() -> None:
-    verdict = judge_declared(kernel(platform="tpu"))(REQUEST)
+    verdict = judge_declared(kernel(platform="tpu"), load_target)(REQUEST)
     assert verdict.reason == "runs on tpu, the request is for host"
 
 
 def test_requirements_go_before_the_predicate() -> None:
-    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))))(REQUEST)
+    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))), load_target)(
+        REQUEST
+    )
     assert verdict.reason == "needs dtype float16, got float32"
     assert not verdict.traceback
 
 
 def test_the_predicate_answers_with_its_reason() -> None:
-    judge = judge_declared(kernel(even))
+    judge = judge_declared(kernel(even), load_target)
     assert judge(REQUEST).reason == "n is missing"
     assert judge(Request("kernel", "linear", dims={"n": 2}))
 
@@ -62,7 +65,7 @@ def test_the_predicate_answers_with_its_reason() -> None:
     ],
 )
 def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, reason: str) -> None:
-    verdict = judge_declared(kernel(predicate))(REQUEST)
+    verdict = judge_declared(kernel(predicate), load_target)(REQUEST)
     assert not verdict
     assert verdict.reason.startswith("its own code failed: ")
     assert reason in verdict.reason
@@ -71,7 +74,7 @@ def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, re
 
 def test_a_predicate_that_points_nowhere_refuses() -> None:
     record = Kernel("linear", "fast", "a:b", predicate=f"{__name__}:odd")
-    assert "points nowhere" in judge_declared(record)(REQUEST).reason
+    assert "points nowhere" in judge_declared(record, load_target)(REQUEST).reason
 
 
 class Backend:
@@ -82,9 +85,11 @@ class Backend:
 
 def test_an_attention_backend_is_asked_for_the_detail_and_the_capability() -> None:
     request = Request("attention", "decoder", "host", Capability("x86_64"), detail="a spec")
-    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"))
+    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"), load_target)
     assert judge(request).reason == "a spec on x86_64"
-    elsewhere = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu"))
+    elsewhere = judge_attention(
+        AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu"), load_target
+    )
     assert elsewhere(request).reason == "runs on tpu, the request is for host"
-    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"))
+    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"), load_target)
     assert "No module named 'acme_of_nowhere'" in broken(request).reason

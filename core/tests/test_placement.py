@@ -26,7 +26,6 @@ from interposer.plugins import Plugins, PluginWarning
 from interposer.registry import Registry
 
 Make = Callable[..., ModuleType]
-Find = Callable[..., Plugins]
 
 
 class Host(Platform):
@@ -90,13 +89,11 @@ def entry(platform: type[Platform], score: float = 10.0) -> PlatformEntry:
 
 
 @pytest.fixture
-def installed(
-    make_plugin: Make, discovered: Find, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def installed(make_plugin: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what makes the given platforms, and plugins, the installed ones."""
 
     def install(*entries: PlatformEntry, plugins: Sequence[ModuleType] = ()) -> None:
-        registry = Registry(discovered(make_plugin("acme", *entries), *plugins))
+        registry = Registry(Plugins.of(make_plugin("acme", *entries), *plugins))
         monkeypatch.setattr(placement_module, "current_registry", lambda _: registry)
 
     return install
@@ -135,7 +132,7 @@ def test_no_platform_that_accepts_lists_every_reason_and_what_to_do(installed: I
     with pytest.raises(PlatformUnavailableError) as caught:
         current_platform()
     assert str(caught.value).startswith("No usable platform.\n  absent (acme in code): no such dev")
-    assert "interposer plugins" in caught.value.action
+    assert "interposer doctor" in caught.value.action
 
 
 def test_failed_plugins_are_among_the_reasons(installed: Install) -> None:
@@ -202,6 +199,7 @@ def test_the_platform_asked_for_is_taken_from_argument_context_or_environment(
     with use(platform="host"):
         assert type(current_platform()) is Host
     monkeypatch.setenv("INTERPOSER_PLATFORM", "host")
+    Config.refresh()
     assert place().choice.why == "pinned by the configuration"
 
 
@@ -227,5 +225,7 @@ def test_a_mistake_in_the_environment_is_no_platform(
 ) -> None:
     installed(entry(Host))
     monkeypatch.setenv("INTERPOSER_PLATFROM", "host")
+    with pytest.raises(ConfigError, match="INTERPOSER_PLATFROM"):
+        Config.refresh()
     with pytest.raises(ConfigError, match="INTERPOSER_PLATFROM"):
         current_platform()

@@ -8,16 +8,13 @@ from threading import Barrier
 from types import ModuleType
 from typing import Any
 
-import importlib_metadata
 import pytest
 
 from interposer import Kernel, LayerEntry, OpEntry, hookimpl
 from interposer.errors import PluginConflictError, PluginError
-from interposer.hookspecs import GROUP
-from interposer.plugins import Plugins, PluginWarning, discover
+from interposer.plugins import Plugins, PluginWarning
 
 Make = Callable[..., ModuleType]
-Find = Callable[..., Plugins]
 
 OP = OpEntry("linear", "acme.ops:linear")
 KERNEL = Kernel("linear", "linear_fast", "acme.kernels:fast")
@@ -29,8 +26,8 @@ def module(name: str, **members: object) -> ModuleType:
     return made
 
 
-def test_a_plugin_is_taken_with_its_records(make_plugin: Make, discovered: Find) -> None:
-    plugins = discovered(make_plugin("acme", OP, KERNEL))
+def test_a_plugin_is_taken_with_its_records(make_plugin: Make) -> None:
+    plugins = Plugins.of(make_plugin("acme", OP, KERNEL))
     (plugin,) = plugins.loaded
     assert (plugin.name, plugin.distribution, plugin.version) == ("acme", "acme", "in code")
     assert plugin.records == (OP, KERNEL)
@@ -38,24 +35,24 @@ def test_a_plugin_is_taken_with_its_records(make_plugin: Make, discovered: Find)
     assert plugins.failed == []
 
 
-def test_a_plugin_without_records_is_one(discovered: Find) -> None:
-    plugins = discovered(module("quiet"))
+def test_a_plugin_without_records_is_one() -> None:
+    plugins = Plugins.of(module("quiet"))
     assert [plugin.records for plugin in plugins.loaded] == [()]
 
 
-def test_records_may_be_yielded(discovered: Find) -> None:
+def test_records_may_be_yielded() -> None:
     @hookimpl
     def interposer_records() -> Iterator[OpEntry]:
         yield OP
 
-    plugins = discovered(module("acme", interposer_records=interposer_records))
+    plugins = Plugins.of(module("acme", interposer_records=interposer_records))
     assert plugins.loaded[0].records == (OP,)
 
 
-def test_order_of_discovery_does_not_matter(make_plugin: Make, discovered: Find) -> None:
+def test_order_of_discovery_does_not_matter(make_plugin: Make) -> None:
     modules = [make_plugin("b", KERNEL), make_plugin("a", OP), make_plugin("c")]
-    assert [plugin.name for plugin in discovered(*modules).loaded] == ["a", "b", "c"]
-    assert [plugin.name for plugin in discovered(*reversed(modules)).loaded] == ["a", "b", "c"]
+    assert [plugin.name for plugin in Plugins.of(*modules).loaded] == ["a", "b", "c"]
+    assert [plugin.name for plugin in Plugins.of(*reversed(modules)).loaded] == ["a", "b", "c"]
 
 
 def raising(*_: object) -> Any:
@@ -90,11 +87,10 @@ def test_a_broken_plugin_is_quarantined_and_its_neighbour_works(
     reason: str,
     has_traceback: bool,
     make_plugin: Make,
-    discovered: Find,
 ) -> None:
     broken = module("broken", **{name: hookimpl(function) for name, function in hooks.items()})
-    with pytest.warns(PluginWarning, match=f"(?s)Plugin 'broken' of broken: .*{reason}"):
-        plugins = discovered(make_plugin("a", OP), broken, make_plugin("z", KERNEL))
+    with pytest.warns(PluginWarning, match=f"(?s)Plugin 'broken' of broken in code: .*{reason}"):
+        plugins = Plugins.of(make_plugin("a", OP), broken, make_plugin("z", KERNEL))
     assert [plugin.name for plugin in plugins.loaded] == ["a", "z"]
     (failure,) = plugins.failed
     assert (failure.name, failure.distribution) == ("broken", "broken")
@@ -103,45 +99,18 @@ def test_a_broken_plugin_is_quarantined_and_its_neighbour_works(
     assert failure.traceback.startswith("Traceback") is has_traceback
 
 
-def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make, discovered: Find) -> None:
+def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make) -> None:
     with pytest.warns(PluginWarning, match="claimed by acme in code, acme in code") as warned:
-        plugins = discovered(make_plugin("acme", OP), make_plugin("acme"), make_plugin("fine"))
+        plugins = Plugins.of(make_plugin("acme", OP), make_plugin("acme"), make_plugin("fine"))
     assert [plugin.name for plugin in plugins.loaded] == ["fine"]
     assert [failure.name for failure in plugins.failed] == ["acme", "acme"]
     assert all(isinstance(failure.error, PluginConflictError) for failure in plugins.failed)
     assert len(warned) == 2
 
 
-@pytest.mark.parametrize("name", ["acme-norm", "acme_norm", "Acme.Norm"])
-def test_a_plugin_can_be_disabled_however_its_name_is_spelt(
-    name: str, make_plugin: Make, discovered: Find
-) -> None:
-    modules = make_plugin("acme_norm", OP), make_plugin("fine")
-    plugins = discovered(*modules, disabled=frozenset({name}))
-    assert [plugin.name for plugin in plugins.loaded] == ["fine"]
-    assert ("acme_norm", "acme_norm") in plugins.skipped
-
-
-def test_an_installed_plugin_can_be_disabled_by_its_distribution() -> None:
-    installed = {
-        (point.name, point.dist.name)
-        for point in importlib_metadata.entry_points(group=GROUP)
-        if point.dist
-    }
-    assert installed
-    plugins = discover(frozenset(distribution for _, distribution in installed))
-    assert plugins.loaded == []
-    assert set(plugins.skipped) == installed
-
-
-def test_disabling_what_is_not_installed_warns_with_the_nearest(discovered: Find) -> None:
-    with pytest.warns(PluginWarning, match="disables 'acme-nrom', .* Installed: 'acme-norm'"):
-        discovered(module("acme_norm"), disabled=frozenset({"acme-nrom"}))
-
-
-def test_observers_are_told_what_they_ask_for(make_plugin: Make, discovered: Find) -> None:
+def test_observers_are_told_what_they_ask_for(make_plugin: Make) -> None:
     seen: list[object] = []
-    plugins = discovered(
+    plugins = Plugins.of(
         make_plugin("a", interposer_failed=lambda reason: seen.append(reason)),
         make_plugin("b", interposer_failed=lambda reason, plugin: seen.append((plugin, reason))),
     )
@@ -149,25 +118,26 @@ def test_observers_are_told_what_they_ask_for(make_plugin: Make, discovered: Fin
     assert sorted(seen, key=str) == [("x", "z"), "z"]
 
 
-def test_observers_hear_of_plugins_that_failed_after_them(
-    make_plugin: Make, discovered: Find
+@pytest.mark.parametrize("name", ["a_broken", "z_broken"])
+def test_observers_hear_of_plugins_that_failed_before_and_after_them(
+    name: str, make_plugin: Make
 ) -> None:
     seen: list[str] = []
-    observer = make_plugin("a", interposer_failed=lambda plugin: seen.append(plugin))
+    observer = make_plugin("observer", interposer_failed=lambda plugin: seen.append(plugin))
     with pytest.warns(PluginWarning):
-        discovered(observer, module("broken", interposer_recrods=hookimpl(raising)))
-    assert seen == ["broken"]
+        Plugins.of(observer, module(name, interposer_recrods=hookimpl(raising)))
+    assert seen == [name]
 
 
 def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
-    make_plugin: Make, discovered: Find
+    make_plugin: Make
 ) -> None:
     seen: list[str] = []
-    plugins = discovered(
+    plugins = Plugins.of(
         make_plugin("a", KERNEL, interposer_selected=raising),
         make_plugin("b", interposer_selected=lambda choice: seen.append(choice)),
     )
-    with pytest.warns(PluginWarning, match="Plugin 'a' of a: its observer interposer_selected"):
+    with pytest.warns(PluginWarning, match="Plugin 'a' of a in code: its observer interposer_selected"):
         plugins.observe("interposer_selected", choice="first")
     plugins.observe("interposer_selected", choice="second")
     assert seen == ["first", "second"]
@@ -178,7 +148,7 @@ def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
 
 
 def test_an_observer_that_raises_in_several_threads_fails_once(
-    make_plugin: Make, discovered: Find
+    make_plugin: Make
 ) -> None:
     barrier = Barrier(4)
 
@@ -186,16 +156,16 @@ def test_an_observer_that_raises_in_several_threads_fails_once(
         barrier.wait()
         raise ValueError(choice)
 
-    plugins = discovered(make_plugin("a", interposer_selected=raise_together))
+    plugins = Plugins.of(make_plugin("a", interposer_selected=raise_together))
     with ThreadPoolExecutor(4) as pool, pytest.warns(PluginWarning):
         list(pool.map(lambda n: plugins.observe("interposer_selected", choice=n), range(4)))
     assert [failure.name for failure in plugins.failed] == ["a"]
 
 
 def test_observers_of_failures_that_fail_do_not_break_the_caller(
-    make_plugin: Make, discovered: Find
+    make_plugin: Make
 ) -> None:
-    plugins = discovered(
+    plugins = Plugins.of(
         make_plugin("a", interposer_failed=raising), make_plugin("b", interposer_failed=raising)
     )
     with pytest.warns(PluginWarning):
@@ -204,8 +174,8 @@ def test_observers_of_failures_that_fail_do_not_break_the_caller(
 
 
 def test_records_of_one_distribution_are_told_apart_by_name(
-    make_plugin: Make, discovered: Find
+    make_plugin: Make
 ) -> None:
     kernels = [Kernel("linear", "x", "a:b"), Kernel("embedding", "x", "a:b")]
     layers = [LayerEntry("linear", "x", "a:b"), LayerEntry("embedding", "x", "a:b")]
-    assert len(discovered(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4
+    assert len(Plugins.of(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4

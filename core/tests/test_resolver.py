@@ -26,7 +26,7 @@ from interposer import (
     Verdict,
     custom_op,
 )
-from interposer.errors import ConfigError, NoCandidateError, PluginError, UnknownNameError
+from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
 from interposer.plugins import PluginWarning
 
 DEVICE = Device("host", "cpu", "a device", Capability("any"))
@@ -132,15 +132,19 @@ def test_an_op_that_is_not_installed_raises(resolve: Resolve) -> None:
 
 @pytest.mark.parametrize("field", ["target", "prepare"])
 @pytest.mark.parametrize("missing", ["acme_of_nowhere:fast", "math:fast"])
-def test_a_kernel_that_points_nowhere_names_plugin_target_and_mend(
+def test_a_kernel_that_points_nowhere_is_refused_and_raises_where_it_is_pinned(
     field: str, missing: str, resolve: Resolve
 ) -> None:
     fields: dict[str, Any] = {"target": "math:tau", field: missing}
-    with pytest.raises(PluginError) as caught:
-        site(resolve(OP, Kernel("double", "double_gone", **fields))).bind(double)
-    assert str(caught.value).startswith("Plugin 'acme' of acme in code: 'double_gone' was chosen")
-    assert f"'{missing}' cannot be loaded" in str(caught.value)
-    assert "INTERPOSER_DISABLE=acme" in caught.value.mend
+    gone = Kernel("double", "double_gone", **fields)
+    bound = site(resolve(OP, gone)).bind_kernel(double)
+    assert bound.function is double.reference
+    (refusal,) = bound.choice.refusals
+    assert refusal.reason.startswith(f"'{missing}' cannot be loaded: ")
+    assert "Traceback" in refusal.traceback
+    pinned = resolve(OP, gone, config=Config(kernels={"double": "double_gone"}))
+    with pytest.raises(NoCandidateError, match=f"'{missing}' cannot be loaded"):
+        site(pinned).bind(double)
 
 
 def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:
@@ -171,11 +175,9 @@ def test_an_observer_that_raises_does_not_break_the_selection(resolve: Resolve) 
     assert site(resolver, torch.float16).bind(double) is double.reference
 
 
-def test_a_scheme_that_points_nowhere_names_plugin_target_and_mend(
-    registered: Callable[..., Registry],
-) -> None:
+def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
     registry = registered(SchemeEntry("gptq", "acme_gptq", "acme_of_nowhere:Gptq"))
-    with pytest.raises(PluginError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
+    with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gptq' cannot be loaded"):
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gptq"})
     with pytest.raises(UnknownNameError, match=r"quantization method 'gtpq'.* first: 'gptq'"):
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gtpq"})

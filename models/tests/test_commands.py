@@ -1,4 +1,4 @@
-"""``interposer run`` and ``interposer explain``, through the command's own entry point."""
+"""``interposer run``, and ``interposer explain`` of a model, through the command's entry point."""
 
 from __future__ import annotations
 
@@ -79,6 +79,43 @@ def test_explain_says_what_was_chosen_and_refused(command: Command, llama: Path)
     for choice in told["choices"]:
         named = f"{choice['kind']} {choice['name']!r}" if choice["name"] else choice["kind"]
         assert f"\n{named}" in out
+
+
+def test_explain_on_a_described_device_makes_the_choices_of_that_device(
+    command: Command, llama: Path, tmp_path: Path
+) -> None:
+    def linears(*arguments: str | Path) -> list[dict[str, Any]]:
+        choices = facts(command, "explain", llama, "--dtype", "float32", *arguments)["choices"]
+        return [c for c in choices if (c["kind"], c["name"]) == ("kernel", "linear")]
+
+    for choice in linears("--on", "graviton4"):
+        reasons = {refused["candidate"]: refused["reason"] for refused in choice["refused"]}
+        assert reasons["linear_packed"] == "needs x86_64, the device is aarch64"
+    assert all(choice["chosen"] == "reference" for choice in linears("--on", "graviton4"))
+    here = tmp_path / "here.json"
+    assert command("doctor", "--describe", here)[0] == 0
+    named = [(c["chosen"], c["places"]) for c in linears("--on", here)]
+    assert named == [(c["chosen"], c["places"]) for c in linears()]
+
+
+def test_why_shows_the_places_of_one_op(command: Command, llama: Path) -> None:
+    told = facts(command, "explain", llama, "--why", "rms_norm")
+    assert {choice["name"] for choice in told["choices"]} == {"rms_norm"}
+    code, out, _ = command("explain", llama, "--why", "rms_norm")
+    assert code == 0
+    assert all(place in out for choice in told["choices"] for place in choice["places"])
+    told = facts(command, "explain", llama, "--why", "gelu_and_mul")
+    assert told["notes"] == ["the model does not ask for 'gelu_and_mul'"]
+    assert [subject["name"] for subject in told["candidates"]] == ["gelu_and_mul"]
+
+
+def test_run_takes_locked(
+    command: Command, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("run", llama, "--prompt", "x", "--locked")
+    assert (code, out) == (1, "")
+    assert "interposer.lock" in err
 
 
 def test_explain_needs_no_weights(command: Command, copied: Path) -> None:

@@ -13,30 +13,40 @@ if TYPE_CHECKING:
     from interposer.attention import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
     from interposer.capability import Capability, Device, Memory
     from interposer.choice import Candidate, Choice
-    from interposer.config import Config, effective_config, use
+    from interposer.compatibility import API_VERSION
+    from interposer.config import Config, Rule, effective_config, use
+    from interposer.device_description import DeviceDescription
     from interposer.explanation import Explanation, explain
+    from interposer.health import doctor
     from interposer.hookspecs import hookimpl
     from interposer.layer import PluggableLayer, Site
     from interposer.op import Case, CustomOp, Tolerance, custom_op
     from interposer.placement import Placement, current_platform, place
+    from interposer.planning import Planned, planned
     from interposer.platform import Platform
+    from interposer.policy import Policy
     from interposer.quantization import LinearMethod, QuantizationScheme
     from interposer.records import (
         AttentionEntry,
+        DeviceEntry,
         Kernel,
         LayerEntry,
         OpEntry,
         PlatformEntry,
         SchemeEntry,
+        TuningEntry,
     )
+    from interposer.registration import Registration, register
     from interposer.registry import Registry, current_registry
     from interposer.request import Request
     from interposer.requires import Dim, Requires
     from interposer.resolver import Resolver
     from interposer.selection import select
+    from interposer.tuning import Table, tune
     from interposer.verdict import Refusal, Verdict
 
 __all__ = [
+    "API_VERSION",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionEntry",
@@ -48,6 +58,8 @@ __all__ = [
     "Config",
     "CustomOp",
     "Device",
+    "DeviceDescription",
+    "DeviceEntry",
     "Dim",
     "Explanation",
     "KVCacheLayout",
@@ -57,27 +69,37 @@ __all__ = [
     "Memory",
     "OpEntry",
     "Placement",
+    "Planned",
     "Platform",
     "PlatformEntry",
     "PluggableLayer",
+    "Policy",
     "QuantizationScheme",
     "Refusal",
+    "Registration",
     "Registry",
     "Request",
     "Requires",
     "Resolver",
+    "Rule",
     "SchemeEntry",
     "Site",
+    "Table",
     "Tolerance",
+    "TuningEntry",
     "Verdict",
     "current_platform",
     "current_registry",
     "custom_op",
+    "doctor",
     "effective_config",
     "explain",
     "hookimpl",
     "place",
+    "planned",
+    "register",
     "select",
+    "tune",
     "use",
 ]
 
@@ -85,27 +107,36 @@ _HOMES = {
     "attention": ("AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"),
     "capability": ("Capability", "Device", "Memory"),
     "choice": ("Candidate", "Choice"),
-    "config": ("Config", "effective_config", "use"),
+    "compatibility": ("API_VERSION",),
+    "config": ("Config", "Rule", "effective_config", "use"),
+    "device_description": ("DeviceDescription",),
     "explanation": ("Explanation", "explain"),
+    "health": ("doctor",),
     "hookspecs": ("hookimpl",),
     "layer": ("PluggableLayer", "Site"),
     "op": ("Case", "CustomOp", "Tolerance", "custom_op"),
     "placement": ("Placement", "current_platform", "place"),
+    "planning": ("Planned", "planned"),
     "platform": ("Platform",),
+    "policy": ("Policy",),
     "quantization": ("LinearMethod", "QuantizationScheme"),
     "records": (
         "AttentionEntry",
+        "DeviceEntry",
         "Kernel",
         "LayerEntry",
         "OpEntry",
         "PlatformEntry",
         "SchemeEntry",
+        "TuningEntry",
     ),
+    "registration": ("Registration", "register"),
     "registry": ("Registry", "current_registry"),
     "request": ("Request",),
     "requires": ("Dim", "Requires"),
     "resolver": ("Resolver",),
     "selection": ("select",),
+    "tuning": ("Table", "tune"),
     "verdict": ("Refusal", "Verdict"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}

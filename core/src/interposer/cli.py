@@ -1,4 +1,4 @@
-"""The command ``interposer``. Subcommands come from the entry points ``interposer.commands``.
+"""The command ``interposer``: core's subcommands, and those of entry points in ``GROUP``.
 
 Neither this module nor the modules of the commands import torch: what is heavy is imported
 inside a command when it runs.
@@ -7,7 +7,6 @@ inside a command when it runs.
 from __future__ import annotations
 
 import io
-import json
 import sys
 import warnings
 from collections import defaultdict
@@ -17,11 +16,21 @@ from typing import Annotated, Any
 import importlib_metadata
 import typer
 
+from interposer.commands.doctor import doctor
+from interposer.commands.explain import explain
+from interposer.commands.lock import lock
+from interposer.commands.tune import tune
 from interposer.errors import FOREIGN_ERRORS, InterposerError
 
 __all__ = ["main"]
 
 GROUP = "interposer.commands"
+_OWN: dict[str, Callable[..., None]] = {
+    "doctor": doctor,
+    "explain": explain,
+    "lock": lock,
+    "tune": tune,
+}
 
 
 def main() -> None:
@@ -53,9 +62,11 @@ def _application() -> typer.Typer:
     claims = defaultdict(list)
     for point in importlib_metadata.entry_points(group=GROUP):
         claims[point.name].append(point)
-    for name in sorted(claims):
-        _add_command(application, name, claims[name])
-    application.command("plugins")(_plugins)  # last, so that none of the others replaces it
+    for name in sorted(claims.keys() | _OWN.keys()):
+        if name in _OWN:  # nobody replaces these
+            application.command(name)(_OWN[name])
+        else:
+            _add_command(application, name, claims[name])
     return application
 
 
@@ -91,58 +102,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-def _plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """List the installed plugins and what failed, which makes the exit code 1."""
-    from interposer.registry import current_registry
-
-    with warnings.catch_warnings(record=True) as caught:
-        found = current_registry().plugins
-    told = {str(failure.error) for failure in found.failed}  # printed with their tracebacks below
-    for warning in caught:
-        if str(warning.message) not in told:
-            _show_warning(str(warning.message))
-    facts: dict[str, Any] = {
-        "plugins": [
-            {
-                "name": plugin.name,
-                "distribution": plugin.distribution,
-                "version": plugin.version,
-                "records": plugin.summary(),
-            }
-            for plugin in found.loaded
-        ],
-        "disabled": [{"name": name, "distribution": dist} for name, dist in found.skipped],
-        "failed": [
-            {
-                "name": failure.name,
-                "distribution": failure.distribution,
-                "version": failure.version,
-                "error": str(failure.error),
-                "traceback": failure.traceback,
-            }
-            for failure in found.failed
-        ],
-    }
-    print(json.dumps(facts, indent=2) if as_json else _plugins_text(facts))
-    if found.failed:
-        raise typer.Exit(1)
-
-
-def _plugins_text(facts: dict[str, Any]) -> str:
-    lines = []
-    for plugin in facts["plugins"]:
-        provided = ", ".join(f"{count} {kind}" for kind, count in plugin["records"].items())
-        origin = f"{plugin['distribution']} {plugin['version']}"
-        lines.append(f"{plugin['name']} ({origin}): {provided or 'nothing'}")
-    lines += [f"{p['name']} ({p['distribution']}): disabled" for p in facts["disabled"]]
-    for failure in facts["failed"]:
-        lines.append(f"FAILED {failure['error']}")
-        lines += [f"    {line}" for line in failure["traceback"].splitlines()]
-    return "\n".join(lines) or "No plugins are installed. Try: pip install interposer-cpu"
 
 
 def _unusable(name: str, reason: str) -> Callable[[], None]:

@@ -70,13 +70,19 @@ class UnknownNameError(ConfigError):
 
 
 class PluginError(InterposerError):
-    """A plugin failed or declared something that cannot be used."""
+    """A plugin failed or declared something that cannot be used.
 
-    def __init__(self, plugin: str, distribution: str, reason: str, mend: str = "") -> None:
+    ``trace`` is the traceback where its code failed in another process.
+    """
+
+    def __init__(
+        self, plugin: str, distribution: str, reason: str, mend: str = "", trace: str = ""
+    ) -> None:
         self.plugin = plugin
         self.distribution = distribution
         self.reason = reason
         self.mend = mend
+        self.trace = trace
         tail = f"\nTry: {mend}" if mend else ""
         super().__init__(f"Plugin {plugin!r} of {distribution}: {reason}{tail}")
 

@@ -1,15 +1,31 @@
-"""What was chosen where, and why everything else was not."""
+"""What was chosen where, by which policy, and why everything else was not."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Protocol
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, get_args
 
+from interposer.capability import Device
 from interposer.choice import Choice
+from interposer.config import Config, effective_config
+from interposer.device_description import described_placement
+from interposer.errors import ConfigError, UnknownNameError
+from interposer.inventory import Option, Subject, inventory, requirements
+from interposer.placement import Placement, place
+from interposer.planning import Planned, planned
+from interposer.registry import current_registry
+from interposer.request import AttentionType, Request
 from interposer.resolver import Resolver
+from interposer.setting import Setting, settings
+from interposer.verdict import Refusal
 
-__all__ = ["Explainable", "Explanation", "explain"]
+__all__ = ["Explainable", "Explanation", "Row", "explain"]
+
+VERSION = 1
+"""Of what ``Explanation.to_dict`` returns."""
 
 
 class Explainable(Protocol):
@@ -31,33 +47,76 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All choices made for one model; prints as text, converts to plain data and to JSON."""
+    """All choices made for one model; prints as text, as tables with rich, converts to JSON.
 
-    device: str
-    rows: tuple[Row, ...]
+    Attributes:
+        policy: every setting that is not left to the selection.
+        subjects: all that there is to choose from, where no model is explained.
+        failures: kernels that failed while they ran, and were replaced.
+        notes: what else is to be said.
+        unasked: all that there is to choose from, where a model is explained.
+        full: the text holds every place, requirement and traceback.
+    """
+
+    device: Device
+    rows: tuple[Row, ...] = ()
+    subjects: tuple[Subject, ...] = ()
+    policy: tuple[Setting, ...] = ()
+    failures: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    unasked: tuple[Subject, ...] = ()
+    full: bool = False
+
+    def why(self, name: str) -> Explanation:
+        """Return what concerns one op, layer id, attention type or scheme only, in full.
+
+        ``"platform"`` and ``"attention"`` stand for themselves.
+
+        Raises: UnknownNameError: nothing of that name is known.
+        """
+        rows = tuple(row for row in self.rows if name in _names(row.choice.request))
+        known = (*self.subjects, *self.unasked)
+        subjects = () if rows else tuple(s for s in known if name in _names(s))
+        if not (rows or subjects):
+            names = {n for row in self.rows for n in _names(row.choice.request)}
+            names.update(n for subject in known for n in _names(subject))
+            raise UnknownNameError("op, layer id, attention type or scheme", name, names)
+        candidates = {r.candidate for row in rows for r in row.choice.refusals}
+        candidates.update(row.choice.chosen.name for row in rows)
+        unasked = subjects and not self.subjects
+        return replace(
+            self,
+            rows=rows,
+            subjects=subjects,
+            policy=tuple(s for s in self.policy if s.key.partition("@")[0] in (name, "*", "")),
+            failures=tuple(f for f in self.failures if f.candidate in candidates),
+            notes=(*self.notes, f"the model does not ask for {name!r}") if unasked else self.notes,
+            full=True,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and dictionaries, the same facts as the text."""
         return {
-            "device": self.device,
-            "choices": [
-                {
-                    "kind": row.choice.request.kind,
-                    "name": row.choice.request.name,
-                    "dtype": row.choice.request.dtype,
-                    "dims": dict(row.choice.request.dims),
-                    "chosen": row.choice.chosen.name,
-                    "provider": row.choice.chosen.provider,
-                    "version": row.choice.chosen.version,
-                    "why": row.choice.why,
-                    "places": list(row.prefixes),
-                    "refused": [
-                        {"candidate": r.candidate, "provider": r.provider, "reason": r.reason}
-                        for r in row.choice.refusals
-                    ],
-                }
-                for row in self.rows
+            "version": VERSION,
+            "device": {
+                "platform": self.device.platform,
+                "torch_device": self.device.torch_device,
+                "name": self.device.name,
+            },
+            "policy": [
+                {"setting": str(s), "value": s.value, "source": s.source} for s in self.policy
             ],
+            "choices": [_choice_dict(row) for row in self.rows],
+            "candidates": [
+                {
+                    "kind": subject.kind,
+                    "name": subject.name,
+                    "options": [_option_dict(option) for option in subject.options],
+                }
+                for subject in self.subjects
+            ],
+            "failures": [_refusal_dict(refusal) for refusal in self.failures],
+            "notes": list(self.notes),
         }
 
     def to_json(self) -> str:
@@ -65,21 +124,123 @@ class Explanation:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        lines = [f"device: {self.device}"]
-        for row in self.rows:
-            choice = row.choice
-            places = row.prefixes[0] or "(model)"
-            if len(row.prefixes) > 1:
-                places += f" and {len(row.prefixes) - 1} more"
-            lines.append(f"\n{choice.request}, at {places}")
-            lines.append(f"  -> {choice.chosen.name} ({choice.chosen.origin}): {choice.why}")
-            lines += [f"     not {refusal}" for refusal in choice.refusals]
-        return "\n".join(lines)
+        from interposer.explanation_report import text
+
+        return text(self)
+
+    def __rich_console__(self, _console: object, _options: object) -> Iterator[Any]:
+        from interposer.explanation_report import renderables
+
+        yield from renderables(self)
 
 
-def explain(model: Explainable) -> Explanation:
-    """Return every distinct choice that was made while ``model`` was built."""
+def explain(
+    model: Explainable | str | os.PathLike[str] | None = None,
+    device: str | os.PathLike[str] | None = None,
+    config: Config | None = None,
+    dtype: str = "auto",
+) -> Explanation:
+    """Return every distinct choice for a model, or all that there is to choose from.
+
+    Args:
+        model: what was built through a resolver; or a model directory, for which every choice is
+            made but no weight is read; or None.
+        device: a described device to choose for, by name or as a file, in place of this
+            machine's; what was built is planned anew.
+        config: policy above all other sources; what was built has had its own.
+        dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
+    Raises:
+        ConfigError: ``config`` is given for what is built, or nothing can plan ``model``.
+        NoCandidateError: nothing can serve a part of the model, or no platform can be used.
+        UnknownNameError: ``device`` is neither known nor a file.
+        StorageError: the file describes no device.
+    """
+    if model is not None and not isinstance(model, str | os.PathLike) and device is None:
+        if config is not None:
+            raise ConfigError(
+                "explain() takes no config for what is built already: it has had its own. "
+                "Try: explain(path, config=...)"
+            )
+        return _made(model)
+    registry = current_registry(config)
+    placement = None if device is None else described_placement(registry, device)
+    if model is not None:
+        return _made(planned(cast("str | Planned", model), config, dtype, placement))
+    found = placement or place(config)
+    return Explanation(
+        found.device,
+        (Row(found.choice, ("",)),),
+        inventory(registry, found.device),
+        settings(effective_config(config), found),
+        notes=_notes(found),
+    )
+
+
+def _made(model: Explainable) -> Explanation:
     resolver = model.resolver
-    device = f"{resolver.device.torch_device} ({resolver.device.name})"
+    placement: Placement | None = getattr(model, "placement", None)
     rows = (Row(choice, tuple(prefixes)) for choice, prefixes in resolver.choices.values())
-    return Explanation(device, tuple(rows))
+    return Explanation(
+        resolver.device,
+        tuple(rows),
+        policy=settings(resolver.config, placement),
+        failures=tuple(resolver.failures),
+        notes=_notes(placement),
+        unasked=inventory(resolver.registry, resolver.device),
+    )
+
+
+def _notes(placement: Placement | None) -> tuple[str, ...]:
+    """Say of a described device that it is one, where its choice may not be shown."""
+    return (placement.choice.why,) if placement is not None and placement.described else ()
+
+
+def _names(subject: Subject | Request) -> tuple[str, ...]:
+    """Return what ``why`` takes for a subject; one of attention serves all types."""
+    if subject.kind == "attention" and isinstance(subject, Subject):
+        return "attention", *get_args(AttentionType)
+    if subject.kind == "attention":
+        return subject.kind, subject.name
+    return (subject.name or subject.kind,)  # platforms have no name
+
+
+def _choice_dict(row: Row) -> dict[str, Any]:
+    choice, request = row.choice, row.choice.request
+    return {
+        "kind": request.kind,
+        "name": request.name,
+        "dtype": request.dtype,
+        "dims": dict(request.dims),
+        "chosen": choice.chosen.name,
+        "provider": choice.chosen.provider,
+        "version": choice.chosen.version,
+        "why": choice.why,
+        "places": list(row.prefixes),
+        "seconds": dict(choice.seconds),
+        "notes": list(choice.notes),
+        "refused": [_refusal_dict(refusal) for refusal in choice.refusals],
+    }
+
+
+def _option_dict(option: Option) -> dict[str, Any]:
+    candidate = option.candidate
+    return {
+        "candidate": candidate.name,
+        "provider": candidate.provider,
+        "version": candidate.version,
+        "score": candidate.score,
+        "platform": option.platform,
+        "requires": requirements(candidate),
+        "properties": sorted(candidate.properties),
+        "accepted": option.verdict.accepted,
+        "reason": option.verdict.reason,
+    }
+
+
+def _refusal_dict(refusal: Refusal) -> dict[str, str]:
+    return {
+        "candidate": refusal.candidate,
+        "provider": refusal.provider,
+        "reason": refusal.reason,
+        "traceback": refusal.traceback,
+    }

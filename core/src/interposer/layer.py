@@ -84,8 +84,7 @@ def check_replacement(standard: type[PluggableLayer], replacement: object, name:
     """Raise RecordError unless ``replacement`` can stand wherever ``standard`` does."""
     if not (isinstance(replacement, type) and issubclass(replacement, standard)):
         raise RecordError(
-            f"layer {name!r} is {replacement!r}, which does not subclass {standard.__qualname__}. "
-            f"Try: another one, Config(layers={{{standard.layer_id!r}: ...}})"
+            f"layer {name!r} is {replacement!r}, which does not subclass {standard.__qualname__}"
         )
     expected = list(inspect.signature(standard.__init__).parameters.values())
     found = list(inspect.signature(replacement.__init__).parameters.values())
@@ -93,6 +92,5 @@ def check_replacement(standard: type[PluggableLayer], replacement: object, name:
     if [(p.name, p.kind, p.default) for p in found] != same:
         raise RecordError(
             f"layer {name!r} takes {inspect.signature(replacement.__init__)}, "
-            f"but {standard.__qualname__} takes {inspect.signature(standard.__init__)}. "
-            f"Try: another one, Config(layers={{{standard.layer_id!r}: ...}})"
+            f"but {standard.__qualname__} takes {inspect.signature(standard.__init__)}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,24 +16,31 @@ from interposer.errors import (
     PlatformUnavailableError,
     UnknownNameError,
 )
-from interposer.memo import memoized
+from interposer.examination import Task
 from interposer.platform import Platform
+from interposer.policy import Policy, policy_for
 from interposer.records import PlatformEntry
-from interposer.registry import Registry, current_registry
+from interposer.registry import Registry, current_registry, per_registry
 from interposer.request import Request
 from interposer.selection import select
-from interposer.verdict import Refusal
+from interposer.verdict import Refusal, Verdict
 
 __all__ = ["Placement", "current_platform", "place"]
+
+_REQUEST = Request("platform", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A platform with the device that a model goes to, and the choice behind it."""
+    """A platform with the device that a model goes to, and the choice behind it.
+
+    ``described`` is set where the device stands in a file and not in this machine.
+    """
 
     platform: Platform
     device: Device
     choice: Choice
+    described: bool = False
 
 
 def current_platform(config: Config | None = None) -> Platform:
@@ -50,34 +57,51 @@ def current_platform(config: Config | None = None) -> Platform:
 def place(config: Config | None = None) -> Placement:
     """Return the platform in force with its first device, see ``current_platform``."""
     config = effective_config(config)
-    return _place(current_registry(config), config.platform)
+    return _place(current_registry(config), policy_for(config, _REQUEST))
 
 
-@memoized
-def _place(registry: Registry, pinned: str | None) -> Placement:
+@per_registry
+def _place(registry: Registry, policy: Policy) -> Placement:
     candidates = registry.candidates("platform")
-    failures = _plugin_failures(registry)
+    failures = registry.plugins.refusals()
     if not candidates:
         raise PlatformUnavailableError("platform", failures, "pip install interposer-cpu")
+    asked = f"platform {policy.pin!r}"
     try:
-        choice = select(Request("platform", ""), candidates, pinned)
+        choice = select(_REQUEST, [_examined(registry, c) for c in candidates], policy)
     except UnknownNameError as error:
         if not failures:
             raise
         # The plugin that would provide it may be among those that failed.
-        what = f"platform {pinned!r}; known: {', '.join(error.known)}"
+        what = f"{asked}; known: {', '.join(error.known)}"
         raise PlatformUnavailableError(what, failures, "mend what failed") from error
     except NoCandidateError as error:
         raise PlatformUnavailableError(
-            "usable platform" if pinned is None else f"platform {pinned!r}, which was asked for",
+            "usable platform" if policy.pin is None else f"{asked}, which was asked for",
             (*error.refusals, *failures),
             error.action
-            or "install a plugin for this machine; `interposer plugins` lists what is there",
+            or "install a plugin for this machine; `interposer doctor` lists what is there",
         ) from error
     placement = _opened(registry, choice)
-    if pinned is None:
-        _refuse_silent_fallback(candidates, placement, failures)
+    if policy.pin is None:
+        _refuse_silent_fallback(registry, placement, failures)
     return placement
+
+
+def _examined(registry: Registry, candidate: Candidate) -> Candidate:
+    """Return ``candidate`` so that another process probes it before this one does."""
+
+    def judge(request: Request) -> Verdict:
+        record = candidate.record
+        assert isinstance(record, PlatformEntry)
+        task = Task("platform", {"target": record.target})
+        if registry.owner(candidate).source.installed is not None:
+            verdict = registry.examine(candidate, task).verdict
+            if not verdict:
+                return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
+        return candidate.judge(request)
+
+    return replace(candidate, judge=judge)
 
 
 def _opened(registry: Registry, choice: Choice) -> Placement:
@@ -98,19 +122,26 @@ def _opened(registry: Registry, choice: Choice) -> Placement:
 
 
 def _refuse_silent_fallback(
-    candidates: list[Candidate], placement: Placement, plugin_failures: list[Refusal]
+    registry: Registry, placement: Placement, plugin_failures: list[Refusal]
 ) -> None:
     """Raise if the choice is only second best because something broke."""
     chosen = placement.choice.chosen
+    candidates = registry.candidates("platform")
     better = {(c.name, c.origin) for c in candidates if c.score >= chosen.score}
     failures = [
         refusal
         for refusal in placement.choice.refusals
         if refusal.traceback and (refusal.candidate, refusal.provider) in better
     ]
+    failed = [
+        f"{f.distribution} {f.version}"
+        for f in registry.plugins.failed
+        if any(score >= chosen.score for _, score in f.platforms)
+    ]
+    failures += [refusal for refusal in plugin_failures if refusal.provider in failed]
     visible = torch.accelerator.current_accelerator(check_available=True)
     if visible is not None and visible.type != placement.platform.device_type:
-        failures += plugin_failures
+        failures += [refusal for refusal in plugin_failures if refusal not in failures]
     if failures:
         raise PlatformUnavailableError(
             f"automatic platform: {chosen.name!r} would be a silent fallback, for others failed",
@@ -118,9 +149,3 @@ def _refuse_silent_fallback(
             f"mend what failed, or ask for it: INTERPOSER_PLATFORM={chosen.name}",
         )
 
-
-def _plugin_failures(registry: Registry) -> list[Refusal]:
-    return [
-        Refusal(f.name, f"{f.distribution} {f.version}", f.error.reason, f.traceback)
-        for f in registry.plugins.failed
-    ]

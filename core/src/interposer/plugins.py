@@ -1,38 +1,77 @@
-"""Discovery of plugins and the records they declare; a broken one is quarantined, not fatal."""
+"""The plugins that are in use, those that are not and why, and the observers among them."""
 
 from __future__ import annotations
 
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, get_args
 
-import importlib_metadata
 import pluggy
-from packaging.utils import canonicalize_name
 
 from interposer import hookspecs
-from interposer.errors import FOREIGN_ERRORS, PluginConflictError, PluginError, nearest_first
+from interposer.distribution import Distribution
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    PluginConflictError,
+    PluginError,
+    RecordError,
+)
 from interposer.records import Record, identity
+from interposer.validation import MOST_RECORDS
+from interposer.verdict import Refusal
 
-__all__ = ["Failure", "Plugin", "PluginWarning", "Plugins", "discover"]
-
+__all__ = ["Failure", "Plugin", "PluginWarning", "Plugins", "Skipped", "Source"]
 
 class PluginWarning(UserWarning):
     """A plugin cannot be used; the text says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plugin:
-    """A usable plugin with what it declares."""
+class Source:
+    """Where a plugin comes from.
+
+    Attributes:
+        name: of the entry point, or what it was registered by.
+        installed: facts of the distribution; None for a plugin that was given in code.
+        value: what the entry point names, as in ``"acme.plugin"``.
+    """
 
     name: str
     distribution: str
     version: str
+    installed: Distribution | None = None
+    value: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for people."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A usable plugin with what it declares."""
+
+    source: Source
     records: tuple[Record, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its entry point, or the one that it was registered by."""
+        return self.source.name
+
+    @property
+    def distribution(self) -> str:
+        """The name of the distribution that provides it."""
+        return self.source.distribution
+
+    @property
+    def version(self) -> str:
+        """The distribution's version, or ``"in code"``."""
+        return self.source.version
 
     def summary(self) -> dict[str, int]:
         """Return how many records of each kind the plugin declares."""
@@ -41,33 +80,87 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A quarantined plugin: the error, and the traceback if its own code raised."""
+    """A quarantined plugin: the error, and the traceback if its own code raised.
+
+    ``platforms`` are names and scores of the platforms that it is known to declare.
+    """
 
     name: str
     distribution: str
     version: str
     error: PluginError
     traceback: str = ""
+    platforms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Skipped:
+    """A plugin that the policy leaves out, and by which rule."""
+
     name: str
     distribution: str
-    version: str
-    load: Callable[[], Any]
+    reason: str
 
 
 class Plugins:
-    """All plugins of one discovery, and the observers among them."""
+    """All plugins of one discovery, those given in code, and the observers among them."""
 
     def __init__(self) -> None:
         self.loaded: list[Plugin] = []
         self.failed: list[Failure] = []
-        self.skipped: list[tuple[str, str]] = []
+        self.skipped: list[Skipped] = []
+        self._settled = False
         self._manager = pluggy.PluginManager("interposer")
         self._manager.add_hookspecs(hookspecs)
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, Source] = {}
+
+    @classmethod
+    def of(cls, *plugins: Any) -> Plugins:
+        """Return the given modules or objects as plugins, without what is installed.
+
+        Each goes by its ``__name__`` or the name of its class. One that fails is quarantined; its
+        targets are taken as they are. ``interposer.register`` is the strict way.
+        """
+        made = cls()
+        sources = [(in_code(plugin), plugin) for plugin in plugins]
+        claims = Counter(source.name for source, _ in sources)
+        for source, plugin in sorted(sources, key=lambda pair: pair[0].name):
+            if claims[source.name] > 1:
+                made.conflict(source, [s for s, _ in sources if s.name == source.name])
+            else:
+                made.add(source, plugin)
+        made.settle()
+        return made
+
+    def with_added(self, added: Iterable[tuple[Source, Any, tuple[Record, ...]]]) -> Plugins:
+        """Return these plugins and ``added`` ones, whose records are known to be sound.
+
+        Raises: PluginConflictError: a name is taken.
+        """
+        made = Plugins()
+        made.loaded, made.failed, made.skipped = [*self.loaded], [*self.failed], [*self.skipped]
+        for name, module in self._manager.list_name_plugin():
+            made._manager.register(module, name=name)
+        made._sources = dict(self._sources)
+        made._settled = True
+        for source, plugin, records in added:
+            if made._manager.has_plugin(source.name):
+                raise PluginConflictError(
+                    source.name,
+                    source.origin,
+                    f"the name {source.name!r} is taken by {made._sources[source.name].origin}",
+                    "register it by another: interposer.register(plugin, name=...)",
+                )
+            made._manager.register(plugin, name=source.name)
+            made._sources[source.name] = source
+            made.loaded.append(Plugin(source, records))
+        return made
+
+    def settle(self) -> None:
+        """Tell the observers, now that all are there, of the plugins that failed so far."""
+        self._settled = True
+        for failure in [*self.failed]:
+            self._tell(failure)
 
     def observe(self, hook: str, **facts: Any) -> None:
         """Tell every observer; one that raises is quarantined and never breaks the caller."""
@@ -81,53 +174,95 @@ class Plugins:
                 source = self._sources.pop(name, None)
                 if source is not None:  # else another thread has just quarantined it
                     self._forget(name)
-                    self._quarantine(source, f"its observer {hook} raised {error!r}", error)
+                    self.quarantine(source, f"its observer {hook} raised {error!r}", cause=error)
 
-    def add(self, source: _Source) -> None:
-        """Load one plugin and take its records, or quarantine it."""
+    def first_result(self, hook: str, **facts: Any) -> Any:
+        """Return the first answer to ``hook`` that is not None; what it raises is passed on."""
+        return getattr(self._manager.hook, hook)(**facts)
+
+    def refusals(self) -> list[Refusal]:
+        """Return the quarantined plugins as refusals, for whoever misses what they provide."""
+        return [
+            Refusal(f.name, f"{f.distribution} {f.version}", f.error.reason, f.traceback)
+            for f in self.failed
+        ]
+
+    def add(self, source: Source, plugin: Any) -> None:
+        """Take the records of an imported plugin, or quarantine it."""
         try:
-            module = source.load()
-        except FOREIGN_ERRORS as error:
-            self._quarantine(source, f"its import raised {error!r}", error)
-            return
+            self.take(source, plugin)
+        except PluginError as error:
+            self.quarantine(source, error.reason, cause=error.__cause__)
+
+    def take(self, source: Source, plugin: Any) -> Plugin:
+        """Return an imported plugin with its records, added to these.
+
+        Raises: PluginError: its hooks or what they return cannot be used.
+        """
         self._sources[source.name] = source
         try:
-            self._manager.register(module, name=source.name)
+            self._manager.register(plugin, name=source.name)
             self._manager.check_pending()
         except (ValueError, pluggy.PluginValidationError) as error:
-            self._forget(source.name)
-            self._quarantine(source, f"its hooks are not valid: {error}", error)
-            return
+            raise self._refused(source, f"its hooks are not valid: {error}") from error
         try:
             records = self._records(source.name)
         except FOREIGN_ERRORS as error:
-            self._forget(source.name)
-            self._quarantine(source, f"interposer_records raised {error!r}", error)
-            return
+            raise self._refused(source, f"interposer_records raised {error!r}") from error
         nonsense = self._nonsense(source, records)
         if nonsense:
-            self._forget(source.name)
-            self._quarantine(source, f"interposer_records returned {nonsense}")
-            return
-        self.loaded.append(Plugin(source.name, source.distribution, source.version, tuple(records)))
+            raise self._refused(source, f"interposer_records returned {nonsense}")
+        taken = Plugin(source, tuple(records))
+        self.loaded.append(taken)
+        return taken
 
-    def reject(self, source: _Source, rivals: Iterable[_Source]) -> None:
+    def withdraw(self, plugin: Plugin, reason: str, mend: str = "") -> None:
+        """Quarantine a loaded plugin after all."""
+        self.loaded.remove(plugin)
+        self._forget(plugin.name)
+        self.quarantine(plugin.source, reason, mend)
+
+    def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
         """Quarantine a plugin whose name is claimed more than once."""
-        claims = ", ".join(sorted(f"{r.distribution} {r.version}" for r in rivals))
+        claims = ", ".join(sorted(rival.origin for rival in rivals))
         error = PluginConflictError(
             source.name,
-            source.distribution,
-            f"the name {source.name!r} is claimed by {claims}; none of them is used",
+            source.origin,
+            f"the name {source.name!r} is claimed by {claims}",
             f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}",
         )
         self._record(Failure(source.name, source.distribution, source.version, error))
 
-    def _records(self, name: str) -> list[Record]:
-        others = [plugin for other, plugin in self._manager.list_name_plugin() if other != name]
-        caller = self._manager.subset_hook_caller("interposer_records", others)
-        return [record for returned in caller() for record in returned]
+    def quarantine(
+        self,
+        source: Source,
+        reason: str,
+        mend: str = "",
+        *,
+        cause: BaseException | None = None,
+        trace: str = "",
+        platforms: tuple[tuple[str, float], ...] = (),
+    ) -> None:
+        """File ``source`` as failed, warn of it and tell the observers."""
+        error = PluginError(source.name, source.origin, reason, mend or _mend(source))
+        if cause is not None:
+            trace = "".join(traceback.format_exception(cause))
+        self._record(
+            Failure(source.name, source.distribution, source.version, error, trace, platforms)
+        )
 
-    def _nonsense(self, source: _Source, records: list[Record]) -> str:
+    def _records(self, name: str) -> list[Record]:
+        records: list[Record] = []
+        hooks = self._manager.hook.interposer_records.get_hookimpls()
+        for hook in [hook for hook in hooks if hook.plugin_name == name]:
+            returned: Any = hook.function()
+            for record in returned:
+                records.append(record)
+                if len(records) > MOST_RECORDS:
+                    raise RecordError(f"more than {MOST_RECORDS:,} records")
+        return records
+
+    def _nonsense(self, source: Source, records: list[Record]) -> str:
         """Return what is wrong with ``records``, or an empty string."""
         strangers = [record for record in records if not isinstance(record, get_args(Record))]
         if strangers:
@@ -138,23 +273,22 @@ class Plugins:
         twice = next((found for found, count in counts.items() if count > 1), None)
         return f"{' '.join(filter(None, twice))} twice" if twice else ""
 
+    def _refused(self, source: Source, reason: str) -> PluginError:
+        self._forget(source.name)
+        return PluginError(source.name, source.origin, reason, _mend(source))
+
     def _forget(self, name: str) -> None:
+        self._sources.pop(name, None)
         if self._manager.has_plugin(name):
             self._manager.unregister(name=name)
-
-    def _quarantine(self, source: _Source, reason: str, cause: BaseException | None = None) -> None:
-        error = PluginError(
-            source.name,
-            source.distribution,
-            reason,
-            f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}",
-        )
-        trace = "".join(traceback.format_exception(cause)) if cause else ""
-        self._record(Failure(source.name, source.distribution, source.version, error, trace))
 
     def _record(self, failure: Failure) -> None:
         self.failed.append(failure)
         warnings.warn(str(failure.error), PluginWarning, stacklevel=2)
+        if self._settled:
+            self._tell(failure)
+
+    def _tell(self, failure: Failure) -> None:
         self.observe(
             "interposer_failed",
             plugin=failure.name,
@@ -163,53 +297,11 @@ class Plugins:
         )
 
 
-def discover(disabled: frozenset[str] = frozenset(), extra: Iterable[ModuleType] = ()) -> Plugins:
-    """Load every installed plugin that is not disabled, and the ``extra`` modules.
-
-    Args:
-        disabled: names of plugins or of distributions, normalized as package indexes do.
-        extra: plugin modules that are not installed; each goes by its module name.
-    """
-    plugins = Plugins()
-    sources = [*_installed(), *(_in_code(module) for module in extra)]
-    disabled_names = {canonicalize_name(name) for name in disabled}
-    wanted = []
-    for source in sorted(sources, key=lambda s: (s.name, s.distribution, s.version)):
-        if not disabled_names.isdisjoint(_names(source)):
-            plugins.skipped.append((source.name, source.distribution))
-        else:
-            wanted.append(source)
-    _warn_of_unknown(disabled_names, sources)
-    claims = Counter(source.name for source in wanted)
-    for source in wanted:
-        if claims[source.name] > 1:
-            plugins.reject(source, [s for s in wanted if s.name == source.name])
-        else:
-            plugins.add(source)
-    return plugins
+def in_code(plugin: Any, name: str = "") -> Source:
+    """Return the source of a plugin that is a module or an object of this process."""
+    name = name or getattr(plugin, "__name__", type(plugin).__name__)
+    return Source(name, name, "in code")
 
 
-def _installed() -> list[_Source]:
-    found = {}
-    for point in importlib_metadata.entry_points(group=hookspecs.GROUP):
-        name = point.dist.name if point.dist else "unknown"
-        version = point.dist.version if point.dist else "0"
-        found[point.name, name, point.value] = _Source(point.name, name, version, point.load)
-    return list(found.values())
-
-
-def _in_code(module: ModuleType) -> _Source:
-    return _Source(module.__name__, module.__name__, "in code", lambda: module)
-
-
-def _names(source: _Source) -> tuple[str, str]:
-    return canonicalize_name(source.name), canonicalize_name(source.distribution)
-
-
-def _warn_of_unknown(disabled: Iterable[str], sources: list[_Source]) -> None:
-    """Warn only: one policy may serve machines that have different plugins installed."""
-    known = {name for source in sources for name in _names(source)}
-    for name in sorted(set(disabled) - known):
-        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
-        text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
-        warnings.warn(text, PluginWarning, stacklevel=3)
+def _mend(source: Source) -> str:
+    return f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}"

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, get_args
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer.choice import Candidate
-from interposer.config import Config, effective_config
-from interposer.errors import FOREIGN_ERRORS, PluginError, RecordError, UnknownNameError
-from interposer.judges import Judge, accept, judge_attention, judge_declared, judge_platform
-from interposer.memo import memoized
-from interposer.plugins import Plugin, Plugins, discover
+from interposer.config import Config, Rule, effective_config
+from interposer.discovery import discover
+from interposer.distribution import STANDARD
+from interposer.errors import FOREIGN_ERRORS, PluginError, UnknownNameError
+from interposer.examination import Finding, Task, examine, perform
+from interposer.judges import (
+    Judge,
+    Load,
+    accept,
+    judge_attention,
+    judge_declared,
+    judge_platform,
+)
+from interposer.memo import Memoized, memoized
+from interposer.plugins import Plugin, Plugins
 from interposer.records import (
     AttentionEntry,
     Kernel,
@@ -19,43 +33,67 @@ from interposer.records import (
     PlatformEntry,
     Record,
     SchemeEntry,
+    identity,
     load_target,
 )
+from interposer.registration import Registration, registrations
 from interposer.request import AttentionType, Kind
 
-__all__ = ["Registry", "current_registry"]
+__all__ = ["Registry", "current_registry", "forget_registries", "per_registry"]
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+_memos: list[Memoized[Any, Any]] = []
 
 _SUBJECTS: dict[Kind, str] = {
     "kernel": "op",
     "layer": "layer id",
     "scheme": "quantization method",
 }
+# What discovery and examination depend on; everything else of a Config is for the selection.
+_FIELDS = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
 
 
 class Registry:
-    """Candidates by kind and subject; built once from the plugins of one discovery."""
+    """Candidates by kind and subject; built once from the plugins of one discovery.
 
-    def __init__(self, plugins: Plugins) -> None:
+    Attributes:
+        config: how foreign code is examined before it is loaded.
+        failures: what failed at run time, by qualified name, with the reason; no longer chosen.
+    """
+
+    def __init__(self, plugins: Plugins, config: Config | None = None) -> None:
         self.plugins = plugins
+        self.config = config or Config()
+        self.failures: dict[str, str] = {}
         self._candidates: dict[Kind, dict[str, list[Candidate]]] = {
             kind: {} for kind in ("platform", "kernel", "layer", "attention", "scheme")
         }
-        owners: dict[str, Plugin] = {}
+        self._owners: dict[tuple[str, tuple[str, str, str]], Plugin] = {}
         for plugin in plugins.loaded:
+            load = partial(self._load, plugin)
             for record in plugin.records:
-                if isinstance(record, OpEntry):
-                    _claim(owners, record, plugin)
-                kind, subject, name, score, judge = _filed(record)
-                candidate = Candidate(
-                    name, plugin.distribution, plugin.version, score, record, judge
-                )
-                self._candidates[kind].setdefault(subject, []).append(candidate)
-        self.ops: dict[str, OpEntry] = {
-            record.name: record
-            for plugin in plugins.loaded
+                self._owners[plugin.distribution, identity(record)] = plugin
+                filed = _filed(record, load)
+                if filed is not None:
+                    kind, subject, name, score, judge = filed
+                    candidate = Candidate(
+                        name, plugin.distribution, plugin.version, score, record, judge
+                    )
+                    self._candidates[kind].setdefault(subject, []).append(candidate)
+        self.ops: dict[str, OpEntry] = {r.name: r for _, r in self.records(OpEntry)}
+        self._drivers: dict[str, str] = {}
+
+    def records(self, kind: type[R]) -> list[tuple[Plugin, R]]:
+        """Return all records of one class with the plugins that declare them."""
+        return [
+            (plugin, record)
+            for plugin in self.plugins.loaded
             for record in plugin.records
-            if isinstance(record, OpEntry)
-        }
+            if isinstance(record, kind)
+        ]
 
     def candidates(self, kind: Kind, subject: str = "") -> list[Candidate]:
         """Return every candidate for an op, a layer id or a quantization method.
@@ -66,79 +104,198 @@ class Registry:
         """
         known = self.ops if kind == "kernel" else self._candidates[kind]
         if subject and subject not in known:
-            hint = "Is the plugin for it installed? `interposer plugins` lists what is."
-            raise UnknownNameError(_SUBJECTS[kind], subject, known, hint)
+            hint = "Is the plugin for it installed? `interposer doctor` says what is."
+            raise UnknownNameError(_SUBJECTS[kind], subject, known, self._hint(hint))
         return self._candidates[kind].get(subject, [])
+
+    def subjects(self, kind: Kind) -> list[str]:
+        """Return the ops, layer ids or quantization methods that have candidates."""
+        return sorted(self.ops if kind == "kernel" else self._candidates[kind])
 
     def load(self, candidate: Candidate, target: str) -> Any:
         """Return what ``target``, an import string of the candidate's record, names.
 
-        Raises: PluginError: it cannot be imported.
+        Raises: PluginError: it cannot be imported, or must not be.
         """
-        try:
-            return load_target(target)
-        except FOREIGN_ERRORS as error:
-            plugin = next(
-                plugin.name
-                for plugin in self.plugins.loaded
-                if plugin.distribution == candidate.provider and candidate.record in plugin.records
-            )
-            raise PluginError(
-                plugin,
-                candidate.origin,
-                f"{candidate.name!r} was chosen, but {target!r} cannot be loaded: {error!r}",
-                f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={plugin}",
-            ) from error
+        return self._load(self.owner(candidate), target)
 
-    def check_pins(self, config: Config) -> None:
-        """Raise UnknownNameError for a pin on an op, layer id or attention type nobody knows."""
+    def examine(self, candidate: Candidate, task: Task) -> Finding:
+        """Return the finding on a part of ``candidate``, remembered where it can be."""
+        source = self.owner(candidate).source
+        if source.installed is None:
+            return perform(task)
+        driver = self.driver(getattr(candidate.record, "platform", ""))
+        return examine(source.installed, task, self.config, driver=driver)
+
+    def owner(self, candidate: Candidate) -> Plugin:
+        """Return the plugin that declares ``candidate``."""
+        return self._owners[candidate.provider, identity(candidate.record)]
+
+    def driver(self, platform: str) -> str:
+        """Return what tells the drivers of a platform apart; empty where it declares none."""
+        if platform not in self._drivers:
+            files = {
+                Path(file)
+                for _, record in self.records(PlatformEntry)
+                if record.name == platform
+                for file in record.driver_files
+            }
+            self._drivers[platform] = _digest(files)
+        return self._drivers[platform]
+
+    def check_rules(self, config: Config) -> None:
+        """Raise UnknownNameError for a rule on an op, layer id or type that nobody knows.
+
+        So does a preferred or forbidden name that no candidate has; a glob may match nothing.
+        """
         types = get_args(AttentionType)
-        for key in config.kernels:
-            _check_known("op", key, self.ops, "in Config.kernels")
-        for key in config.layers:
-            _check_known("layer id", key, self._candidates["layer"], "in Config.layers")
-        for key in config.attention:
-            _check_known("attention type", key, types, "in Config.attention")
+        self._check_keys("op", config.kernels, self.ops, "kernels", "kernel")
+        self._check_keys("layer id", config.layers, self._candidates["layer"], "layers", "layer")
+        self._check_keys("attention type", config.attention, types, "attention", "attention")
+        methods = self._candidates["scheme"]
+        self._check_keys("quantization method", config.quantization, methods, "quantization")
+
+    def _check_keys(
+        self,
+        kind: str,
+        rules: Mapping[str, Rule],
+        known: Iterable[str],
+        field: str,
+        candidates: Kind = "scheme",
+    ) -> None:
+        where = f"in Config.{field}"
+        for key, rule in rules.items():
+            name = key.partition("@")[0]
+            if name != "*" and name not in known:
+                raise UnknownNameError(kind, name, known, self._hint(), where)
+            _check_values(rule, self._named(candidates, name), f"{where}[{key!r}]")
+
+    def _named(self, kind: Kind, subject: str) -> list[Candidate]:
+        everyone = self._candidates[kind]
+        if kind == "attention" or subject == "*":
+            return [candidate for some in everyone.values() for candidate in some]
+        return everyone.get(subject, [])
+
+    def _hint(self, hint: str = "") -> str:
+        """Add the plugins that failed, one of which may be what is missing."""
+        failed = [f"  {f.name} ({f.distribution}): {f.error.reason}" for f in self.plugins.failed]
+        lines = [hint] if hint else []
+        if failed:
+            lines += ["Plugins that failed, one of which may be what is missing:", *failed]
+        return "\n".join(lines)
+
+    def _load(self, plugin: Plugin, target: str) -> Any:
+        source = plugin.source
+        reason, trace = "", ""
+        if source.installed is not None and source.installed.name not in STANDARD:
+            task = Task("target", {"targets": [target]})
+            start = time.time_ns()
+            verdict = examine(source.installed, task, self.config).verdict
+            self.plugins.observe(
+                "interposer_finished",
+                activity="probe",
+                subject=target,
+                start_ns=start,
+                end_ns=time.time_ns(),
+                facts={"accepted": verdict.accepted, "plugin": plugin.name},
+            )
+            reason, trace = verdict.reason, verdict.traceback
+            if verdict:
+                reason = ""
+        cause: BaseException | None = None
+        if not reason:
+            try:
+                return load_target(target)
+            except FOREIGN_ERRORS as error:
+                reason, cause = repr(error), error
+        raise PluginError(
+            plugin.name,
+            source.origin,
+            f"{target!r} cannot be loaded: {reason}",
+            f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={plugin.name}",
+            trace,
+        ) from cause
 
 
 def current_registry(config: Config | None = None) -> Registry:
-    """Return the registry for the configuration in force, one per set of disabled names."""
-    return _registry(effective_config(config).disable)
+    """Return the registry for the configuration in force; asking again is cheap.
+
+    Raises:
+        PluginError: the configuration is strict and a plugin is quarantined.
+        PluginConflictError: a plugin that was added in code has the name of an installed one.
+        UnknownNameError: the allow list names a distribution that is not installed.
+        LockError: the configuration is locked, and other plugins are installed.
+    """
+    config = effective_config(config)
+    registry = _registry(tuple(getattr(config, name) for name in _FIELDS), registrations())
+    if config.strict and registry.plugins.failed:
+        raise registry.plugins.failed[0].error
+    return registry
+
+
+def forget_registries() -> None:
+    """Drop what was built from the plugins, but not the discovery itself."""
+    for memo in _memos:
+        memo.forget()
+
+
+def per_registry(function: Callable[P, T]) -> Memoized[P, T]:
+    """Return ``function`` of a registry with results remembered until registries are dropped."""
+    memo = memoized(function)
+    _memos.append(memo)
+    return memo
+
+
+@per_registry
+def _registry(fields: tuple[Any, ...], added: tuple[Registration, ...]) -> Registry:
+    plugins = _discovered(fields)
+    if added:
+        plugins = plugins.with_added(registration.entry for registration in added)
+    return Registry(plugins, _examining(fields))
 
 
 @memoized
-def _registry(disabled: frozenset[str]) -> Registry:
-    return Registry(discover(disabled))
+def _discovered(fields: tuple[Any, ...]) -> Plugins:
+    return discover(_examining(fields))
 
 
-def _filed(record: Record) -> tuple[Kind, str, str, float, Judge]:
-    """Return kind, subject, candidate name, score and judge of a record."""
+def _examining(fields: tuple[Any, ...]) -> Config:
+    return Config(**dict(zip(_FIELDS, fields, strict=True)))
+
+
+def _filed(record: Record, load: Load) -> tuple[Kind, str, str, float, Judge] | None:
+    """Return kind, subject, candidate name, score and judge of a record that can be chosen."""
     match record:
         case OpEntry():
             return "kernel", record.name, "reference", 0.0, accept
         case Kernel():
-            return "kernel", record.op, record.name, record.score, judge_declared(record)
+            return "kernel", record.op, record.name, record.score, judge_declared(record, load)
         case LayerEntry():
-            return "layer", record.layer_id, record.name, record.score, judge_declared(record)
+            judge = judge_declared(record, load)
+            return "layer", record.layer_id, record.name, record.score, judge
         case AttentionEntry():
-            return "attention", "", record.name, record.score, judge_attention(record)
+            return "attention", "", record.name, record.score, judge_attention(record, load)
         case SchemeEntry():
             return "scheme", record.method, record.name, record.score, accept
         case PlatformEntry():
-            return "platform", "", record.name, record.score, judge_platform(record)
+            return "platform", "", record.name, record.score, judge_platform(record, load)
+        case _:
+            return None
 
 
-def _claim(owners: dict[str, Plugin], record: OpEntry, plugin: Plugin) -> None:
-    if record.name in owners:
-        both = sorted((owners[record.name].distribution, plugin.distribution))
-        raise RecordError(
-            f"op {record.name!r} is defined by {both[0]} and by {both[1]}. "
-            f"Try: disable one of them, INTERPOSER_DISABLE={both[0]} or {both[1]}"
-        )
-    owners[record.name] = plugin
+def _check_values(rule: Rule, candidates: Iterable[Candidate], where: str) -> None:
+    names = {name for c in candidates for name in (c.name, c.qualified_name)}
+    for value in (*rule.prefer, *sorted(rule.forbid)):
+        if value not in names and not set("*?[") & set(value):
+            raise UnknownNameError("candidate", value, names, where=where)
 
 
-def _check_known(kind: str, key: str, known: Iterable[str], where: str) -> None:
-    name = key.partition("@")[0]
-    if name not in known:
-        raise UnknownNameError(kind, name, known, where=where)
+def _digest(files: Iterable[Path]) -> str:
+    """Return a digest of the readable ones of ``files``; empty if there is none."""
+    contents = []
+    for file in sorted(files):
+        try:
+            contents.append(file.read_bytes())
+        except OSError:
+            continue
+    return hashlib.sha256(b"\0".join(contents)).hexdigest() if contents else ""

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from interposer.attention import AttentionBackend, AttentionSpec
+from interposer.canary import Canary
 from interposer.capability import Device
-from interposer.choice import Choice
+from interposer.choice import Candidate, Choice, Measured
 from interposer.config import Config
-from interposer.errors import ConfigError, NoCandidateError, nearest_first
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    InterposerError,
+    NoCandidateError,
+    PluginError,
+    UnknownNameError,
+    nearest_first,
+)
+from interposer.fallback import Fallback
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
+from interposer.policy import policy_for
 from interposer.quantization import QuantizationScheme
-from interposer.records import AttentionEntry, Kernel, LayerEntry, SchemeEntry
+from interposer.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
-from interposer.selection import pin_matches, pinned_name, select
+from interposer.selection import pin_matches, select
+from interposer.tuning.measurements import Measurements
+from interposer.verdict import Refusal, Verdict
 
 __all__ = ["BoundKernel", "Resolver"]
 
+_log = logging.getLogger("interposer")
+
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E")
 Dims = Mapping[str, int | float | str | bool]
+Confirm = Callable[[Candidate], Verdict]
 
 
 class BoundKernel(NamedTuple, Generic[P, R]):
@@ -45,7 +66,9 @@ class Resolver:
 
     Attributes:
         choices: every distinct choice with the prefixes that share it, in order of construction.
+        failures: kernels that failed at run time and were replaced.
         scheme: the checkpoint's quantization scheme, or None where weights are plain.
+        described: the device is only described, so kernels are chosen but never loaded.
     """
 
     def __init__(
@@ -54,80 +77,59 @@ class Resolver:
         device: Device,
         config: Config,
         scheme: QuantizationScheme | None = None,
+        *,
+        trusted: frozenset[str] = frozenset(),
+        described: bool = False,
     ) -> None:
-        registry.check_pins(config)
+        registry.check_rules(config)
         self.registry = registry
         self.device = device
         self.config = config
-        self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
-        self._backends: dict[tuple[object, ...], AttentionBackend] = {}
         self.scheme = scheme
+        self.described = described
+        self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
+        self.failures: list[Refusal] = []
+        self._backends: dict[tuple[object, ...], AttentionBackend] = {}
+        self._canary = Canary(registry, device, config.canary, trusted)
+        self._measurements = Measurements(registry, device, config)
 
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str
     ) -> BoundKernel[P, R]:
         """Return the kernel for ``op``, loaded.
 
-        Raises:
-            NoCandidateError: every kernel was refused, or the pinned one.
-            PluginError: the chosen one cannot be imported.
+        Raises: NoCandidateError: every kernel was refused, or the pinned one.
         """
         request = self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
-        choice = self._choose(request, op.name, self.config.kernels)
-        record = choice.chosen.record
-        if not isinstance(record, Kernel):
-            return BoundKernel(op.reference, None, choice)
-        load = partial(self.registry.load, choice.chosen)
-        prepare = load(record.prepare) if record.prepare else None
-        return BoundKernel(load(record.target), prepare, choice)
+        return self._bind(op, request)
 
     def layer(self, standard: type[PluggableLayer], site: Site) -> type[PluggableLayer]:
         """Return the class to build for ``standard``: itself or its replacement."""
         request = self._request("layer", standard.layer_id, site.prefix, dtype=site.dtype)
-        choice = self._choose(request, standard.layer_id, self.config.layers)
-        record = choice.chosen.record
-        assert isinstance(record, LayerEntry)
-        replacement = self.registry.load(choice.chosen, record.target)
-        check_replacement(standard, replacement, choice.chosen.qualified_name)
-        return replacement  # type: ignore[no-any-return]
+
+        def confirm(candidate: Candidate) -> Verdict:
+            replacement = self.registry.load(candidate, _entry(candidate, LayerEntry).target)
+            check_replacement(standard, replacement, candidate.qualified_name)
+            return Verdict.accept()
+
+        chosen = self._choose(request, confirm).chosen
+        return self.registry.load(chosen, _entry(chosen, LayerEntry).target)  # type: ignore[no-any-return]
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Return the backend for ``spec``, shared by all layers with an equal spec."""
         request = self._request(
             "attention", spec.type, site.prefix, dtype=spec.dtype, dims=spec.dims(), detail=spec
         )
-        choice = self._choose(request, "", self.config.attention)
-        key = (choice.chosen.qualified_name, spec)
-        if key not in self._backends:
-            record = choice.chosen.record
-            assert isinstance(record, AttentionEntry)
-            backend = self.registry.load(choice.chosen, record.target)
-            self._backends[key] = backend(spec, site)
-        return self._backends[key]
 
-    def check_places(self) -> None:
-        """Raise ConfigError for a pin whose glob matched no place, now that the model is built."""
-        config = self.config
-        sources = {"kernel": config.kernels, "layer": config.layers, "attention": config.attention}
-        for kind, pins in sources.items():
-            for key in (key for key in pins if "@" in key):
-                name, _, glob = key.partition("@")
-                places = [
-                    prefix
-                    for choice, prefixes in self.choices.values()
-                    if (choice.request.kind, choice.request.name) == (kind, name)
-                    for prefix in prefixes
-                ]
-                if not any(pin_matches(key, name, place) for place in places):
-                    nearest = ", ".join(nearest_first(glob, places)[:5]) or "(none)"
-                    raise ConfigError(
-                        f"The pin {key!r} matches no place where this model asks for {name!r}. "
-                        f"Places, nearest first: {nearest}"
-                    )
+        def confirm(candidate: Candidate) -> Verdict:
+            key = (candidate.qualified_name, spec)
+            if key not in self._backends:
+                target = _entry(candidate, AttentionEntry).target
+                self._backends[key] = self.registry.load(candidate, target)(spec, site)
+            return Verdict.accept()
 
-    def record(self, choice: Choice) -> None:
-        """Add a choice that was made elsewhere for this model, so that it is explained as well."""
-        self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
+        chosen = self._choose(request, confirm).chosen
+        return self._backends[chosen.qualified_name, spec]
 
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
         """Set ``scheme`` to the one for a checkpoint's ``quantization_config``.
@@ -137,10 +139,96 @@ class Resolver:
             ConfigError: the scheme does not take the settings.
         """
         method = str(settings.get("quant_method"))
-        choice = self._choose(Request("scheme", method), method, {})
+
+        def confirm(candidate: Candidate) -> Verdict:
+            self.registry.load(candidate, _entry(candidate, SchemeEntry).target)
+            return Verdict.accept()
+
+        chosen = self._choose(Request("scheme", method), confirm).chosen
+        target = _entry(chosen, SchemeEntry).target
+        self.scheme = self.registry.load(chosen, target).parse(settings)
+
+    def accepted(self, request: Request) -> list[Candidate]:
+        """Return the candidates that accept ``request``, whatever the policy says of them."""
+        return [c for c in self._candidates(request) if c.judge(request)]
+
+    def record(self, choice: Choice) -> None:
+        """Add a choice that was made elsewhere for this model, so that it is explained as well."""
+        self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
+
+    def check_places(self) -> None:
+        """Raise ConfigError for a rule whose glob matched no place, now that the model is built.
+
+        A strict configuration raises for any rule on what this model never asks for.
+        """
+        config = self.config
+        sources = {"kernel": config.kernels, "layer": config.layers, "attention": config.attention}
+        for kind, rules in sources.items():
+            asked = [
+                (choice.request.name, prefix)
+                for choice, prefixes in self.choices.values()
+                if choice.request.kind == kind
+                for prefix in prefixes
+            ]
+            for key in (key for key in rules if "@" in key or config.strict):
+                if not any(pin_matches(key, name, place) for name, place in asked):
+                    name, _, glob = key.partition("@")
+                    places = {place for asker, place in asked if name in ("*", asker)}
+                    nearest = ", ".join(nearest_first(glob, places)[:5]) or "(none)"
+                    raise ConfigError(
+                        f"The rule {key!r} matches no place where this model asks for {name!r}. "
+                        f"Places, nearest first: {nearest}"
+                    )
+
+    def _bind(self, op: CustomOp[P, R], request: Request) -> BoundKernel[P, R]:
+        choice = self._choose(request, partial(self._confirm_kernel, request))
         record = choice.chosen.record
-        assert isinstance(record, SchemeEntry)
-        self.scheme = self.registry.load(choice.chosen, record.target).parse(settings)
+        if self.described or isinstance(record, OpEntry):
+            return BoundKernel(op.reference, None, choice)
+        load = partial(self.registry.load, choice.chosen)
+        entry = _entry(choice.chosen, Kernel)
+        prepare = load(entry.prepare) if entry.prepare else None
+        function = load(entry.target)
+        # What was written or prepared cannot be taken back, so only the rest is tried again.
+        pinned = policy_for(self.config, request).pin is not None
+        if self.config.fallback and not (op.mutates or prepare or pinned):
+            function = Fallback(function, op.reference, partial(self._replace, op, request))
+        return BoundKernel(function, prepare, choice)
+
+    def _confirm_kernel(self, request: Request, candidate: Candidate) -> Verdict:
+        record = candidate.record
+        failure = self.registry.failures.get(candidate.qualified_name)
+        if failure is not None:
+            return Verdict.refuse(failure)
+        if self.described or isinstance(record, OpEntry):
+            return Verdict.accept()
+        entry = _entry(candidate, Kernel)
+        self.registry.load(candidate, entry.target)
+        if entry.prepare:
+            self.registry.load(candidate, entry.prepare)
+        return self._canary.check(candidate, request)
+
+    def _replace(
+        self, op: CustomOp[..., Any], request: Request, reason: str, trace: str
+    ) -> Callable[..., Any]:
+        """Quarantine the kernel bound for ``request`` and return the next one's function."""
+        key = self._key(request)
+        failed, prefixes = self.choices[key][0].chosen, self.choices[key][1]
+        self.registry.failures.setdefault(failed.qualified_name, reason)
+        self.failures.append(Refusal(failed.name, failed.origin, reason, trace))
+        choice = self._select(request, partial(self._confirm_raw, request))
+        self.choices[key] = (choice, prefixes)
+        self.registry.plugins.observe("interposer_selected", choice=choice)
+        _log.warning("%s %s; %s takes over", failed.qualified_name, reason, choice.chosen.name)
+        record = choice.chosen.record
+        target = record.target if isinstance(record, Kernel) else ""
+        return self.registry.load(choice.chosen, target) if target else op.reference
+
+    def _confirm_raw(self, request: Request, candidate: Candidate) -> Verdict:
+        """Confirm a kernel that takes the constants as they are in the checkpoint."""
+        if getattr(candidate.record, "prepare", ""):
+            return Verdict.refuse("wants prepared constants, which a running model lacks")
+        return self._confirm_kernel(request, candidate)
 
     def _request(
         self,
@@ -163,18 +251,82 @@ class Resolver:
             prefix,
         )
 
-    def _choose(self, request: Request, subject: str, pins: Mapping[str, str]) -> Choice:
-        pinned = pinned_name(pins, request)
-        key = (*request.key, pinned)
+    def _candidates(self, request: Request) -> list[Candidate]:
+        subject = "" if request.kind == "attention" else request.name
+        return self.registry.candidates(request.kind, subject)
+
+    def _key(self, request: Request) -> tuple[object, ...]:
+        return (*request.key, policy_for(self.config, request))
+
+    def _choose(self, request: Request, confirm: Confirm) -> Choice:
+        key = self._key(request)
         if key in self.choices:
             choice, prefixes = self.choices[key]
             prefixes.append(request.prefix)
             return choice
+        start = time.time_ns()
+        plugins = self.registry.plugins
         try:
-            choice = select(request, self.registry.candidates(request.kind, subject), pinned)
+            choice = self._select(request, confirm)
         except NoCandidateError as error:
-            self.registry.plugins.observe("interposer_refused", error=error)
+            plugins.observe("interposer_refused", error=error)
             raise
         self.choices[key] = (choice, [request.prefix])
-        self.registry.plugins.observe("interposer_selected", choice=choice)
+        plugins.observe("interposer_selected", choice=choice)
+        facts = {"chosen": choice.chosen.qualified_name, "why": choice.why}
+        plugins.observe(
+            "interposer_finished",
+            activity="selection",
+            subject=str(request),
+            start_ns=start,
+            end_ns=time.time_ns(),
+            facts=facts,
+        )
         return choice
+
+    def _select(self, request: Request, confirm: Confirm) -> Choice:
+        known = None if request.kind == "scheme" else self._measured(request)
+        try:
+            choice = select(
+                request,
+                self._candidates(request),
+                policy_for(self.config, request),
+                measured=known if isinstance(known, Measured) else None,
+                confirm=partial(_guard, confirm),
+            )
+        except UnknownNameError as error:
+            failures = self.registry.plugins.refusals()
+            if not failures:
+                raise
+            # The plugin that would provide it may be among those that failed.
+            what = f"{request.kind} {error.name!r} for {request}; known: {', '.join(error.known)}"
+            raise NoCandidateError(what, failures, "mend what failed") from error
+        return replace(choice, notes=(*choice.notes, known)) if isinstance(known, str) else choice
+
+    def _measured(self, request: Request) -> Measured | str | None:
+        known = self._measurements.lookup(request, self.accepted(request))
+        if isinstance(known, str) and self.config.strict:
+            raise ConfigError(
+                f"{known}. Try: `interposer tune` again, or Config(tables=False), "
+                "for a strict configuration takes no table that does not fit"
+            )
+        return known
+
+
+def _entry(candidate: Candidate, kind: type[E]) -> E:
+    assert isinstance(candidate.record, kind)
+    return candidate.record
+
+
+def _guard(confirm: Confirm, candidate: Candidate) -> Verdict:
+    """Turn what the code of a candidate raises when it is loaded into a refusal."""
+    try:
+        return confirm(candidate)
+    except PluginError as error:
+        trace = error.trace or "".join(traceback.format_exception(error))
+        return Verdict.refuse(error.reason, trace)
+    except NoCandidateError as error:
+        return Verdict.refuse(f"cannot be built: {error}")
+    except FOREIGN_ERRORS as error:
+        reason = str(error) if isinstance(error, InterposerError) else f"raised {error!r}"
+        return Verdict.refuse(reason, traceback.format_exc())

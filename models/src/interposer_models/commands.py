@@ -1,6 +1,6 @@
-"""The subcommands ``interposer run`` and ``interposer explain``.
+"""The subcommand ``interposer run``.
 
-What is heavy is imported inside the commands, so that ``--help`` answers at once.
+What is heavy is imported inside the command, so that ``--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -13,26 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interposer.errors import ConfigError
+from interposer.commands.options import AsJson, Dtype, Kernels, Locked, PlatformName, policy
 
 if TYPE_CHECKING:
-    from interposer import Config, Explanation
+    from interposer import Config
     from interposer_models.language_model import LanguageModel
 
-__all__ = ["explain", "run"]
-
-ModelDir = Annotated[Path, typer.Argument(help="A Hugging Face model directory.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
-PlatformName = Annotated[str | None, typer.Option("--platform", help="Where to run.")]
-Kernels = Annotated[
-    list[str] | None,
-    typer.Option("--kernel", metavar="OP=NAME", help="Pin a kernel; may be repeated."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+__all__ = ["run"]
 
 
 def run(
-    model_dir: ModelDir,
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -40,6 +31,7 @@ def run(
     dtype: Dtype = "auto",
     platform: PlatformName = None,
     kernel: Kernels = None,
+    locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt with the model, and say how fast it went."""
@@ -47,7 +39,7 @@ def run(
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     started = time.perf_counter()
-    lm = _load(model_dir, dtype, platform, _pins(kernel))
+    lm = _load(model_dir, dtype, policy(kernel, platform, locked))
     load_s = time.perf_counter() - started
 
     text: list[str] = []
@@ -72,46 +64,7 @@ def run(
         print(_summary(len(token_ids), reason, figures), file=sys.stderr)
 
 
-def explain(
-    model_dir: ModelDir,
-    dtype: Dtype = "auto",
-    platform: PlatformName = None,
-    kernel: Kernels = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what would be chosen for every part of the model, and why everything else would not."""
-    import interposer
-    from interposer_models.loader import plan
-
-    explanation = interposer.explain(plan(model_dir, dtype, platform, _pins(kernel)))
-    if as_json:
-        print(explanation.to_json())
-    elif sys.stdout.isatty():
-        print_table(explanation)
-    else:
-        print(explanation)
-
-
-def print_table(explanation: Explanation, width: int | None = None) -> None:
-    """Print an explanation as a table, ``width`` columns wide or as wide as the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("request", "places", "chosen", "provider", "why", "not chosen")
-    table.title = explanation.device
-    for row in explanation.rows:
-        choice = row.choice
-        refused = "\n".join(f"{r.candidate}: {r.reason}" for r in choice.refusals) or "-"
-        places = str(len(row.prefixes))
-        chosen = choice.chosen
-        cells = (str(choice.request), places, chosen.name, chosen.origin, choice.why, refused)
-        # As Text, because a request's brackets would be read as markup.
-        table.add_row(*(Text(cell) for cell in cells), end_section=True)
-    Console(width=width).print(table)
-
-
-def _load(path: Path, dtype: str, platform: str | None, config: Config) -> LanguageModel:
+def _load(path: Path, dtype: str, config: Config) -> LanguageModel:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -127,21 +80,7 @@ def _load(path: Path, dtype: str, platform: str | None, config: Config) -> Langu
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return load(path, dtype, platform, config, max_sequences=1, progress=advance)
-
-
-def _pins(kernels: list[str] | None) -> Config:
-    from interposer import Config
-
-    pins = {}
-    for text in kernels or []:
-        op, equals, name = text.partition("=")
-        if not (op and equals and name):
-            raise ConfigError(
-                f"--kernel {text!r} is not of the form OP=NAME, as rms_norm=reference"
-            )
-        pins[op] = name
-    return Config(kernels=pins)
+        return load(path, dtype, config=config, max_sequences=1, progress=advance)
 
 
 def _speed(arrivals: list[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from interposer import Placement, Resolver
+from interposer import Planned
 from interposer.errors import RequestError
 from interposer_models import sequence as sequences
 from interposer_models.engine import Engine
@@ -50,13 +50,12 @@ class Delta:
 class LanguageModel:
     """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe."""
 
-    def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, resolver: Resolver, placement: Placement
-    ) -> None:
+    def __init__(self, engine: Engine, tokenizer: TextTokenizer, plan: Planned) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.resolver = resolver
-        self.placement = placement
+        self.resolver = plan.resolver
+        self.placement = plan.placement
+        self.path = plan.path
 
     def generate(
         self,

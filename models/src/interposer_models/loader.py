@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from interposer import Config, Resolver, Site, current_registry, effective_config, place
+from interposer import Config, Resolver, Rule, Site, current_registry, effective_config, place
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.placement import Placement
 from interposer_models.checkpoint import Checkpoint
@@ -28,18 +29,31 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Plan:
     """A model built on the meta device: every choice is made, no weight is read."""
 
-    def __init__(self, path: str | Path, dtype: str | torch.dtype, config: Config) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str | torch.dtype,
+        config: Config,
+        placement: Placement | None = None,
+    ) -> None:
         self.checkpoint = Checkpoint.open(path)
-        source = self.checkpoint.path / "config.json"
+        self.path = self.checkpoint.path
+        source = self.path / "config.json"
         self.decoder = DecoderConfig.parse(self.checkpoint.config, source)
-        self.placement = place(config)
-        platform, registry = self.placement.platform, current_registry(config)
+        self.placement = placement or place(config)
+        platform, choice = self.placement.platform, self.placement.choice
         if platform.provides("default_kernels"):
-            kernels = {**platform.default_kernels(), **config.kernels}
-            config = config.model_copy(update={"kernels": kernels})
+            defaults = {op: Rule(prefer=(name,)) for op, name in platform.default_kernels().items()}
+            config = config.model_copy(update={"kernels": {**defaults, **config.kernels}})
         self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
-        self.resolver = Resolver(registry, self.placement.device, config)
-        self.resolver.record(self.placement.choice)
+        self.resolver = Resolver(
+            current_registry(config),
+            self.placement.device,
+            config,
+            trusted=frozenset({choice.chosen.provider}),
+            described=self.placement.described,
+        )
+        self.resolver.record(choice)
         if self.decoder.quantization_config is not None:
             self.resolver.choose_scheme(self.decoder.quantization_config)
         site = Site(self.resolver, "", self.dtype)
@@ -95,6 +109,7 @@ def load(
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
+    start = time.time_ns()
     planned = plan(path, dtype, platform, config)
     if cache_tokens is not None:
         _check_cache(planned, cache_tokens)
@@ -122,12 +137,22 @@ def load(
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
     )
-    return LanguageModel(engine, tokenizer, planned.resolver, planned.placement)
+    planned.resolver.registry.plugins.observe(
+        "interposer_finished",
+        activity="load",
+        subject=str(checkpoint.path),
+        start_ns=start,
+        end_ns=time.time_ns(),
+        facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
+    )
+    return LanguageModel(engine, tokenizer, planned)
 
 
 def _policy(platform: str | None, config: Config | None) -> Config:
     policy = effective_config(config)
-    return policy if platform is None else policy.model_copy(update={"platform": platform})
+    if platform is None:
+        return policy
+    return policy.model_copy(update={"platform": Rule(pin=platform)})
 
 
 def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:

@@ -1,0 +1,85 @@
+"""The numerics check of a kernel when it is first bound on this host for a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Literal
+
+from interposer.capability import Capability, Device
+from interposer.choice import Candidate
+from interposer.distribution import STANDARD
+from interposer.examination import Task
+from interposer.records import Kernel, OpEntry
+from interposer.registry import Registry
+from interposer.request import Request
+from interposer.verdict import Verdict
+
+__all__ = ["Canary"]
+
+_STRIKES = 3
+
+
+class Canary:
+    """Compares kernels with the reference before they serve a model.
+
+    A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
+    costs a refusal. Parts of the SDK and the distribution that provides the platform in force
+    are trusted unless the policy says ``all``: whoever drives the device is in the process anyway.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: Device,
+        scope: Literal["third_party", "all", "off"],
+        trusted: frozenset[str],
+    ) -> None:
+        self._registry = registry
+        self._device = device
+        self._scope = scope
+        self._trusted = trusted | STANDARD
+        self._strikes: dict[str, int] = {}
+
+    def check(self, candidate: Candidate, request: Request) -> Verdict:
+        """Say whether the kernel computes what its op defines; asked again it remembers."""
+        provider = candidate.provider
+        if self._scope == "off" or (self._scope == "third_party" and provider in self._trusted):
+            return Verdict.accept()
+        if self._strikes.get(provider, 0) >= _STRIKES:
+            return Verdict.refuse(
+                f"{_STRIKES} kernels of {provider} failed the numerics check, "
+                "so that its others are not tried"
+            )
+        record = candidate.record
+        assert isinstance(record, Kernel)
+        arguments = {
+            "op": self._registry.ops[record.op].target,
+            "definition": self._definition(record.op),
+            "target": record.target,
+            "prepare": record.prepare,
+            "dtype": request.dtype,
+            "dims": dict(request.dims),
+            "device": self._device.torch_device,
+            "plugin": self._registry.owner(candidate).source.value,
+            "kernel": record.name,
+            "platform": request.platform,
+            "capability": _plain(request.capability),
+        }
+        verdict = self._registry.examine(candidate, Task("kernel", arguments)).verdict
+        if not verdict:
+            self._strikes[provider] = self._strikes.get(provider, 0) + 1
+        return verdict
+
+    def _definition(self, op: str) -> str:
+        """Return what changes with the code that defines ``op``."""
+        (plugin,) = [p for p, entry in self._registry.records(OpEntry) if entry.name == op]
+        installed = plugin.source.installed
+        return plugin.source.origin if installed is None else installed.fingerprint
+
+
+def _plain(capability: Capability) -> dict[str, object]:
+    """Return a capability as JSON values, in an order of its own."""
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name, value in asdict(capability).items()
+    }

@@ -1,0 +1,52 @@
+"""The subcommand ``interposer explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from interposer.commands.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    policy,
+    print_facts,
+)
+from interposer.errors import ConfigError
+
+__all__ = ["explain"]
+
+
+def explain(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model directory; without one, all that there is.")
+    ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            "--why", metavar="OP", help="One op, layer id, attention type or scheme, in full."
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on", metavar="NAME_OR_FILE", help="A described device, in place of this machine's."
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would be chosen for every part of a model, and why everything else would not."""
+    if on is not None and platform is not None:
+        raise ConfigError("--on says where, so --platform has nothing to say. Try: one of the two")
+    import interposer
+
+    explanation = interposer.explain(model, on, policy(kernel, platform, locked), dtype)
+    print_facts(explanation if why is None else explanation.why(why), as_json)

@@ -1,0 +1,29 @@
+"""The subcommand ``interposer lock``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["lock"]
+
+
+def lock(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; compare what is installed.")
+    ] = False,
+) -> None:
+    """Write down which plugin distributions are installed, for --locked to insist on them."""
+    from interposer.config import effective_config
+    from interposer.discovery import installed_distributions
+    from interposer.trust import Lock, check_lock, lock_path
+
+    config = effective_config()
+    distributions, path = installed_distributions(), lock_path(config)
+    if check:
+        check_lock(config, distributions)
+        print(f"{path}: {len(distributions)} distributions are as locked")
+    else:
+        Lock.of(distributions).write(path)
+        print(f"{path}: {len(distributions)} distributions are locked")

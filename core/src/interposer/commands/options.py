@@ -1,0 +1,93 @@
+"""What the subcommands have in common: their options, and how they print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from interposer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from interposer.config import Config
+
+__all__ = [
+    "AsJson",
+    "Dtype",
+    "Kernels",
+    "Locked",
+    "PlatformName",
+    "Printable",
+    "policy",
+    "print_facts",
+]
+
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
+PlatformName = Annotated[str | None, typer.Option("--platform", help="Where to run.")]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernel",
+        metavar="OP=NAME",
+        help="Pin a kernel; OP=+NAME prefers it, OP=-NAME forbids it. May be repeated.",
+    ),
+]
+Locked = Annotated[
+    bool, typer.Option("--locked", help="Refuse plugins that interposer.lock does not list.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Printable(Protocol):
+    """Facts that print as text and as JSON, and with rich as tables."""
+
+    def to_json(self) -> str:
+        """Return the facts as JSON."""
+        ...
+
+
+def policy(
+    kernels: Iterable[str] | None = None, platform: str | None = None, locked: bool = False
+) -> Config:
+    """Return what options say; what they leave out stays with the other sources.
+
+    Raises: ConfigError: a kernel is not of the form OP=NAME.
+    """
+    from interposer.config import Config
+
+    fields: dict[str, Any] = {}
+    rules: dict[str, dict[str, Any]] = {}
+    for text in kernels or ():
+        op, _, choice = text.partition("=")
+        wish = {"+": "prefer", "-": "forbid"}.get(choice[:1], "pin")
+        name = choice if wish == "pin" else choice[1:]
+        if not (op and name):
+            raise ConfigError(
+                f"--kernel {text!r} is not of the form OP=NAME, as rms_norm=reference"
+            )
+        rule = rules.setdefault(op, {})
+        if wish != "pin":
+            rule.setdefault(wish, []).append(name)
+        elif rule.setdefault(wish, name) != name:
+            raise ConfigError(f"--kernel pins {op!r} to {rule['pin']!r} and to {name!r}")
+    if rules:
+        fields["kernels"] = rules
+    if platform is not None:
+        fields["platform"] = platform
+    if locked:
+        fields["locked"] = True
+    return Config(**fields)
+
+
+def print_facts(facts: Printable, as_json: bool) -> None:
+    """Print JSON, or tables where a terminal is there to show them, or else plain text."""
+    if as_json:
+        print(facts.to_json())
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(facts)
+    else:
+        print(facts)

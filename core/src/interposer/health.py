@@ -1,0 +1,283 @@
+"""What is installed, what works, what failed and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import platform as machine
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import importlib_metadata
+import torch
+
+from interposer.choice import Candidate
+from interposer.compatibility import API_VERSION
+from interposer.config import Config, config_sources, effective_config
+from interposer.device_description import DeviceDescription
+from interposer.discovery import installed_distributions
+from interposer.errors import ConfigError, InterposerError, StorageError
+from interposer.examination import Task, forget_verdicts
+from interposer.placement import place
+from interposer.records import PlatformEntry
+from interposer.registry import Registry, current_registry
+from interposer.request import Request
+from interposer.storage import Store, default_store
+from interposer.trust import check_lock, lock_path
+from interposer.verdict import Verdict
+
+__all__ = ["Health", "Problem", "doctor"]
+
+VERSION = 1
+"""Of what ``Health.to_dict`` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not work, and what to do about it."""
+
+    subject: str
+    reason: str
+    mend: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedPlatform:
+    """A platform, and what its probe says of this machine."""
+
+    name: str
+    provider: str
+    version: str
+    score: float
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledPlugin:
+    """A plugin that is in use, with the number of its records by class."""
+
+    name: str
+    distribution: str
+    version: str
+    records: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedPlugin:
+    """A plugin that the policy leaves out."""
+
+    name: str
+    distribution: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """What is remembered between processes: numbers of entries by kind."""
+
+    path: str
+    entries: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySource:
+    """A place where the policy is set, the strongest first, and what it sets."""
+
+    name: str
+    path: str
+    fields: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Health:
+    """All facts of an installation; ``problems`` is empty if everything works.
+
+    Attributes:
+        versions: of interposer, its plugin API, Python and the system.
+        torch: version, build and what torch sees of accelerators.
+        sources: where the policy is set.
+        device: description of the device in force; None without one.
+        cache: what is remembered between processes.
+        lock: the lock file and whether the installation is as locked; empty without one.
+        warnings: what was said while plugins were loaded, failures apart.
+    """
+
+    versions: dict[str, str]
+    torch: dict[str, Any]
+    sources: list[PolicySource] = field(default_factory=list)
+    platforms: list[ProbedPlatform] = field(default_factory=list)
+    device: dict[str, Any] | None = None
+    plugins: list[InstalledPlugin] = field(default_factory=list)
+    skipped: list[SkippedPlugin] = field(default_factory=list)
+    cache: Cache | None = None
+    lock: str = ""
+    warnings: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and dictionaries, the same facts as the text."""
+        return {"version": VERSION, "healthy": self.healthy, **asdict(self)}
+
+    def to_json(self) -> str:
+        """Return ``to_dict()`` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        from interposer.health_report import text
+
+        return text(self)
+
+    def __rich_console__(self, _console: object, _options: object) -> Iterator[Any]:
+        from interposer.health_report import renderables
+
+        yield from renderables(self)
+
+
+def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
+    """Return what is found; nothing that is broken raises.
+
+    Args:
+        config: policy above all other sources.
+        fresh: forget the remembered verdicts on plugins first, so that all are examined anew.
+    """
+    health = Health(_versions(), _torch())
+    try:
+        policy = effective_config(config)
+        sources = config_sources(config)
+    except ConfigError as error:
+        health.problems.append(Problem("configuration", str(error), "mend that source"))
+        return health
+    health.sources = [PolicySource(s.name, s.path, s.fields) for s in sources if s.fields or s.path]
+    _examine_cache(health, default_store(policy), fresh)
+    _examine_lock(health, policy)
+    # What strictness and the lock forbid is to be shown as well.
+    lenient = policy.model_copy(update={"strict": False, "locked": False})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            registry = current_registry(lenient)
+        except InterposerError as error:
+            health.problems.append(Problem("plugins", str(error)))
+        else:
+            _examine_platforms(health, registry, lenient)
+            _examine_plugins(health, registry)
+            told = {str(failure.error) for failure in registry.plugins.failed}
+            said = dict.fromkeys(str(warning.message) for warning in caught)
+            health.warnings += [text for text in said if text not in told]
+    return health
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "interposer": importlib_metadata.version("interposer"),
+        "api": API_VERSION,
+        "python": machine.python_version(),
+        "system": machine.platform(),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    accelerator = torch.accelerator.current_accelerator()
+    # Which toolkits there are differs from build to build; torch lists them itself.
+    build = {n: getattr(torch.version, n) for n in torch.version.__all__ if n != "__version__"}
+    return {
+        "version": torch.__version__,
+        "accelerator": None if accelerator is None else accelerator.type,
+        "accelerators": torch.accelerator.device_count(),
+        "threads": torch.get_num_threads(),
+        "build": {name: value for name, value in build.items() if value},
+    }
+
+
+def _examine_cache(health: Health, store: Store, fresh: bool) -> None:
+    if fresh:
+        try:
+            store.clear("verdicts")
+            forget_verdicts()
+        except StorageError as error:
+            health.problems.append(Problem("cache", error.reason, f"remove {error.path}"))
+    entries = {}
+    for kind in store.kinds():
+        found = list(store.entries(kind))
+        entries[kind] = len(found)
+        health.problems += [
+            Problem(f"cache entry {entry.path}", entry.problem, "remove it; it is made anew")
+            for entry in found
+            if entry.problem
+        ]
+    health.cache = Cache(str(store.folder), entries)
+
+
+def _examine_lock(health: Health, config: Config) -> None:
+    path = lock_path(config)
+    if not (config.locked or path.exists()):
+        return
+    try:
+        check_lock(config, installed_distributions())
+        health.lock = f"{path}: as locked"
+    except ConfigError as error:
+        health.lock = f"{path}: not as locked"
+        if config.locked:
+            health.problems.append(Problem("lock", str(error)))
+        else:
+            health.warnings.append(str(error))
+
+
+def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
+    for candidate in registry.candidates("platform"):
+        verdict = _probe(registry, candidate)
+        health.platforms.append(
+            ProbedPlatform(
+                candidate.name,
+                candidate.provider,
+                candidate.version,
+                candidate.score,
+                verdict.accepted,
+                verdict.reason,
+            )
+        )
+        if verdict.traceback:
+            mend = f"mend, reinstall or uninstall {candidate.provider}"
+            subject = f"platform {candidate.name!r} of {candidate.origin}"
+            health.problems.append(Problem(subject, verdict.reason, mend, verdict.traceback))
+    try:
+        description = DeviceDescription.of(place(config))
+        health.device = description.model_dump(mode="json")
+    except InterposerError as error:
+        health.problems.append(Problem("device", str(error)))
+
+
+def _probe(registry: Registry, candidate: Candidate) -> Verdict:
+    """Return what the platform says of this machine, asked in another process first."""
+    assert isinstance(candidate.record, PlatformEntry)
+    if registry.owner(candidate).source.installed is not None:
+        task = Task("platform", {"target": candidate.record.target})
+        verdict = registry.examine(candidate, task).verdict
+        if not verdict:
+            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
+    return candidate.judge(Request("platform", ""))
+
+
+def _examine_plugins(health: Health, registry: Registry) -> None:
+    plugins = registry.plugins
+    health.plugins = [
+        InstalledPlugin(p.name, p.distribution, p.version, p.summary()) for p in plugins.loaded
+    ]
+    health.skipped = [SkippedPlugin(s.name, s.distribution, s.reason) for s in plugins.skipped]
+    health.problems += [
+        Problem(
+            f"plugin {failure.name!r} of {failure.distribution} {failure.version}",
+            failure.error.reason,
+            failure.error.mend,
+            failure.traceback,
+        )
+        for failure in plugins.failed
+    ]

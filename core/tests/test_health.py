@@ -1,0 +1,263 @@
+"""The doctor finds what works and what does not, and never fails itself."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from interposer import (
+    Capability,
+    Config,
+    Device,
+    Platform,
+    PlatformEntry,
+    Registration,
+    Verdict,
+    register,
+    use,
+)
+from interposer.errors import ConfigError
+from interposer.health import Health, Problem, doctor
+from interposer.hookspecs import GROUP
+from interposer.storage import Store
+
+
+class Host(Platform):
+    name = "host"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return Verdict.accept("there is always one")
+
+    def devices(self) -> Sequence[Device]:
+        return [Device("host", "cpu", "a device", self.capability("cpu"))]
+
+    def capability(self, device: str) -> Capability:
+        return Capability("any", units=2, memory_bytes=3 << 30)
+
+    def dtypes(self, device: str) -> Sequence[torch.dtype]:
+        return [torch.float32]
+
+
+class Broken(Host):
+    name = "broken"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        raise OSError("the driver is gone")
+
+
+HOST = PlatformEntry("host", f"{__name__}:Host")
+BROKEN = PlatformEntry("broken", f"{__name__}:Broken", score=50.0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def host(make_plugin: Callable[..., ModuleType], cache: Path) -> Iterator[Registration]:
+    """Register a platform, keep out what is installed, and remember nothing elsewhere."""
+    with (
+        register(make_plugin("host", HOST)) as registration,
+        use(plugins="none", isolation="off", cache_dir=str(cache)),
+    ):
+        yield registration
+
+
+def printed(health: Health) -> str:
+    console = Console(file=io.StringIO(), width=250)
+    console.print(health)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def problem(health: Health) -> Problem:
+    (only,) = health.problems
+    assert not health.healthy
+    return only
+
+
+@pytest.mark.usefixtures("host")
+def test_a_healthy_installation_is_listed(cache: Path) -> None:
+    health = doctor()
+    assert health.problems == []
+    assert health.healthy
+    facts = json.loads(health.to_json())
+    assert facts == health.to_dict()
+    assert (facts["version"], facts["healthy"]) == (1, True)
+    assert facts["versions"]["api"].startswith("1.")
+    assert facts["torch"]["version"] == torch.__version__
+    host, *_ = facts["platforms"]
+    assert host == {
+        "name": "host",
+        "provider": "host",
+        "version": "in code",
+        "score": 10.0,
+        "accepted": True,
+        "reason": "there is always one",
+    }
+    assert facts["device"]["name"] == "a device"
+    in_use = {plugin["name"]: plugin["records"] for plugin in facts["plugins"]}
+    assert in_use["host"] == {"PlatformEntry": 1}
+    assert facts["sources"][0]["name"] == "use()"
+    assert facts["sources"][0]["fields"]["plugins"] == []
+    assert facts["cache"] == {"path": str(cache), "entries": {}}
+
+
+@pytest.mark.usefixtures("host")
+def test_text_and_tables_hold_the_same_facts(cache: Path) -> None:
+    health = doctor()
+    text, tables = str(health), printed(health)
+    for words in (
+        f"torch {torch.__version__}",
+        "device: cpu (a device): any, 2 units, 3.0 GiB, float32",
+        "accepted: there is always one",
+        "1 PlatformEntry",
+        "isolation = off",
+        str(cache),
+        "Nothing failed.",
+    ):
+        assert words in text
+        assert words in tables
+    assert "  host (host in code): 1 PlatformEntry" in text.splitlines()
+
+
+@pytest.mark.usefixtures("host")
+def test_a_platform_that_fails_is_a_problem_with_its_traceback(
+    make_plugin: Callable[..., ModuleType],
+) -> None:
+    with register(make_plugin("worn", BROKEN)):
+        health = doctor()
+    platform, device = health.problems
+    assert platform.subject == "platform 'broken' of worn in code"
+    assert "OSError('the driver is gone')" in platform.reason
+    assert platform.traceback.startswith("Traceback")
+    assert platform.mend
+    assert "would be a silent fallback" in device.reason
+    assert [p.accepted for p in health.platforms] == [True, False]
+    assert health.device is None
+    text = str(health)
+    assert "FAILED platform 'broken' of worn in code: its own code failed" in text
+    assert "    Traceback (most recent call last)" in text
+    assert "Nothing failed" not in text
+    assert "FAILED platform 'broken'" in printed(health)
+
+
+def test_no_platform_is_a_problem(cache: Path) -> None:
+    with use(plugins="none", cache_dir=str(cache)):
+        assert "pip install interposer-cpu" in problem(doctor()).reason
+
+
+@pytest.mark.usefixtures("host")
+def test_corrupt_entries_are_problems_and_fresh_forgets_the_verdicts(cache: Path) -> None:
+    store = Store(cache)
+    store.write("verdicts", {"a": 1}, True)
+    store.write("verdicts", {"a": 2}, True)
+    store.write("measurements", {"a": 1}, 1.0)
+    spoilt = next(iter(store.entries("verdicts"))).path
+    spoilt.write_text("{")
+    health = doctor()
+    assert problem(health).subject == f"cache entry {spoilt}"
+    assert "corrupt" in problem(health).reason
+    assert health.cache is not None
+    assert health.cache.entries == {"measurements": 1, "verdicts": 2}
+    renewed = doctor(fresh=True)
+    assert renewed.healthy
+    assert renewed.cache is not None
+    assert renewed.cache.entries == {"measurements": 1}
+
+
+def test_a_wrong_source_of_the_policy_is_the_only_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTERPOSER_STRICT", "perhaps")
+    with pytest.raises(ConfigError):
+        Config.refresh()
+    health = doctor()
+    assert problem(health).subject == "configuration"
+    assert "INTERPOSER_STRICT is 'perhaps'" in problem(health).reason
+    assert health.platforms == []
+    assert "INTERPOSER_STRICT" in str(health)
+
+
+@pytest.mark.usefixtures("host")
+def test_an_argument_is_a_source_if_it_says_anything() -> None:
+    sources = [(s.name, s.fields) for s in doctor(Config(tables=False)).sources]
+    assert sources[0] == ("argument", {"tables": False})
+    assert "argument" not in [s.name for s in doctor(Config()).sources]
+
+
+@pytest.mark.usefixtures("host")
+def test_a_missing_lock_is_a_problem_only_where_it_is_enforced(tmp_path: Path) -> None:
+    assert doctor().lock == ""
+    health = doctor(Config(locked=True))
+    assert problem(health).subject == "lock"
+    assert "interposer.lock does not exist" in problem(health).reason
+    assert health.device is not None  # the rest is examined all the same
+    (tmp_path / "interposer.lock").write_text("{}")
+    health = doctor()
+    assert health.healthy
+    assert "content and checksum differ" in health.warnings[0]
+    assert health.lock == f"{tmp_path / 'interposer.lock'}: not as locked"
+    assert "not as locked" in str(health)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return what makes a module a plugin of an installed distribution of the same name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        files = (f"{name}.py", f"{name}-1.0.dist-info/METADATA", f"{name}-1.0.dist-info/RECORD")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{name}-norms = {name}\n")
+
+    return install
+
+
+def test_a_failed_plugin_is_a_problem_even_under_a_strict_policy(
+    install: Callable[[str, str], None], make_plugin: Callable[..., ModuleType], cache: Path
+) -> None:
+    install("acmebroken", "import acme_of_nowhere\n")
+    policy: dict[str, Any] = {"plugins": ["acmebroken"], "isolation": "off", "strict": True}
+    with (
+        register(make_plugin("host", HOST)),
+        use(**policy, cache_dir=str(cache), disable=["opps"]),
+    ):
+        health = doctor()
+    found = problem(health)
+    assert found.subject == "plugin 'acmebroken-norms' of acmebroken 1.0"
+    assert "No module named 'acme_of_nowhere'" in found.reason
+    assert "INTERPOSER_DISABLE=acmebroken-norms" in found.mend
+    assert "ModuleNotFoundError" in found.traceback
+    text = str(health)
+    assert f"FAILED {found.subject}: {found.reason}\n  Try: {found.mend}\n" in text
+    (warning,) = health.warnings  # the failure itself is told once, as a problem
+    assert warning.startswith("The configuration disables 'opps'")
+    assert f"warning: {warning}" in text
+    assert "warning: The configuration disables 'opps'" in printed(health)
+
+
+@pytest.mark.usefixtures("host")
+def test_what_the_policy_leaves_out_is_listed_with_the_reason(
+    install: Callable[[str, str], None],
+) -> None:
+    install("acmeidle", "raise AssertionError('imported')\n")
+    health = doctor()
+    assert health.healthy
+    skipped = {plugin.name: plugin.reason for plugin in health.skipped}
+    assert skipped["acmeidle-norms"] == "the configuration allows no plugins"
+    assert "acmeidle-norms (acmeidle): not used: the configuration allows" in str(health)

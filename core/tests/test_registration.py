@@ -1,0 +1,176 @@
+"""A plugin can be added in code, is checked as an installed one, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from interposer import (
+    Case,
+    Device,
+    Kernel,
+    LayerEntry,
+    OpEntry,
+    PlatformEntry,
+    PluggableLayer,
+    Site,
+    Verdict,
+    current_registry,
+    custom_op,
+    hookimpl,
+    register,
+)
+from interposer.errors import PluginConflictError, PluginError
+from interposer.platform import Platform
+
+Make = Callable[..., ModuleType]
+
+
+def no_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield from ()
+
+
+@custom_op("acme_double", cases=no_cases)
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Return ``2 x``."""
+    return x + x
+
+
+class Standard(PluggableLayer):
+    layer_id = "acme_layer"
+
+    def __init__(self, site: Site, size: int) -> None:
+        super().__init__(site)
+
+
+class Wider(Standard):
+    def __init__(self, site: Site, size: int, more: int = 0) -> None:
+        super().__init__(site, size)
+
+
+class Halved(Platform):
+    name = "acme_host"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return Verdict.accept()
+
+    def devices(self) -> list[Device]:
+        return []
+
+
+OP = OpEntry("acme_double", f"{__name__}:double")
+FAST = Kernel("acme_double", "acme_fast", f"{__name__}:double")
+
+
+def test_a_registered_plugin_is_one_of_the_current_ones(make_plugin: Make) -> None:
+    before = current_registry()
+    with register(make_plugin("acme", OP, FAST)) as registration:
+        registry = current_registry()
+        assert [c.name for c in registry.candidates("kernel", "acme_double")] == [
+            "reference",
+            "acme_fast",
+        ]
+        assert registry is current_registry()
+        assert "acme" in repr(registration)
+        names = {plugin.name for plugin in registry.plugins.loaded}
+        assert names == {"acme", *(plugin.name for plugin in before.plugins.loaded)}
+    assert "acme_double" not in current_registry().ops
+
+
+def test_removing_twice_and_in_another_order_is_fine(make_plugin: Make) -> None:
+    first, second = register(make_plugin("one", OP)), register(make_plugin("two"))
+    first.remove()
+    first.remove()
+    loaded = [plugin.name for plugin in current_registry().plugins.loaded]
+    assert "two" in loaded
+    assert "one" not in loaded
+    second.remove()
+
+
+def test_a_removed_plugin_leaves_no_trace_in_memory(make_plugin: Make) -> None:
+    plugin = make_plugin("acme", OP, FAST)
+    with register(plugin):
+        current_registry()
+    trace = weakref.ref(plugin)
+    del plugin
+    gc.collect()
+    assert trace() is None
+
+
+def test_observers_registered_in_code_are_told_until_they_are_removed(make_plugin: Make) -> None:
+    told: list[str] = []
+    watcher = make_plugin("watcher", interposer_failed=lambda reason: told.append(reason))
+    with register(watcher):
+        current_registry().plugins.observe(
+            "interposer_failed", plugin="x", distribution="y", reason="first"
+        )
+    current_registry().plugins.observe(
+        "interposer_failed", plugin="x", distribution="y", reason="second"
+    )
+    assert told == ["first"]
+
+
+def test_an_object_is_a_plugin_as_well() -> None:
+    class Plugin:
+        @hookimpl
+        def interposer_records(self) -> list[OpEntry]:
+            return [OP]
+
+    with register(Plugin()), register(Plugin(), name="other") as other:
+        assert other.source.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("records", "reason"),
+    [
+        ((Kernel("acme_double", "acme_fast", f"{__name__}:duoble"),), "nearest: double"),
+        ((Kernel("acme_double", "acme_fast", "acme_of_nowhere:x"),), "acme_of_nowhere"),
+        ((OP, OP), "twice"),
+        ((LayerEntry("acme_layer", "wider", f"{__name__}:Wider"),), "more: 'int' = 0"),
+        ((LayerEntry("other_layer", "wider", f"{__name__}:Wider"),), "other_layer"),
+        ((PlatformEntry("acme_host", f"{__name__}:Halved"),), "capability, dtypes"),
+        ((PlatformEntry("acme", f"{__name__}:double"),), "Platform"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    records: tuple[OpEntry, ...], reason: str, make_plugin: Make
+) -> None:
+    with pytest.raises(PluginError) as caught:
+        register(make_plugin("acme", *records))
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith("Plugin 'acme' of acme in code: ")
+    assert "\nTry: " in str(caught.value)
+    assert "acme" not in {plugin.name for plugin in current_registry().plugins.loaded}
+
+
+def test_a_range_of_the_api_is_checked_where_it_is_stated() -> None:
+    with pytest.raises(PluginError, match="built for the plugin API >=9"):
+        register(SimpleNamespace(__name__="acme", INTERPOSER_API=">=9"))
+
+
+def test_a_taken_name_is_refused(make_plugin: Make) -> None:
+    with register(make_plugin("acme")), pytest.raises(PluginConflictError, match="name=\\.\\.\\."):
+        register(make_plugin("acme"))
+    with register(make_plugin("ops")), pytest.raises(PluginConflictError, match="interposer-ops"):
+        current_registry()
+    current_registry()
+
+
+def test_threads_that_register_at_once_lose_nothing(make_plugin: Make) -> None:
+    plugins = [make_plugin(f"acme_{number}") for number in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        registered = list(pool.map(register, plugins))
+    names = {plugin.name for plugin in current_registry().plugins.loaded}
+    assert names >= {plugin.__name__ for plugin in plugins}
+    for registration in registered:
+        registration.remove()
+    left = {plugin.name for plugin in current_registry().plugins.loaded}
+    assert left.isdisjoint(plugin.__name__ for plugin in plugins)
