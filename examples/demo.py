@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import interposer
 from interposer_models import LanguageModel, load
-from interposer_models.commands import print_table
 
 MODEL = Path(__file__).parent / "models" / "stdlib-lm"
 # They end before white space, because an indentation is one token with the newline before it.
@@ -70,7 +70,7 @@ def main() -> None:
     """Run the three parts."""
     lm = load(MODEL)
     write(lm)
-    print_table(interposer.explain(lm), width=160)
+    Console(width=160).print(interposer.explain(lm))
     compare(lm)
 
 

@@ -404,7 +404,20 @@ def test_a_preference_goes_before_figures_which_decide_among_the_preferred() -> 
 def test_equal_figures_leave_it_to_the_score() -> None:
     measured = Measured({"acme/a": 1e-6, "acme/b": 1e-6}, TABLE)
     choice = select(REQUEST, [candidate("a"), candidate("b", score=20.0)], measured=measured)
-    assert choice.why == "highest score (20)"
+    assert choice.why == "highest score (20), equally fast in the table 'bare'"
+
+
+def test_what_lies_within_the_spread_of_the_fastest_is_as_fast() -> None:
+    seconds = {"acme/a": 1.0e-6, "acme/b": 1.1e-6, "acme/c": 1.3e-6}
+    measured = Measured(seconds, TABLE, upper={"acme/a": 1.2e-6, "acme/b": 9.0e-6})
+    candidates = [candidate("a"), candidate("b", score=20.0), candidate("c", score=90.0)]
+    choice = select(REQUEST, candidates, measured=measured)
+    assert choice.chosen.name == "b"
+    assert choice.why == "highest score (20), equally fast in the table 'bare'"
+    assert [r.reason for r in choice.refusals] == [
+        "accepted, but outranked (score 10 < 20)",
+        "accepted, but slower (1.3 us > 1.1 us)",
+    ]
 
 
 # Strict

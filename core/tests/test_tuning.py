@@ -271,8 +271,8 @@ def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
     assert after.chosen.name in ("scale_fast", "reference")
     assert set(after.seconds) == {"acme/scale_slow", "acme/scale_fast", "acme/reference"}
     assert after.seconds["acme/scale_slow"] > 0.003 > after.seconds["acme/scale_fast"]
-    assert "fastest" in after.why
-    assert " us)" in after.why or " ms)" in after.why
+    # The two fast ones may be as fast as each other, which leaves it to the score.
+    assert "in the measurements of this host" in after.why
     (refusal,) = [r for r in after.refusals if r.candidate == "scale_slow"]
     assert "slower" in refusal.reason
 

@@ -81,7 +81,10 @@ def test_nothing_is_known_at_first(make: MakeMeasurements, tmp_path: Path) -> No
 
 def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
-    assert make().lookup(REQUEST, BOTH) == Measured(SECONDS, "the measurements of this host")
+    found = make().lookup(REQUEST, BOTH)
+    assert isinstance(found, Measured)
+    assert (found.seconds, found.source) == (SECONDS, "the measurements of this host")
+    assert found.upper.keys() == SECONDS.keys()
 
 
 def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:

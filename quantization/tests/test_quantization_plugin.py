@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interposer import CustomOp, QuantizationScheme, SchemeEntry
+from interposer import CustomOp, OpEntry, QuantizationScheme, SchemeEntry
 from interposer.records import load_target
 from interposer.testing import check_lightness
 from interposer_quantization.plugin import interposer_records
@@ -16,6 +16,7 @@ def test_records_name_what_they_promise() -> None:
     records = interposer_records()
     assert len(records) == 2
     for record in records:
+        assert isinstance(record, OpEntry | SchemeEntry)
         target = load_target(record.target)
         if isinstance(record, SchemeEntry):
             assert issubclass(target, QuantizationScheme)

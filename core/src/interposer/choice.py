@@ -48,10 +48,13 @@ class Measured:
     Attributes:
         seconds: by qualified name of the candidate; finite and not negative.
         source: where the figures are from, as a noun: ``"the measurements of this host"``.
+        upper: by qualified name, up to where the middle half of the repeats went; what is not
+            slower than that of the fastest counts as equally fast.
     """
 
     seconds: Mapping[str, float]
     source: str
+    upper: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, seconds in self.seconds.items():

@@ -23,7 +23,7 @@ from interposer.records import OpEntry
 from interposer.trust import Lock, allowed, lock_path
 from interposer.verdict import Verdict
 
-__all__ = ["discover", "installed_distributions"]
+__all__ = ["discover", "installed_distributions", "tell_probed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ def discover(config: Config | None = None) -> Plugins:
             _refuse(plugins, point.source, finding)
     _settle_ops(plugins)
     plugins.settle()
+    for point, finding in zip(foreign, findings, strict=True):
+        tell_probed(plugins, point.source.name, _examination(point), finding)
     facts = {"plugins": len(plugins.loaded), "failed": len(plugins.failed)}
     plugins.observe(
         "interposer_finished",
@@ -80,6 +82,20 @@ def discover(config: Config | None = None) -> Plugins:
         facts=facts,
     )
     return plugins
+
+
+def tell_probed(plugins: Plugins, plugin: str, task: Task, finding: Finding) -> None:
+    """Tell the observers of an examination, if it was not a remembered one."""
+    if finding.span is None:
+        return
+    plugins.observe(
+        "interposer_finished",
+        activity="probe",
+        subject=f"{plugin} {task.name}",
+        start_ns=finding.span[0],
+        end_ns=finding.span[1],
+        facts={"accepted": finding.verdict.accepted, "reason": finding.verdict.reason},
+    )
 
 
 def installed_distributions() -> list[Distribution]:

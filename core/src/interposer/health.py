@@ -12,20 +12,15 @@ from typing import Any
 import importlib_metadata
 import torch
 
-from interposer.choice import Candidate
 from interposer.compatibility import API_VERSION
 from interposer.config import Config, config_sources, effective_config
 from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
 from interposer.errors import ConfigError, InterposerError, StorageError
-from interposer.examination import Task, forget_verdicts
-from interposer.placement import place
-from interposer.records import PlatformEntry
-from interposer.registry import Registry, current_registry
-from interposer.request import Request
+from interposer.placement import place, probe
+from interposer.registry import Registry, current_registry, forget_discovery
 from interposer.storage import Store, default_store
 from interposer.trust import check_lock, lock_path
-from interposer.verdict import Verdict
 
 __all__ = ["Health", "Problem", "doctor"]
 
@@ -201,7 +196,7 @@ def _examine_cache(health: Health, store: Store, fresh: bool) -> None:
     if fresh:
         try:
             store.clear("verdicts")
-            forget_verdicts()
+            forget_discovery()
         except StorageError as error:
             health.problems.append(Problem("cache", error.reason, f"remove {error.path}"))
     entries = {}
@@ -233,7 +228,7 @@ def _examine_lock(health: Health, config: Config) -> None:
 
 def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
     for candidate in registry.candidates("platform"):
-        verdict = _probe(registry, candidate)
+        verdict = probe(registry, candidate)
         health.platforms.append(
             ProbedPlatform(
                 candidate.name,
@@ -253,17 +248,6 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
         health.device = description.model_dump(mode="json")
     except InterposerError as error:
         health.problems.append(Problem("device", str(error)))
-
-
-def _probe(registry: Registry, candidate: Candidate) -> Verdict:
-    """Return what the platform says of this machine, asked in another process first."""
-    assert isinstance(candidate.record, PlatformEntry)
-    if registry.owner(candidate).source.installed is not None:
-        task = Task("platform", {"target": candidate.record.target})
-        verdict = registry.examine(candidate, task).verdict
-        if not verdict:
-            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
-    return candidate.judge(Request("platform", ""))
 
 
 def _examine_plugins(health: Health, registry: Registry) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from interposer.request import Request
 from interposer.selection import select
 from interposer.verdict import Refusal, Verdict
 
-__all__ = ["Placement", "current_platform", "place"]
+__all__ = ["Placement", "current_platform", "place", "probe"]
 
 _REQUEST = Request("platform", "")
 
@@ -68,7 +69,8 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         raise PlatformUnavailableError("platform", failures, "pip install interposer-cpu")
     asked = f"platform {policy.pin!r}"
     try:
-        choice = select(_REQUEST, [_examined(registry, c) for c in candidates], policy)
+        probed = [replace(c, judge=partial(_probed, registry, c)) for c in candidates]
+        choice = select(_REQUEST, probed, policy)
     except UnknownNameError as error:
         if not failures:
             raise
@@ -88,20 +90,19 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     return placement
 
 
-def _examined(registry: Registry, candidate: Candidate) -> Candidate:
-    """Return ``candidate`` so that another process probes it before this one does."""
+def probe(registry: Registry, candidate: Candidate) -> Verdict:
+    """Say whether this machine has the platform, asked in another process first."""
+    record = candidate.record
+    assert isinstance(record, PlatformEntry)
+    if registry.owner(candidate).source.installed is not None:
+        verdict = registry.examine(candidate, Task("platform", {"target": record.target})).verdict
+        if not verdict:
+            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
+    return candidate.judge(_REQUEST)
 
-    def judge(request: Request) -> Verdict:
-        record = candidate.record
-        assert isinstance(record, PlatformEntry)
-        task = Task("platform", {"target": record.target})
-        if registry.owner(candidate).source.installed is not None:
-            verdict = registry.examine(candidate, task).verdict
-            if not verdict:
-                return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
-        return candidate.judge(request)
 
-    return replace(candidate, judge=judge)
+def _probed(registry: Registry, candidate: Candidate, _request: Request) -> Verdict:
+    return probe(registry, candidate)
 
 
 def _opened(registry: Registry, choice: Choice) -> Placement:
@@ -148,4 +149,3 @@ def _refuse_silent_fallback(
             failures,
             f"mend what failed, or ask for it: INTERPOSER_PLATFORM={chosen.name}",
         )
-

@@ -25,6 +25,7 @@ from interposer.verdict import Refusal
 
 __all__ = ["Failure", "Plugin", "PluginWarning", "Plugins", "Skipped", "Source"]
 
+
 class PluginWarning(UserWarning):
     """A plugin cannot be used; the text says which and why."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer.choice import Candidate
 from interposer.config import Config, Rule, effective_config
-from interposer.discovery import discover
-from interposer.distribution import STANDARD
+from interposer.discovery import discover, tell_probed
 from interposer.errors import FOREIGN_ERRORS, PluginError, UnknownNameError
-from interposer.examination import Finding, Task, examine, perform
+from interposer.examination import Finding, Task, examine, forget_verdicts, perform
 from interposer.judges import (
     Judge,
     Load,
@@ -38,8 +36,9 @@ from interposer.records import (
 )
 from interposer.registration import Registration, registrations
 from interposer.request import AttentionType, Kind
+from interposer.verdict import Verdict
 
-__all__ = ["Registry", "current_registry", "forget_registries", "per_registry"]
+__all__ = ["Registry", "current_registry", "forget_discovery", "forget_registries", "per_registry"]
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)
@@ -121,11 +120,10 @@ class Registry:
 
     def examine(self, candidate: Candidate, task: Task) -> Finding:
         """Return the finding on a part of ``candidate``, remembered where it can be."""
-        source = self.owner(candidate).source
-        if source.installed is None:
-            return perform(task)
-        driver = self.driver(getattr(candidate.record, "platform", ""))
-        return examine(source.installed, task, self.config, driver=driver)
+        record = candidate.record
+        platform = record.name if isinstance(record, PlatformEntry) else ""
+        platform = platform or getattr(record, "platform", "")
+        return self._examine(self.owner(candidate), task, self.driver(platform))
 
     def owner(self, candidate: Candidate) -> Plugin:
         """Return the plugin that declares ``candidate``."""
@@ -184,36 +182,30 @@ class Registry:
             lines += ["Plugins that failed, one of which may be what is missing:", *failed]
         return "\n".join(lines)
 
+    def _examine(self, plugin: Plugin, task: Task, driver: str = "") -> Finding:
+        installed = plugin.source.installed
+        if installed is None:
+            return perform(task)
+        finding = examine(installed, task, self.config, driver=driver)
+        tell_probed(self.plugins, plugin.name, task, finding)
+        return finding
+
     def _load(self, plugin: Plugin, target: str) -> Any:
         source = plugin.source
-        reason, trace = "", ""
-        if source.installed is not None and source.installed.name not in STANDARD:
-            task = Task("target", {"targets": [target]})
-            start = time.time_ns()
-            verdict = examine(source.installed, task, self.config).verdict
-            self.plugins.observe(
-                "interposer_finished",
-                activity="probe",
-                subject=target,
-                start_ns=start,
-                end_ns=time.time_ns(),
-                facts={"accepted": verdict.accepted, "plugin": plugin.name},
-            )
-            reason, trace = verdict.reason, verdict.traceback
-            if verdict:
-                reason = ""
-        cause: BaseException | None = None
-        if not reason:
+        verdict, cause = Verdict.accept(), None
+        if source.installed is not None and not source.installed.standard:
+            verdict = self._examine(plugin, Task("target", {"targets": [target]})).verdict
+        if verdict:
             try:
                 return load_target(target)
             except FOREIGN_ERRORS as error:
-                reason, cause = repr(error), error
+                verdict, cause = Verdict.refuse(repr(error)), error
         raise PluginError(
             plugin.name,
             source.origin,
-            f"{target!r} cannot be loaded: {reason}",
+            f"{target!r} cannot be loaded: {verdict.reason}",
             f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={plugin.name}",
-            trace,
+            verdict.traceback,
         ) from cause
 
 
@@ -237,6 +229,13 @@ def forget_registries() -> None:
     """Drop what was built from the plugins, but not the discovery itself."""
     for memo in _memos:
         memo.forget()
+
+
+def forget_discovery() -> None:
+    """Discover and examine all plugins anew where they are used next."""
+    forget_verdicts()
+    _discovered.forget()
+    forget_registries()
 
 
 def per_registry(function: Callable[P, T]) -> Memoized[P, T]:

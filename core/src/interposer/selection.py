@@ -103,10 +103,22 @@ class _Ranking:
         return self.preference(candidate) < len(self.policy.prefer)
 
     def seconds(self, candidate: Candidate) -> tuple[int, float]:
-        """Return what sorts the fastest first and those without a figure last."""
+        """Return what sorts the fastest first and those without a figure last.
+
+        What differs from the fastest by less than its repeats do among themselves counts as equal
+        to it, so that noise does not choose.
+        """
         if self.measured is None or candidate.qualified_name not in self.measured.seconds:
             return _UNMEASURED
-        return 0, self.measured.seconds[candidate.qualified_name]
+        known = self.measured.seconds
+        fastest = min(known, key=lambda name: (known[name], name))
+        seconds = known[candidate.qualified_name]
+        noisy = seconds <= self.measured.upper.get(fastest, known[fastest])
+        return 0, known[fastest] if noisy else seconds
+
+    def shown(self, candidate: Candidate) -> str:
+        assert self.measured is not None
+        return _duration(self.measured.seconds[candidate.qualified_name])
 
     def differ(self, one: Candidate, other: Candidate) -> Literal["wish", "time", "score", "name"]:
         """Return the first rule that tells two candidates apart."""
@@ -130,9 +142,11 @@ class _Ranking:
         match self.differ(chosen, others[0]):
             case "time":
                 source = "" if self.measured is None else self.measured.source
-                reason = f"fastest in {source} ({_duration(self.seconds(chosen)[1])})"
+                reason = f"fastest in {source} ({self.shown(chosen)})"
             case "score":
                 reason = f"highest score ({chosen.score:g})"
+                if self.seconds(chosen) != _UNMEASURED and self.measured is not None:
+                    reason += f", equally fast in {self.measured.source}"
             case _:
                 reason = f"tie at score {chosen.score:g}, decided by provider and name"
         return f"{preferred}, then {reason}" if preferred else reason
@@ -146,8 +160,7 @@ class _Ranking:
             case "time" if self.seconds(candidate) == _UNMEASURED:
                 return f"accepted, but not measured, as {chosen.name} is"
             case "time":
-                slow, fast = (_duration(self.seconds(c)[1]) for c in (candidate, chosen))
-                return f"accepted, but slower ({slow} > {fast})"
+                return f"accepted, but slower ({self.shown(candidate)} > {self.shown(chosen)})"
             case "score":
                 return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
             case "name":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,8 @@ _MOST_CASES = 8
 _MOST_FAULTS = 3
 _NUM_TOKENS = 3
 _SEED = 0
+# The reference computes in float64, and every operand is guarded by copies.
+_MOST_WEIGHT_ELEMENTS = 1 << 24
 # A kernel may be compiled when it is first called.
 _PATIENCE = 12.0
 
@@ -37,7 +41,8 @@ def examine_kernel(task: Task, reporter: Reporter) -> Finding:
     reporter.begin(f"loading the op {arguments['op']}")
     op: CustomOp[..., Any] = load_target(arguments["op"])
     dtype: torch.dtype = getattr(torch, arguments["dtype"])
-    with Witness(light=False) as witness:
+    with ExitStack() as stack:
+        witness = stack.enter_context(Witness(light=False))
         reporter.begin(f"loading {arguments['target']}")
         function = load_target(arguments["target"])
         prepare = None
@@ -48,6 +53,8 @@ def examine_kernel(task: Task, reporter: Reporter) -> Finding:
         faults: list[str] = []
         trace = ""
         count = 0
+        # Not where the caller builds its model: a model may be planned without memory.
+        stack.enter_context(torch.device("cpu"))
         for case in _cases(op, dtype, arguments["dims"], judge, reporter):
             reporter.begin(f"running {arguments['target']} on case {case.label!r}", _PATIENCE)
             try:
@@ -82,9 +89,15 @@ def _cases(
     reporter.begin(f"preparing cases of the op {op.name!r}", _PATIENCE)
     cases = sorted((case for case in op.cases(dtype, _SEED) if judge(case.dims)), key=_size)
     yield from cases[:_MOST_CASES]
-    if op.sample is not None:
+    if op.sample is not None and _weight_elements(dims) <= _MOST_WEIGHT_ELEMENTS:
         reporter.begin(f"preparing a sample of the op {op.name!r}", _PATIENCE)
         yield op.sample(dtype, dims, _NUM_TOKENS, _SEED)
+
+
+def _weight_elements(dims: Mapping[str, Any]) -> int:
+    """Return how large a weight the dims can mean: that of the two largest of them."""
+    sizes = sorted(size for size in dims.values() if type(size) is int)
+    return math.prod(sizes[-2:])
 
 
 def _judge(task: Task, reporter: Reporter) -> Callable[[Mapping[str, Any]], Verdict]:

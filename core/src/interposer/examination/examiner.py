@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
@@ -70,11 +72,14 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
         key = _key(dist, task, config, driver)
         finding = _read(store, key)
         if finding is None or not _persists(finding, config):
+            start = time.time_ns()
             finding, lasts = _examined(task, config)
-            if not lasts:
-                return finding
-            if not finding.facts.get("passing"):
-                _write(store, key, finding)
+            span = (start, time.time_ns())
+            if lasts:
+                _remembered[known] = finding
+                if not finding.facts.get("passing"):
+                    _write(store, key, finding)
+            return replace(finding, span=span)
         _remembered[known] = finding
         return finding
 

@@ -75,7 +75,7 @@ def check_plugin(
     except (ValueError, pluggy.PluginValidationError) as error:
         return (), [f"its hooks are not valid: {error}"]
     reporter.begin("calling interposer_records")
-    with Witness() as witness:
+    with Witness(threads=reporter.alone) as witness:
         records = _taken(manager)
     if witness.effects:
         return (), [f"calling interposer_records {effect}" for effect in witness.effects]
@@ -94,7 +94,9 @@ def _taken(manager: pluggy.PluginManager) -> list[Any]:
 
 def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
     value, name = str(task.arguments["value"]), str(task.arguments["name"])
-    with _Step(reporter, f"importing {value.partition(':')[0].strip()}", Witness()) as step:
+    with _Step(
+        reporter, f"importing {value.partition(':')[0].strip()}", Witness(threads=reporter.alone)
+    ) as step:
         plugin = load_value(value)
     if step.finding:
         return step.finding

@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from interposer.errors import InterposerError
+
 __all__ = ["ExaminationError", "ask", "forbid", "stop"]
 
 _PROGRAM = """
@@ -27,7 +29,7 @@ _SILENCE_SECONDS = 150.0
 _END_SECONDS = 3.0
 
 
-class ExaminationError(Exception):
+class ExaminationError(InterposerError):
     """Code cannot be examined in another process; the text says why."""
 
 

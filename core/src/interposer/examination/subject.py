@@ -106,6 +106,8 @@ def _hidden(descriptor: int) -> int:
 
 
 class _Subject(Reporter):
+    alone = True
+
     def __init__(self, lines: int, output: int, token: str) -> None:
         super().__init__()
         self._lines = lines

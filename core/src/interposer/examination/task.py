@@ -53,10 +53,12 @@ class Finding:
             ``platforms`` that a plugin declares, each with ``name`` and ``score``; the name of a
             ``missing`` module; the ``limit_seconds`` that were not enough; ``passing`` where
             something outside of the plugin may have ended it.
+        span: start and end in nanoseconds since the epoch, if it was found just now.
     """
 
     verdict: Verdict
     facts: Mapping[str, Any] = field(default_factory=dict)
+    span: tuple[int, int] | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON."""
@@ -103,7 +105,10 @@ class Reporter:
 
     Attributes:
         stage: what is being done, as in "importing acme.plugin".
+        alone: nothing but the task runs in this process.
     """
+
+    alone = False
 
     def __init__(self) -> None:
         self.stage = "starting"

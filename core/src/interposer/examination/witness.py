@@ -51,10 +51,12 @@ class Witness:
     Args:
         light: the code is that of a plugin module, which has no reason to print, to leave a
             thread or to hook into the interpreter. Libraries that a target loads may do these.
+        threads: nothing else runs in this process, so that a new thread is one of the block's.
     """
 
-    def __init__(self, light: bool = True) -> None:
+    def __init__(self, light: bool = True, threads: bool = True) -> None:
         self.light = light
+        self.threads = threads and light
         self.effects: list[str] = []
 
     def __enter__(self) -> Witness:
@@ -116,7 +118,7 @@ class Witness:
             if setting.get() != value:
                 note(f"changes torch's {setting.name}")
                 setting.put(value)
-        if self.light:
+        if self.threads:
             self._compare_threads(note)
 
     def _compare_modules(self, note: Callable[[str], None]) -> None:

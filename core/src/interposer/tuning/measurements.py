@@ -154,7 +154,8 @@ def _fitting(value: Measurement, accepted: Sequence[Candidate], source: str) -> 
     if changes:
         return _stale(source, ", ".join(changes))
     seconds = {name: figures.seconds for name, figures in value.candidates.items()}
-    return Measured(seconds, source)
+    upper = {name: figures.high for name, figures in value.candidates.items()}
+    return Measured(seconds, source, upper)
 
 
 def _stale(source: str, changes: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, Kernel, PlatformEntry, Record
+from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
 from interposer.requires import Requires
+
+INTERPOSER_API = ">=1.0,<2"
 
 _FLOATS = Requires(dtypes=("float32", "bfloat16", "float16"))
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
@@ -41,10 +43,23 @@ _PACKED = (
     ),
 )
 
+# Processors that are described for planning, each in its file of ``devices``.
+_DESCRIBED = (
+    "ampere-altra",
+    "apple-m4",
+    "graviton4",
+    "icelake-server",
+    "sapphire-rapids",
+    "z14",
+    "z16",
+    "zen2",
+    "zen5",
+)
+
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, its kernels and its attention backend."""
+    """Return the platform, its kernels, its attention backend and described processors."""
     plain = [
         Kernel(
             op,
@@ -71,7 +86,13 @@ def interposer_records() -> list[Record]:
     ]
     return [
         PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),
-        AttentionEntry("sdpa", "interposer_cpu.attention:SdpaBackend", "cpu", score=10.0),
+        AttentionEntry(
+            "sdpa",
+            "interposer_cpu.attention:SdpaBackend",
+            "cpu",
+            properties=frozenset({"deterministic"}),
+        ),
         *plain,
         *packed,
+        *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]

@@ -1,0 +1,80 @@
+"""A model directory is planned by the plugin that can read it; a model is its own plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from interposer import Capability, Config, Device, Placement, planned, register
+from interposer.errors import CheckpointError, ConfigError
+from interposer.planning import Planned
+
+Make = Callable[..., ModuleType]
+
+
+@dataclass
+class Plan:
+    path: Path
+    resolver: Any = None
+    placement: Any = None
+    asked: dict[str, Any] = field(default_factory=dict)
+
+
+def reader(suffix: str) -> Callable[..., Plan | None]:
+    def interposer_plan(path: Path, config: Config, dtype: str, placement: object) -> Plan | None:
+        if path.suffix != suffix:
+            return None
+        return Plan(path, asked={"config": config, "dtype": dtype, "placement": placement})
+
+    return interposer_plan
+
+
+def test_the_plugin_that_reads_the_directory_plans_it(make_plugin: Make) -> None:
+    one = make_plugin("one", interposer_plan=reader(".one"))
+    two = make_plugin("two", interposer_plan=reader(".two"))
+    config = Config(kernels={"linear": "reference"})
+    with register(one), register(two):
+        found = planned("model.two", config, "float32")
+    assert isinstance(found, Plan)
+    assert found.path == Path("model.two")
+    assert found.asked["config"].kernels == config.kernels
+    assert (found.asked["dtype"], found.asked["placement"]) == ("float32", None)
+
+
+def test_a_model_is_its_own_plan_and_planned_anew_for_another_place(make_plugin: Make) -> None:
+    model = Plan(Path("model.one"))
+    assert isinstance(model, Planned)
+    assert planned(model) is model
+    device = Device("far", "cpu", "far away", Capability("any"))
+    elsewhere = Placement(None, device, None, described=True)  # type: ignore[arg-type]
+    with register(make_plugin("one", interposer_plan=reader(".one"))):
+        again = planned(model, placement=elsewhere)
+    assert isinstance(again, Plan)
+    assert again.asked["placement"] is elsewhere
+
+
+def test_what_the_reader_raises_is_passed_on_and_costs_it_nothing(make_plugin: Make) -> None:
+    def interposer_plan(path: Path) -> None:
+        raise CheckpointError(path, "no config.json")
+
+    with register(make_plugin("one", interposer_plan=interposer_plan)) as registration:
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"no config\.json"):
+                planned("model.one")
+        assert registration.source.name == "one"
+
+
+def test_without_a_reader_it_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="pip install interposer-models"):
+        planned("model.one", Config(disable={"models"}))
+
+
+@pytest.mark.parametrize("nonsense", [3, None, object()])
+def test_what_is_no_model_is_refused(nonsense: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a model directory nor a model"):
+        planned(nonsense)
