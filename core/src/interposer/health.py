@@ -52,12 +52,13 @@ class ProbedPlatform:
 
 @dataclass(frozen=True, slots=True)
 class InstalledPlugin:
-    """A plugin that is in use, with the number of its records by class."""
+    """A plugin that is in use, with the number of its records by class and its other hooks."""
 
     name: str
     distribution: str
     version: str
     records: dict[str, int]
+    hooks: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,9 @@ def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
         health.problems.append(Problem("configuration", str(error), "mend that source"))
         return health
     health.sources = [PolicySource(s.name, s.path, s.fields) for s in sources if s.fields or s.path]
-    _examine_cache(health, default_store(policy), fresh)
+    store = default_store(policy)
+    if fresh:
+        _forget(health, store)
     _examine_lock(health, policy)
     # What strictness and the lock forbid is to be shown as well.
     lenient = policy.model_copy(update={"strict": False, "locked": False})
@@ -167,6 +170,7 @@ def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
             told = {str(failure.error) for failure in registry.plugins.failed}
             said = dict.fromkeys(str(warning.message) for warning in caught)
             health.warnings += [text for text in said if text not in told]
+    _examine_cache(health, store)
     return health
 
 
@@ -192,13 +196,15 @@ def _torch() -> dict[str, Any]:
     }
 
 
-def _examine_cache(health: Health, store: Store, fresh: bool) -> None:
-    if fresh:
-        try:
-            store.clear("verdicts")
-            forget_discovery()
-        except StorageError as error:
-            health.problems.append(Problem("cache", error.reason, f"remove {error.path}"))
+def _forget(health: Health, store: Store) -> None:
+    try:
+        store.clear("verdicts")
+        forget_discovery()
+    except StorageError as error:
+        health.problems.append(Problem("cache", error.reason, f"remove {error.path}"))
+
+
+def _examine_cache(health: Health, store: Store) -> None:
     entries = {}
     for kind in store.kinds():
         found = list(store.entries(kind))
@@ -253,7 +259,8 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
 def _examine_plugins(health: Health, registry: Registry) -> None:
     plugins = registry.plugins
     health.plugins = [
-        InstalledPlugin(p.name, p.distribution, p.version, p.summary()) for p in plugins.loaded
+        InstalledPlugin(p.name, p.distribution, p.version, p.summary(), [*p.hooks])
+        for p in plugins.loaded
     ]
     health.skipped = [SkippedPlugin(s.name, s.distribution, s.reason) for s in plugins.skipped]
     health.problems += [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from interposer.table import table
 
 if TYPE_CHECKING:
-    from interposer.health import Health
+    from interposer.health import Health, InstalledPlugin
 
 __all__ = ["renderables", "text"]
 
@@ -72,10 +72,7 @@ def _sections(health: Health) -> Iterator[tuple[str, tuple[str, ...], list[tuple
             "plugins",
             ("plugin", "distribution", "provides"),
             [
-                *(
-                    (p.name, f"{p.distribution} {p.version}", _counts(p.records))
-                    for p in health.plugins
-                ),
+                *((p.name, f"{p.distribution} {p.version}", _provided(p)) for p in health.plugins),
                 *((s.name, s.distribution, f"not used: {s.reason}") for s in health.skipped),
             ],
         ),
@@ -103,8 +100,9 @@ def _line(name: str, origin: str, what: str = "") -> str:
     return f"{name} ({origin}): {what}" if origin else f"{name}: {what}"
 
 
-def _counts(records: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in records.items()) or "nothing"
+def _provided(plugin: InstalledPlugin) -> str:
+    counts = [f"{count} {kind}" for kind, count in plugin.records.items()]
+    return ", ".join([*counts, *plugin.hooks]) or "nothing"
 
 
 def _fields(fields: dict[str, Any]) -> str:

@@ -66,7 +66,11 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     candidates = registry.candidates("platform")
     failures = registry.plugins.refusals()
     if not candidates:
-        raise PlatformUnavailableError("platform", failures, "pip install interposer-cpu")
+        omitted = registry.plugins.omissions()
+        action = "allow one of these in the configuration, or " if omitted else ""
+        raise PlatformUnavailableError(
+            "platform", (*failures, *omitted), f"{action}pip install interposer-cpu"
+        )
     asked = f"platform {policy.pin!r}"
     try:
         probed = [replace(c, judge=partial(_probed, registry, c)) for c in candidates]

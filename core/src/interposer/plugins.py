@@ -54,10 +54,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A usable plugin with what it declares."""
+    """A usable plugin with what it declares, and the other hooks that it implements."""
 
     source: Source
     records: tuple[Record, ...]
+    hooks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -188,6 +189,10 @@ class Plugins:
             for f in self.failed
         ]
 
+    def omissions(self) -> list[Refusal]:
+        """Return the plugins that the policy leaves out as refusals."""
+        return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
+
     def add(self, source: Source, plugin: Any) -> None:
         """Take the records of an imported plugin, or quarantine it."""
         try:
@@ -213,7 +218,9 @@ class Plugins:
         nonsense = self._nonsense(source, records)
         if nonsense:
             raise self._refused(source, f"interposer_records returned {nonsense}")
-        taken = Plugin(source, tuple(records))
+        callers = self._manager.get_hookcallers(plugin) or []
+        hooks = sorted({caller.name for caller in callers} - {"interposer_records"})
+        taken = Plugin(source, tuple(records), tuple(hooks))
         self.loaded.append(taken)
         return taken
 
