@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from interposer import AttentionEntry, Capability, Kernel, Request, Requires, Verdict
-from interposer.judges import judge_attention, judge_declared
-from interposer.records import load_target
+from interposer.judges import Direct, judge_attention, judge_declared
 
 REQUEST = Request("kernel", "linear", "host", Capability("x86_64"), "float32")
 
@@ -33,17 +35,17 @@ def kernel(predicate: object = None, **facts: object) -> Kernel:
 
 
 def test_a_kernel_is_judged_without_importing_it() -> None:
-    assert judge_declared(kernel(), load_target)(REQUEST)
-    assert judge_declared(kernel(platform="host"), load_target)(REQUEST)
+    assert judge_declared(kernel(), Direct())(REQUEST)
+    assert judge_declared(kernel(platform="host"), Direct())(REQUEST)
 
 
 def test_a_kernel_for_another_platform_is_refused() -> None:
-    verdict = judge_declared(kernel(platform="tpu"), load_target)(REQUEST)
+    verdict = judge_declared(kernel(platform="tpu"), Direct())(REQUEST)
     assert verdict.reason == "runs on tpu, the request is for host"
 
 
 def test_requirements_go_before_the_predicate() -> None:
-    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))), load_target)(
+    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))), Direct())(
         REQUEST
     )
     assert verdict.reason == "needs dtype float16, got float32"
@@ -51,7 +53,7 @@ def test_requirements_go_before_the_predicate() -> None:
 
 
 def test_the_predicate_answers_with_its_reason() -> None:
-    judge = judge_declared(kernel(even), load_target)
+    judge = judge_declared(kernel(even), Direct())
     assert judge(REQUEST).reason == "n is missing"
     assert judge(Request("kernel", "linear", dims={"n": 2}))
 
@@ -65,7 +67,7 @@ def test_the_predicate_answers_with_its_reason() -> None:
     ],
 )
 def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, reason: str) -> None:
-    verdict = judge_declared(kernel(predicate), load_target)(REQUEST)
+    verdict = judge_declared(kernel(predicate), Direct())(REQUEST)
     assert not verdict
     assert verdict.reason.startswith("its own code failed: ")
     assert reason in verdict.reason
@@ -74,7 +76,7 @@ def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, re
 
 def test_a_predicate_that_points_nowhere_refuses() -> None:
     record = Kernel("linear", "fast", "a:b", predicate=f"{__name__}:odd")
-    assert "points nowhere" in judge_declared(record, load_target)(REQUEST).reason
+    assert "points nowhere" in judge_declared(record, Direct())(REQUEST).reason
 
 
 class Backend:
@@ -83,13 +85,21 @@ class Backend:
         return Verdict.refuse(f"{detail} on {capability.architecture}")
 
 
+@dataclass(frozen=True)
+class Spec:
+    def to_json(self) -> dict[str, Any]:
+        return {}
+
+    def __str__(self) -> str:
+        return "a spec"
+
+
 def test_an_attention_backend_is_asked_for_the_detail_and_the_capability() -> None:
-    request = Request("attention", "decoder", "host", Capability("x86_64"), detail="a spec")
-    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"), load_target)
+    request = Request("attention", "decoder", "host", Capability("x86_64"), detail=Spec())
+    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"), Direct())
     assert judge(request).reason == "a spec on x86_64"
-    elsewhere = judge_attention(
-        AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu"), load_target
-    )
+    entry = AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu")
+    elsewhere = judge_attention(entry, Direct())
     assert elsewhere(request).reason == "runs on tpu, the request is for host"
-    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"), load_target)
+    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"), Direct())
     assert "No module named 'acme_of_nowhere'" in broken(request).reason

@@ -137,7 +137,7 @@ def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
         make_plugin("a", KERNEL, interposer_selected=raising),
         make_plugin("b", interposer_selected=lambda choice: seen.append(choice)),
     )
-    with pytest.warns(PluginWarning, match="Plugin 'a' of a in code: its observer interposer_selected"):
+    with pytest.warns(PluginWarning, match="Plugin 'a' of a in code: its observer"):
         plugins.observe("interposer_selected", choice="first")
     plugins.observe("interposer_selected", choice="second")
     assert seen == ["first", "second"]

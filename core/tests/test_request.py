@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from interposer import Request
+import pytest
+import torch
+
+from interposer import AttentionSpec, Capability, Request
+
+SPEC = AttentionSpec(
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.float32,
+    page_size=16,
+    scale=0.125,
+    window_tokens=8,
+)
 
 
 def test_place_is_not_part_of_the_question() -> None:
@@ -24,7 +38,7 @@ def test_place_is_not_part_of_the_question() -> None:
         Request("kernel", "linear", "cpu", dtype="bfloat16", dims={"n": 1, "m": 2}),
         Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 3}),
         Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1}),
-        Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 2}, detail="x"),
+        Request("kernel", "linear", "cpu", dtype="float32", dims={"n": 1, "m": 2}, detail=SPEC),
     ],
 )
 def test_everything_else_is(other: Request) -> None:
@@ -41,3 +55,18 @@ def test_text_states_dtype_platform_and_dimensions() -> None:
     request = Request("kernel", "linear", "cpu", dtype="float32", dims={"b": 2, "a": 1})
     assert str(request) == "kernel 'linear' [float32 cpu a=1 b=2]"
     assert str(Request("platform", "")) == "platform"
+
+
+@pytest.mark.parametrize("detail", [None, SPEC])
+def test_another_process_gets_the_same_request(detail: AttentionSpec | None) -> None:
+    capability = Capability(
+        "x86_64", frozenset({"b", "a"}), frozenset({"bfloat16"}), 4, 2**40, {"l2": 2**20}
+    )
+    request = Request(
+        "attention", "decoder", "cpu", capability, "bfloat16", {"n": 1, "wide": True}, detail
+    )
+    text = json.dumps(request.to_json(), sort_keys=True)
+    again = Request.from_json(json.loads(text))
+    assert again == request
+    assert again.key == request.key
+    assert again.capability == capability

@@ -6,7 +6,8 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +61,19 @@ class AttentionSpec:
             "windowed": self.window_tokens is not None,
             "softcapped": self.softcap is not None,
         }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values; dtypes by their names."""
+        return {
+            name: str(value) if isinstance(value, torch.dtype) else value
+            for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AttentionSpec:
+        """Return what ``to_json`` was asked of."""
+        names = {name: value[name].removeprefix("torch.") for name in ("dtype", "cache_dtype")}
+        return cls(**{**value, **{name: getattr(torch, names[name]) for name in names}})
 
     def judge_plain_decoder(self) -> Verdict:
         """Accept decoder attention over an unconverted cache, at most windowed or softcapped.

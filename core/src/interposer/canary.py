@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Literal
 
-from interposer.capability import Capability, Device
+from interposer.capability import Device
 from interposer.choice import Candidate
 from interposer.distribution import STANDARD
 from interposer.examination import Task
@@ -63,9 +62,9 @@ class Canary:
             "plugin": self._registry.owner(candidate).source.value,
             "kernel": record.name,
             "platform": request.platform,
-            "capability": _plain(request.capability),
+            "capability": request.capability.to_json(),
         }
-        verdict = self._registry.examine(candidate, Task("kernel", arguments)).verdict
+        verdict = self._registry.examine(candidate, Task("kernel", arguments))
         if not verdict:
             self._strikes[provider] = self._strikes.get(provider, 0) + 1
         return verdict
@@ -75,11 +74,3 @@ class Canary:
         (plugin,) = [p for p, entry in self._registry.records(OpEntry) if entry.name == op]
         installed = plugin.source.installed
         return plugin.source.origin if installed is None else installed.fingerprint
-
-
-def _plain(capability: Capability) -> dict[str, object]:
-    """Return a capability as JSON values, in an order of its own."""
-    return {
-        name: sorted(value) if isinstance(value, frozenset) else value
-        for name, value in asdict(capability).items()
-    }

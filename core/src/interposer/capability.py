@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 __all__ = ["Capability", "Device", "Memory"]
 
@@ -26,6 +28,20 @@ class Capability:
     units: int = 1
     memory_bytes: int = 0
     caches_bytes: dict[str, int] = field(default_factory=dict, hash=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values in an order of their own, for another process."""
+        return {
+            **asdict(self),
+            "features": sorted(self.features),
+            "formats": sorted(self.formats),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Capability:
+        """Return what ``to_json`` was asked of."""
+        sets = {name: frozenset(value[name]) for name in ("features", "formats")}
+        return cls(**{**value, **sets})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from interposer.examination.inspection import load_value
 from interposer.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer.records import OpEntry
 from interposer.trust import Lock, allowed, lock_path
+from interposer.validation import NAME_LIMIT, plain_name
 from interposer.verdict import Verdict
 
 __all__ = ["discover", "installed_distributions", "tell_probed"]
@@ -164,6 +165,11 @@ def _keeps(source: Source, rivals: Iterable[Source]) -> bool:
 
 
 def _check_metadata(point: _Point) -> Verdict:
+    name = point.source.name
+    if not (name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT):
+        shown = plain_name(name)
+        limits = f"printable ASCII of at most {NAME_LIMIT} characters"
+        return Verdict.refuse(f"its name is {shown}, must be {limits}")
     verdict = check_requirements(point.distribution)
     module = point.source.value.partition(":")[0].strip()
     if verdict and not point.distribution.owns_module(module):

@@ -17,8 +17,9 @@ from interposer.config import Config, config_sources, effective_config
 from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
 from interposer.errors import ConfigError, InterposerError, StorageError
-from interposer.placement import place, probe
+from interposer.placement import place
 from interposer.registry import Registry, current_registry, forget_discovery
+from interposer.request import Request
 from interposer.storage import Store, default_store
 from interposer.trust import check_lock, lock_path
 
@@ -234,7 +235,7 @@ def _examine_lock(health: Health, config: Config) -> None:
 
 def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
     for candidate in registry.candidates("platform"):
-        verdict = probe(registry, candidate)
+        verdict = candidate.judge(Request("platform", ""))
         health.platforms.append(
             ProbedPlatform(
                 candidate.name,

@@ -1,23 +1,22 @@
-"""How the candidates of each kind judge a request; plugin code that raises becomes a refusal.
-
-``Load`` returns what an import string names; the registry's examines foreign code first.
-"""
+"""How the candidates of each kind judge a request; plugin code that raises becomes a refusal."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from interposer.errors import FOREIGN_ERRORS, PluginError
-from interposer.records import AttentionEntry, Kernel, LayerEntry, PlatformEntry
+from interposer.examination.task import Task
+from interposer.records import AttentionEntry, Kernel, LayerEntry, PlatformEntry, load_target
 from interposer.request import Request
 from interposer.verdict import Verdict
 
 __all__ = [
+    "Access",
+    "Direct",
     "Judge",
-    "Load",
     "accept",
     "judge_attention",
     "judge_declared",
@@ -26,7 +25,28 @@ __all__ = [
 ]
 
 Judge = Callable[[Request], Verdict]
-Load = Callable[[str], Any]
+
+
+class Access(Protocol):
+    """The way to a plugin's code."""
+
+    def load(self, target: str) -> Any:
+        """Return what an import string names."""
+
+    def trial(self, task: Task) -> Verdict:
+        """Say whether the code that a task runs may be run in this process."""
+
+
+class Direct:
+    """The way to code that is trusted."""
+
+    def load(self, target: str) -> Any:
+        """Return what an import string names."""
+        return load_target(target)
+
+    def trial(self, _task: Task) -> Verdict:
+        """Accept."""
+        return Verdict.accept()
 
 
 def accept(_request: Request) -> Verdict:
@@ -34,40 +54,52 @@ def accept(_request: Request) -> Verdict:
     return Verdict.accept()
 
 
-def judge_declared(record: Kernel | LayerEntry, load: Load) -> Judge:
+def judge_declared(record: Kernel | LayerEntry, access: Access) -> Judge:
     """Return a judge of platform, requirements and predicate, in that order."""
 
+    @_once
     @_guarded
     def judge(request: Request) -> Verdict:
         verdict = judge_requirements(record, request)
         if verdict and record.predicate:
-            verdict = load(record.predicate)(request)
+            verdict = access.trial(_question(record.predicate, "", request))
+            if verdict:
+                verdict = access.load(record.predicate)(request)
         return verdict
 
     return judge
 
 
-def judge_attention(record: AttentionEntry, load: Load) -> Judge:
+def judge_attention(record: AttentionEntry, access: Access) -> Judge:
     """Return a judge of platform and requirements that then asks the backend itself."""
+    target, member = (record.predicate, "") if record.predicate else (record.target, "accepts")
 
+    @_once
     @_guarded
     def judge(request: Request) -> Verdict:
         verdict = judge_requirements(record, request)
         if verdict:
-            accepts = load(record.predicate) if record.predicate else load(record.target).accepts
-            verdict = accepts(request.detail, request.capability)
+            verdict = access.trial(_question(target, member, request))
+            if verdict:
+                found = access.load(target)
+                asked = getattr(found, member) if member else found
+                verdict = asked(request.detail, request.capability)
         return verdict
 
     return judge
 
 
-def judge_platform(record: PlatformEntry, load: Load) -> Judge:
+def judge_platform(record: PlatformEntry, access: Access) -> Judge:
     """Return a judge that probes this machine."""
 
     @_guarded
     def judge(_request: Request) -> Verdict:
-        verdict: Verdict = load(record.target).probe()
-        return verdict
+        verdict = access.trial(Task("platform", {"target": record.target}))
+        if not verdict:
+            # A probe that never came back failed, which is not the same as to find nothing.
+            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
+        found: Verdict = access.load(record.target).probe()
+        return found
 
     return judge
 
@@ -77,6 +109,10 @@ def judge_requirements(record: Kernel | LayerEntry | AttentionEntry, request: Re
     if record.platform and record.platform != request.platform:
         return Verdict.refuse(f"runs on {record.platform}, the request is for {request.platform}")
     return record.requires.judge(request)
+
+
+def _question(target: str, member: str, request: Request) -> Task:
+    return Task("predicate", {"target": target, "member": member, "request": request.to_json()})
 
 
 def _guarded(judge: Judge) -> Judge:
@@ -95,3 +131,17 @@ def _guarded(judge: Judge) -> Judge:
         return verdict
 
     return guarded
+
+
+def _once(judge: Judge) -> Judge:
+    """Remember the last answer: a request is judged for its measurements and for the choice."""
+    last: tuple[Request, Verdict] | None = None
+
+    @wraps(judge)
+    def once(request: Request) -> Verdict:
+        nonlocal last
+        if last is None or last[0] is not request:
+            last = (request, judge(request))
+        return last[1]
+
+    return once

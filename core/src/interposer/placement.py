@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from interposer.capability import Device
-from interposer.choice import Candidate, Choice
+from interposer.choice import Choice
 from interposer.config import Config, effective_config
 from interposer.errors import (
     FOREIGN_ERRORS,
@@ -17,16 +16,15 @@ from interposer.errors import (
     PlatformUnavailableError,
     UnknownNameError,
 )
-from interposer.examination import Task
 from interposer.platform import Platform
 from interposer.policy import Policy, policy_for
 from interposer.records import PlatformEntry
 from interposer.registry import Registry, current_registry, per_registry
 from interposer.request import Request
 from interposer.selection import select
-from interposer.verdict import Refusal, Verdict
+from interposer.verdict import Refusal
 
-__all__ = ["Placement", "current_platform", "place", "probe"]
+__all__ = ["Placement", "current_platform", "place"]
 
 _REQUEST = Request("platform", "")
 
@@ -73,8 +71,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         )
     asked = f"platform {policy.pin!r}"
     try:
-        probed = [replace(c, judge=partial(_probed, registry, c)) for c in candidates]
-        choice = select(_REQUEST, probed, policy)
+        choice = select(_REQUEST, candidates, policy)
     except UnknownNameError as error:
         if not failures:
             raise
@@ -92,21 +89,6 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     if policy.pin is None:
         _refuse_silent_fallback(registry, placement, failures)
     return placement
-
-
-def probe(registry: Registry, candidate: Candidate) -> Verdict:
-    """Say whether this machine has the platform, asked in another process first."""
-    record = candidate.record
-    assert isinstance(record, PlatformEntry)
-    if registry.owner(candidate).source.installed is not None:
-        verdict = registry.examine(candidate, Task("platform", {"target": record.target})).verdict
-        if not verdict:
-            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
-    return candidate.judge(_REQUEST)
-
-
-def _probed(registry: Registry, candidate: Candidate, _request: Request) -> Verdict:
-    return probe(registry, candidate)
 
 
 def _opened(registry: Registry, choice: Choice) -> Placement:

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, get_args
 
 import pluggy
@@ -17,13 +18,21 @@ from interposer.errors import (
     FOREIGN_ERRORS,
     PluginConflictError,
     PluginError,
-    RecordError,
 )
 from interposer.records import Record, identity
 from interposer.validation import MOST_RECORDS
 from interposer.verdict import Refusal
 
-__all__ = ["Failure", "Plugin", "PluginWarning", "Plugins", "Skipped", "Source"]
+__all__ = [
+    "Failure",
+    "Plugin",
+    "PluginWarning",
+    "Plugins",
+    "Skipped",
+    "Source",
+    "declared_records",
+    "in_code",
+]
 
 
 class PluginWarning(UserWarning):
@@ -212,7 +221,7 @@ class Plugins:
         except (ValueError, pluggy.PluginValidationError) as error:
             raise self._refused(source, f"its hooks are not valid: {error}") from error
         try:
-            records = self._records(source.name)
+            records = declared_records(self._manager, source.name)
         except FOREIGN_ERRORS as error:
             raise self._refused(source, f"interposer_records raised {error!r}") from error
         nonsense = self._nonsense(source, records)
@@ -259,19 +268,10 @@ class Plugins:
             Failure(source.name, source.distribution, source.version, error, trace, platforms)
         )
 
-    def _records(self, name: str) -> list[Record]:
-        records: list[Record] = []
-        hooks = self._manager.hook.interposer_records.get_hookimpls()
-        for hook in [hook for hook in hooks if hook.plugin_name == name]:
-            returned: Any = hook.function()
-            for record in returned:
-                records.append(record)
-                if len(records) > MOST_RECORDS:
-                    raise RecordError(f"more than {MOST_RECORDS:,} records")
-        return records
-
     def _nonsense(self, source: Source, records: list[Record]) -> str:
         """Return what is wrong with ``records``, or an empty string."""
+        if len(records) > MOST_RECORDS:
+            return f"more than {MOST_RECORDS:,} records"
         strangers = [record for record in records if not isinstance(record, get_args(Record))]
         if strangers:
             return f"{strangers[0]!r}, not a record"
@@ -303,6 +303,19 @@ class Plugins:
             distribution=failure.distribution,
             reason=failure.error.reason,
         )
+
+
+def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
+    """Return what the plugin ``name`` declares, which may be anything; what it raises passes.
+
+    One more than are allowed at most, so that an endless generator is seen to be too long.
+    """
+    records: list[Any] = []
+    for hook in manager.hook.interposer_records.get_hookimpls():
+        if hook.plugin_name == name:
+            returned: Any = hook.function()
+            records += islice(returned, MOST_RECORDS + 1 - len(records))
+    return records
 
 
 def in_code(plugin: Any, name: str = "") -> Source:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer.choice import Candidate
 from interposer.config import Config, Rule, effective_config
 from interposer.discovery import discover, tell_probed
+from interposer.distribution import Distribution
 from interposer.errors import FOREIGN_ERRORS, PluginError, UnknownNameError
-from interposer.examination import Finding, Task, examine, forget_verdicts, perform
+from interposer.examination import Task, examine, forget_verdicts, perform
 from interposer.judges import (
+    Access,
     Judge,
-    Load,
     accept,
     judge_attention,
     judge_declared,
@@ -72,10 +72,10 @@ class Registry:
         }
         self._owners: dict[tuple[str, tuple[str, str, str]], Plugin] = {}
         for plugin in plugins.loaded:
-            load = partial(self._load, plugin)
+            access = _Access(self, plugin)
             for record in plugin.records:
                 self._owners[plugin.distribution, identity(record)] = plugin
-                filed = _filed(record, load)
+                filed = _filed(record, access)
                 if filed is not None:
                     kind, subject, name, score, judge = filed
                     candidate = Candidate(
@@ -118,12 +118,12 @@ class Registry:
         """
         return self._load(self.owner(candidate), target)
 
-    def examine(self, candidate: Candidate, task: Task) -> Finding:
-        """Return the finding on a part of ``candidate``, remembered where it can be."""
-        record = candidate.record
-        platform = record.name if isinstance(record, PlatformEntry) else ""
-        platform = platform or getattr(record, "platform", "")
-        return self._examine(self.owner(candidate), task, self.driver(platform))
+    def examine(self, candidate: Candidate, task: Task) -> Verdict:
+        """Say what an examination of a part of ``candidate`` found, remembered where it can be."""
+        owner = self.owner(candidate)
+        if owner.source.installed is None:
+            return perform(task).verdict
+        return self._examine(owner, owner.source.installed, task)
 
     def owner(self, candidate: Candidate) -> Plugin:
         """Return the plugin that declares ``candidate``."""
@@ -182,19 +182,28 @@ class Registry:
             lines += ["Plugins that failed, one of which may be what is missing:", *failed]
         return "\n".join(lines)
 
-    def _examine(self, plugin: Plugin, task: Task, driver: str = "") -> Finding:
+    def _trial(self, plugin: Plugin, task: Task) -> Verdict:
+        """Say whether this process may run what ``task`` runs of a plugin."""
         installed = plugin.source.installed
-        if installed is None:
-            return perform(task)
-        finding = examine(installed, task, self.config, driver=driver)
+        if installed is None or installed.standard:
+            return Verdict.accept()
+        return self._examine(plugin, installed, task)
+
+    def _examine(self, plugin: Plugin, installed: Distribution, task: Task) -> Verdict:
+        finding = examine(installed, task, self.config, driver=self._driver(plugin))
         tell_probed(self.plugins, plugin.name, task, finding)
-        return finding
+        return finding.verdict
+
+    def _driver(self, plugin: Plugin) -> str:
+        """Return what tells apart the drivers that a plugin's code may meet."""
+        platforms = {getattr(record, "platform", "") for record in plugin.records}
+        platforms |= {r.name for r in plugin.records if isinstance(r, PlatformEntry)}
+        return " ".join(filter(None, map(self.driver, sorted(platforms))))
 
     def _load(self, plugin: Plugin, target: str) -> Any:
         source = plugin.source
-        verdict, cause = Verdict.accept(), None
-        if source.installed is not None and not source.installed.standard:
-            verdict = self._examine(plugin, Task("target", {"targets": [target]})).verdict
+        verdict = self._trial(plugin, Task("target", {"targets": [target]}))
+        cause: BaseException | None = None
         if verdict:
             try:
                 return load_target(target)
@@ -262,22 +271,36 @@ def _examining(fields: tuple[Any, ...]) -> Config:
     return Config(**dict(zip(_FIELDS, fields, strict=True)))
 
 
-def _filed(record: Record, load: Load) -> tuple[Kind, str, str, float, Judge] | None:
+class _Access:
+    """The way to the code of one plugin, which is examined before it runs in this process."""
+
+    def __init__(self, registry: Registry, plugin: Plugin) -> None:
+        self._registry = registry
+        self._plugin = plugin
+
+    def load(self, target: str) -> Any:
+        return self._registry._load(self._plugin, target)
+
+    def trial(self, task: Task) -> Verdict:
+        return self._registry._trial(self._plugin, task)
+
+
+def _filed(record: Record, access: Access) -> tuple[Kind, str, str, float, Judge] | None:
     """Return kind, subject, candidate name, score and judge of a record that can be chosen."""
     match record:
         case OpEntry():
             return "kernel", record.name, "reference", 0.0, accept
         case Kernel():
-            return "kernel", record.op, record.name, record.score, judge_declared(record, load)
+            return "kernel", record.op, record.name, record.score, judge_declared(record, access)
         case LayerEntry():
-            judge = judge_declared(record, load)
+            judge = judge_declared(record, access)
             return "layer", record.layer_id, record.name, record.score, judge
         case AttentionEntry():
-            return "attention", "", record.name, record.score, judge_attention(record, load)
+            return "attention", "", record.name, record.score, judge_attention(record, access)
         case SchemeEntry():
             return "scheme", record.method, record.name, record.score, accept
         case PlatformEntry():
-            return "platform", "", record.name, record.score, judge_platform(record, load)
+            return "platform", "", record.name, record.score, judge_platform(record, access)
         case _:
             return None
 

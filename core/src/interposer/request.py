@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from interposer.capability import Capability
 
-__all__ = ["AttentionType", "Kind", "Request"]
+__all__ = ["AttentionType", "Detail", "Kind", "Request"]
 
 Kind = Literal["platform", "kernel", "layer", "attention", "scheme"]
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
+
+
+class Detail(Hashable, Protocol):
+    """A typed request, which can be told to another process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+
 
 _UNKNOWN = Capability(architecture="unknown")
 
@@ -38,7 +46,7 @@ class Request:
     capability: Capability = _UNKNOWN
     dtype: str = ""
     dims: Mapping[str, int | float | str | bool] = field(default_factory=dict, hash=False)
-    detail: Hashable = None
+    detail: Detail | None = None
     prefix: str = field(default="", compare=False)
 
     @property
@@ -46,6 +54,29 @@ class Request:
         """Equal for requests of one device that must get equal answers, wherever they stand."""
         dims = tuple(sorted(self.dims.items()))
         return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for another process; the prefix is left out."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "platform": self.platform,
+            "capability": self.capability.to_json(),
+            "dtype": self.dtype,
+            "dims": dict(self.dims),
+            "detail": None if self.detail is None else self.detail.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Request:
+        """Return what ``to_json`` was asked of."""
+        capability, detail = Capability.from_json(value["capability"]), value["detail"]
+        if detail is not None:
+            # Imported here, as it needs torch, which few requests do.
+            from interposer.attention import AttentionSpec
+
+            detail = AttentionSpec.from_json(detail)
+        return cls(**{**value, "capability": capability, "detail": detail})
 
     def __str__(self) -> str:
         parts = [part for part in (self.dtype, self.platform) if part]

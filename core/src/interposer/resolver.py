@@ -202,11 +202,12 @@ class Resolver:
             return Verdict.refuse(failure)
         if self.described or isinstance(record, OpEntry):
             return Verdict.accept()
-        entry = _entry(candidate, Kernel)
-        self.registry.load(candidate, entry.target)
-        if entry.prepare:
-            self.registry.load(candidate, entry.prepare)
-        return self._canary.check(candidate, request)
+        verdict = self._canary.check(candidate, request)
+        if verdict:
+            entry = _entry(candidate, Kernel)
+            for target in filter(None, (entry.target, entry.prepare)):
+                self.registry.load(candidate, target)
+        return verdict
 
     def _replace(
         self, op: CustomOp[..., Any], request: Request, reason: str, trace: str
@@ -267,7 +268,9 @@ class Resolver:
         start = time.time_ns()
         plugins = self.registry.plugins
         try:
-            choice = self._select(request, confirm)
+            # A model may be built without memory, but the modules of plugins are imported with it.
+            with torch.device("cpu"):
+                choice = self._select(request, confirm)
         except NoCandidateError as error:
             plugins.observe("interposer_refused", error=error)
             raise

@@ -26,14 +26,16 @@ from interposer.requires import Dim, Requires
 if TYPE_CHECKING:
     from interposer.layer import PluggableLayer
 
-__all__ = ["MOST_RECORDS", "check_classes", "check_records"]
+__all__ = ["MOST_RECORDS", "NAME_LIMIT", "check_classes", "check_records", "plain_name"]
 
 MOST_RECORDS = 1_000
 """How many records one plugin may declare."""
 
+NAME_LIMIT = 100
+"""How many characters a name may have."""
+
 _KINDS = get_args(Record)
 _TARGETS = ("target", "predicate", "prepare")
-_NAME_LIMIT = 100
 _TARGET_LIMIT = 300
 
 
@@ -89,7 +91,7 @@ def check_classes(
 
 def plain_name(name: str) -> str:
     """Return at most a hundred characters of ``name`` in quotes, what is not ASCII escaped."""
-    return ascii(name if len(name) <= _NAME_LIMIT else f"{name[:_NAME_LIMIT]}...")
+    return ascii(name if len(name) <= NAME_LIMIT else f"{name[:NAME_LIMIT]}...")
 
 
 def _check_identities(records: list[Record]) -> Iterator[str]:
@@ -141,7 +143,7 @@ def _check_field(label: str, value: object) -> str:
             return "" if sound else "driver_files that are no tuple of texts"
     if type(value) is not str:
         return f"a {label} that is a {type(value).__name__}, not a text"
-    limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else _NAME_LIMIT
+    limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else NAME_LIMIT
     if len(value) > limit:
         return f"a {label} of {len(value):,} characters; {limit} are allowed"
     if not (value.isascii() and value.isprintable()):

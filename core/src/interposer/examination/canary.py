@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from interposer.capability import Capability
 from interposer.errors import FOREIGN_ERRORS, RecordError
-from interposer.examination.inspection import check_plugin, load_value
+from interposer.examination.inspection import check_plugin, load_all, load_value
 from interposer.examination.task import Finding, Reporter, Task, described
 from interposer.examination.witness import Witness
 from interposer.op import Case, CustomOp
@@ -41,20 +40,18 @@ def examine_kernel(task: Task, reporter: Reporter) -> Finding:
     reporter.begin(f"loading the op {arguments['op']}")
     op: CustomOp[..., Any] = load_target(arguments["op"])
     dtype: torch.dtype = getattr(torch, arguments["dtype"])
-    with ExitStack() as stack:
-        witness = stack.enter_context(Witness(light=False))
-        reporter.begin(f"loading {arguments['target']}")
-        function = load_target(arguments["target"])
-        prepare = None
-        if arguments.get("prepare"):
-            reporter.begin(f"loading {arguments['prepare']}")
-            prepare = load_target(arguments["prepare"])
-        judge = _judge(task, reporter)
+    # Before the kernel is there, which may change what reading the record relies on.
+    judge = _judge(task, reporter)
+    targets = [arguments["target"], *filter(None, [arguments.get("prepare")])]
+    loaded, refusal = load_all(targets, reporter)
+    if refusal:
+        return refusal
+    function, prepare = loaded[0], loaded[1] if len(loaded) > 1 else None
+    # On the CPU wherever the caller builds its model: a model may be planned without memory.
+    with Witness(light=False) as witness, torch.device("cpu"):
         faults: list[str] = []
         trace = ""
         count = 0
-        # Not where the caller builds its model: a model may be planned without memory.
-        stack.enter_context(torch.device("cpu"))
         for case in _cases(op, dtype, arguments["dims"], judge, reporter):
             reporter.begin(f"running {arguments['target']} on case {case.label!r}", _PATIENCE)
             try:
@@ -113,8 +110,8 @@ def _judge(task: Task, reporter: Reporter) -> Callable[[Mapping[str, Any]], Verd
         )
     record = _record(task, reporter)
     predicate = load_target(record.predicate) if record.predicate else None
-    capability = _capability(arguments.get("capability"), record)
-    request = Request("kernel", record.op, arguments.get("platform") or record.platform, capability)
+    capability = Capability.from_json(arguments["capability"])
+    request = Request("kernel", record.op, arguments["platform"], capability)
 
     def judge(dims: Mapping[str, Any]) -> Verdict:
         asked = replace(request, dtype=arguments["dtype"], dims=dims)
@@ -137,18 +134,6 @@ def _record(task: Task, reporter: Reporter) -> Kernel:
         if isinstance(record, Kernel) and (record.name, record.target) == (name, target):
             return record
     raise RecordError("; ".join(faults) or f"{value!r} declares no kernel {name!r} at {target!r}")
-
-
-def _capability(stated: Mapping[str, Any] | None, record: Kernel) -> Capability:
-    """Return the device's capability; unknown, it is taken to be what the record requires.
-
-    The kernel was accepted for the device before it came here.
-    """
-    if stated is None:
-        architecture = min(record.requires.architectures, default="unknown")
-        return Capability(architecture, record.requires.features)
-    sets = {name: frozenset(stated.get(name, ())) for name in ("features", "formats")}
-    return Capability(**{**stated, **sets})
 
 
 def _size(case: Case) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -15,11 +15,13 @@ from interposer.compatibility import check_api
 from interposer.errors import FOREIGN_ERRORS
 from interposer.examination.task import Finding, Reporter, Task
 from interposer.examination.witness import Witness
+from interposer.plugins import declared_records
 from interposer.records import PlatformEntry, Record, load_target
-from interposer.validation import MOST_RECORDS, check_classes, check_records
+from interposer.request import Request
+from interposer.validation import check_classes, check_records
 from interposer.verdict import Verdict
 
-__all__ = ["check_plugin", "load_value", "perform"]
+__all__ = ["check_plugin", "load_all", "load_value", "perform"]
 
 
 def perform(task: Task, reporter: Reporter | None = None) -> Finding:
@@ -36,6 +38,8 @@ def perform(task: Task, reporter: Reporter | None = None) -> Finding:
                 return _examine_targets(task, reporter)
             case "platform":
                 return _examine_platform(task, reporter)
+            case "predicate":
+                return _examine_predicate(task, reporter)
             case "kernel":
                 # It needs torch, which the other tasks may do without.
                 from interposer.examination.canary import examine_kernel
@@ -76,20 +80,12 @@ def check_plugin(
         return (), [f"its hooks are not valid: {error}"]
     reporter.begin("calling interposer_records")
     with Witness(threads=reporter.alone) as witness:
-        records = _taken(manager)
+        records = declared_records(manager, name)
     if witness.effects:
         return (), [f"calling interposer_records {effect}" for effect in witness.effects]
     reporter.begin("checking its records")
     faults = check_records(records)
     return (() if faults else tuple(records)), faults
-
-
-def _taken(manager: pluggy.PluginManager) -> list[Any]:
-    records: list[Any] = []
-    for returned in manager.hook.interposer_records():
-        # One more than allowed, so that an endless generator is seen to be too long.
-        records += islice(returned, MOST_RECORDS + 1 - len(records))
-    return records
 
 
 def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
@@ -120,13 +116,13 @@ def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
 
 def _examine_targets(task: Task, reporter: Reporter) -> Finding:
     reporter.unmute()
-    return _load_all(task.arguments["targets"], reporter)[1] or Finding(Verdict.accept())
+    return load_all(task.arguments["targets"], reporter)[1] or Finding(Verdict.accept())
 
 
 def _examine_platform(task: Task, reporter: Reporter) -> Finding:
     reporter.unmute()
     target = str(task.arguments["target"])
-    loaded, refusal = _load_all([target], reporter)
+    loaded, refusal = load_all([target], reporter)
     if refusal:
         return refusal
     with _Step(reporter, f"probing {target}", Witness(light=False)) as step:
@@ -135,10 +131,35 @@ def _examine_platform(task: Task, reporter: Reporter) -> Finding:
         return step.finding
     if not isinstance(verdict, Verdict):
         return Finding.refused(f"probing {target} returned {verdict!r:.100}, not a Verdict")
+    if verdict:
+        reporter.begin(f"listing the devices of {target}")
+        # What it raises is met again, and told of, by whoever chooses it.
+        with suppress(*FOREIGN_ERRORS):
+            loaded[0]().devices()
     return Finding(Verdict.accept())
 
 
-def _load_all(targets: Iterable[str], reporter: Reporter) -> tuple[list[Any], Finding | None]:
+def _examine_predicate(task: Task, reporter: Reporter) -> Finding:
+    """Ask once, so that what never comes back is found; a verdict itself is not kept."""
+    reporter.unmute()
+    target, member = str(task.arguments["target"]), str(task.arguments["member"])
+    loaded, refusal = load_all([target], reporter)
+    if refusal:
+        return refusal
+    asked = getattr(loaded[0], member) if member else loaded[0]
+    request = Request.from_json(task.arguments["request"])
+    given = (request,) if request.detail is None else (request.detail, request.capability)
+    with _Step(reporter, f"asking {target}", Witness(light=False)) as step:
+        answer = asked(*given)
+    if step.finding:
+        return step.finding
+    if not isinstance(answer, Verdict):
+        return Finding.refused(f"asking {target} returned {answer!r:.100}, not a Verdict")
+    return Finding(Verdict.accept())
+
+
+def load_all(targets: Iterable[str], reporter: Reporter) -> tuple[list[Any], Finding | None]:
+    """Return what import strings name, or the refusal of one that fails or has side effects."""
     loaded = []
     for target in targets:
         with _Step(reporter, f"loading {target}", Witness(light=False)) as step:

@@ -12,7 +12,7 @@ from interposer.verdict import Verdict
 
 __all__ = ["Finding", "Reporter", "Task", "TaskName", "described", "plain"]
 
-TaskName = Literal["plugin", "target", "platform", "kernel"]
+TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
 
 _TEXT_LIMIT = 2_000
 _TRACEBACK_LIMIT = 32_000
@@ -28,7 +28,8 @@ class Task:
             - ``plugin`` imports ``value``, ``"package.plugin"`` or ``"package.plugin:attribute"``,
               of the entry point ``name``, takes its records and checks them.
             - ``target`` loads every import string in ``targets``.
-            - ``platform`` loads the class ``target`` and probes with it.
+            - ``platform`` loads the class ``target``, probes with it and lists its devices.
+            - ``predicate`` asks ``target``, or its attribute ``member``, about ``request``.
             - ``kernel`` compares ``target``, with ``prepare``, to the reference of ``op`` for
               ``dtype`` and ``dims`` on ``device``. ``plugin`` and ``kernel`` name the record
               whose requirements choose the cases; ``platform`` and ``capability`` are what those

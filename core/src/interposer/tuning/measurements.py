@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from interposer.memo import memoized
 from interposer.records import TuningEntry, resource_path
 from interposer.registry import Registry
 from interposer.request import Request
-from interposer.storage import JSON, default_store
+from interposer.storage import default_store
 from interposer.tuning.table import (
     KIND,
     Entry,
@@ -77,7 +76,7 @@ class Measurements:
             name=request.name,
             dtype=request.dtype,
             dims=dict(request.dims),
-            detail=_plain_detail(request.detail),
+            detail=None if request.detail is None else request.detail.to_json(),
         )
 
     def driver(self) -> str:
@@ -160,17 +159,6 @@ def _fitting(value: Measurement, accepted: Sequence[Candidate], source: str) -> 
 
 def _stale(source: str, changes: str) -> str:
     return f"{source} cannot be used: stale, as {changes}"
-
-
-def _plain_detail(detail: object) -> dict[str, JSON] | None:
-    if not is_dataclass(detail):
-        return None
-    values = {field.name: getattr(detail, field.name) for field in fields(detail)}
-    return {name: _plain(value) for name, value in values.items()}
-
-
-def _plain(value: object) -> JSON:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _shown(version: str) -> str:
