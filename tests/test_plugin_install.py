@@ -34,12 +34,15 @@ site = Site(Resolver(current_registry(), device, effective_config()), "norm", to
 layer = RMSNorm(site, 8, 1e-5)
 layer.weight.fill_(1)
 assert torch.allclose(layer(torch.full((2, 8), 3.0)), torch.ones(2, 8))
-print(json.dumps({"class": type(layer).__name__, **explain(site).to_dict()}))
+choices = explain(site).to_dict()["choices"]
+print(json.dumps({"class": type(layer).__name__, "choices": choices}))
 """
 
 PLUGIN = """
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel
+
+INTERPOSER_API = ">=1.0,<2"
 
 
 @hookimpl
@@ -106,9 +109,9 @@ class Environment:
         self.pip("uninstall", "--yes", *names)
 
     def run(self, *arguments: str, disable: str = "") -> subprocess.CompletedProcess[str]:
-        """Run Python; of the plugins of this environment only ``ops`` takes part."""
+        """Run Python; of the plugins of this environment only ``ops`` and ``cpu`` take part."""
         points = importlib_metadata.entry_points(group=GROUP)
-        others = sorted({point.name for point in points} - {"ops", "example-norm"})
+        others = sorted({point.name for point in points} - {"cpu", "ops", "example-norm"})
         variables = {"INTERPOSER_DISABLE": ",".join([*others, disable]), "PYTHONWARNINGS": ""}
         return execute(self.python, *arguments, env={**os.environ, **variables})
 
@@ -120,8 +123,9 @@ class Environment:
         return facts
 
     def plugins(self, disable: str = "") -> tuple[int, dict[str, Any]]:
-        """Return exit code and facts of ``interposer plugins``."""
-        done = self.run("-m", "interposer", "plugins", "--json", disable=disable)
+        """Return exit code and facts of ``interposer doctor``."""
+        done = self.run("-m", "interposer", "doctor", "--json", disable=disable)
+        assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
 
@@ -179,6 +183,7 @@ def test_the_example_comes_with_pip_install_and_goes_with_uninstall(
         "distribution": "interposer-example-norm",
         "version": "0.1.0",
         "records": {"Kernel": 2, "LayerEntry": 1},
+        "hooks": [],
     } in listed["plugins"]
     with_example = environment.model()
     assert with_example["class"] == "ExampleNorm"
@@ -192,7 +197,7 @@ def test_the_example_comes_with_pip_install_and_goes_with_uninstall(
     environment.uninstall("interposer-example-norm")
     code, listed = environment.plugins()
     assert code == 0
-    assert "example" not in json.dumps(listed)
+    assert "example" not in json.dumps(listed["plugins"])
     assert environment.model() == before
 
 
@@ -206,18 +211,21 @@ def test_one_plugin_name_from_two_distributions_is_a_conflict_that_stops_neither
     )
     code, listed = environment.plugins()
     assert code == 1
-    assert [plugin["name"] for plugin in listed["plugins"]] == ["fine", "ops"]
-    assert [failure["distribution"] for failure in listed["failed"]] == ["acme-norms", "zeta-norms"]
-    for failure in listed["failed"]:
-        assert "claimed by acme-norms 1.0, zeta-norms 1.0; none of them is used" in failure["error"]
-        assert f"INTERPOSER_DISABLE={failure['distribution']}" in failure["error"]
+    assert [plugin["name"] for plugin in listed["plugins"]] == ["cpu", "fine", "ops"]
+    assert [problem["subject"] for problem in listed["problems"]] == [
+        "plugin 'norms' of acme-norms 1.0",
+        "plugin 'norms' of zeta-norms 1.0",
+    ]
+    for name, problem in zip(("acme-norms", "zeta-norms"), listed["problems"], strict=True):
+        assert "claimed by acme-norms 1.0, zeta-norms 1.0" in problem["reason"]
+        assert f"INTERPOSER_DISABLE={name}" in problem["mend"]
     assert chosen(environment.model())["kernel", "rms_norm"] == "fine-norms/rms_norm_fine"
 
     code, listed = environment.plugins(disable="acme-norms")
-    assert (code, listed["failed"]) == (0, [])
+    assert (code, listed["problems"]) == (0, [])
     environment.uninstall("zeta-norms", "fine-norms")
     code, listed = environment.plugins()
-    assert (code, listed["failed"]) == (0, [])
+    assert (code, listed["problems"]) == (0, [])
     assert chosen(environment.model())["kernel", "rms_norm"] == "acme-norms/rms_norm_norms"
 
 
@@ -232,15 +240,16 @@ def test_a_plugin_that_breaks_is_recorded_and_a_healthy_one_beside_it_works(
     )
     code, listed = environment.plugins()
     assert code == 1
-    assert [plugin["name"] for plugin in listed["plugins"]] == ["fine", "ops"]
-    errors = {failure["name"]: failure["error"] for failure in listed["failed"]}
-    assert "its import raised OSError('no such library')" in errors["raising"]
-    assert "its import raised SystemExit('another version is needed')" in errors["leaving"]
-    assert "interposer_records raised OSError('no such library')" in errors["hook"]
-    for failure in listed["failed"]:
-        package = failure["distribution"].replace("-", "_")
-        assert f"{package}/plugin.py" in failure["traceback"]
+    assert [plugin["name"] for plugin in listed["plugins"]] == ["cpu", "fine", "ops"]
+    reasons = {problem["subject"].split("'")[1]: problem for problem in listed["problems"]}
+    for name, stage, error in (
+        ("raising", "importing acme_raising.plugin", "OSError('no such library')"),
+        ("leaving", "importing acme_leaving.plugin", "SystemExit('another version is needed')"),
+        ("hook", "calling interposer_records", "OSError('no such library')"),
+    ):
+        assert reasons[name]["reason"] == f"{stage} raised {error}"
+        assert f"acme_{name}/plugin.py" in reasons[name]["traceback"]
     assert chosen(environment.model())["kernel", "rms_norm"] == "fine-norms/rms_norm_fine"
-    done = environment.run("-m", "interposer", "plugins")
+    done = environment.run("-m", "interposer", "doctor")
     assert done.returncode == 1
-    assert "FAILED Plugin 'hook' of acme-hook" in done.stdout
+    assert "plugin 'hook' of acme-hook" in done.stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from interposer.capability import Device
 from interposer.choice import Candidate
@@ -37,21 +37,34 @@ class Canary:
         self._device = device
         self._scope = scope
         self._trusted = trusted | STANDARD
-        self._strikes: dict[str, int] = {}
 
     def check(self, candidate: Candidate, request: Request) -> Verdict:
-        """Say whether the kernel computes what its op defines; asked again it remembers."""
+        """Say whether the kernel computes what its op defines; asked again it remembers.
+
+        What departs once is refused for the dtype, whatever the dims.
+        """
         provider = candidate.provider
         if self._scope == "off" or (self._scope == "third_party" and provider in self._trusted):
             return Verdict.accept()
-        if self._strikes.get(provider, 0) >= _STRIKES:
+        known = self._registry.departures
+        key = (candidate.qualified_name, request.dtype)
+        if key in known:
+            return known[key]
+        if sum(name.startswith(f"{provider}/") for name, _ in known) >= _STRIKES:
             return Verdict.refuse(
-                f"{_STRIKES} kernels of {provider} failed the numerics check, "
+                f"{_STRIKES} kernels of {provider} departed from their reference, "
                 "so that its others are not tried"
             )
+        task = Task("kernel", self._arguments(candidate, request))
+        verdict = self._registry.examine(candidate, task)
+        if not verdict:
+            known[key] = verdict
+        return verdict
+
+    def _arguments(self, candidate: Candidate, request: Request) -> dict[str, Any]:
         record = candidate.record
         assert isinstance(record, Kernel)
-        arguments = {
+        return {
             "op": self._registry.ops[record.op].target,
             "definition": self._definition(record.op),
             "target": record.target,
@@ -64,10 +77,6 @@ class Canary:
             "platform": request.platform,
             "capability": request.capability.to_json(),
         }
-        verdict = self._registry.examine(candidate, Task("kernel", arguments))
-        if not verdict:
-            self._strikes[provider] = self._strikes.get(provider, 0) + 1
-        return verdict
 
     def _definition(self, op: str) -> str:
         """Return what changes with the code that defines ``op``."""

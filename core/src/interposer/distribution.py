@@ -95,9 +95,9 @@ class Distribution:
         """Say whether the file of ``module`` stands in RECORD; True where there is no RECORD."""
         if not self.record:
             return True
-        stem = re.escape(module.replace(".", "/"))
-        file = re.compile(rf"{stem}(?:/__init__)?\.(?:pyc?|(?:[^/]+\.)?(?:so|pyd))")
-        return any(file.fullmatch(path) for path, _ in _rows(self.record))
+        stem = module.replace(".", "/")
+        ends = (path.removeprefix(stem) for path, _ in _rows(self.record) if path.startswith(stem))
+        return any(_ends_a_module(end.removeprefix("/__init__")) for end in ends)
 
 
 def read_distribution(found: Metadata) -> Distribution:
@@ -210,6 +210,12 @@ def _is_added(path: str) -> bool:
     if parts[0] == "..":  # a script has the path of its interpreter in it
         return len(parts) > 1 and parts[-2] in _SCRIPTS
     return len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _ADDED
+
+
+def _ends_a_module(suffix: str) -> bool:
+    """Say whether ``suffix`` makes the path of a module a file: ``.py``, ``.abi3.so``, ..."""
+    native = suffix.startswith(".") and suffix.endswith((".so", ".pyd"))
+    return "/" not in suffix and (suffix in (".py", ".pyc") or native)
 
 
 def _is_altered(path: Path, digest: str) -> bool:

@@ -61,12 +61,14 @@ class Registry:
     Attributes:
         config: how foreign code is examined before it is loaded.
         failures: what failed at run time, by qualified name, with the reason; no longer chosen.
+        departures: kernels that departed from the reference, by qualified name and dtype.
     """
 
     def __init__(self, plugins: Plugins, config: Config | None = None) -> None:
         self.plugins = plugins
         self.config = config or Config()
         self.failures: dict[str, str] = {}
+        self.departures: dict[tuple[str, str], Verdict] = {}
         self._candidates: dict[Kind, dict[str, list[Candidate]]] = {
             kind: {} for kind in ("platform", "kernel", "layer", "attention", "scheme")
         }
@@ -84,6 +86,7 @@ class Registry:
                     self._candidates[kind].setdefault(subject, []).append(candidate)
         self.ops: dict[str, OpEntry] = {r.name: r for _, r in self.records(OpEntry)}
         self._drivers: dict[str, str] = {}
+        self._loaded: dict[tuple[str, str], Any] = {}
 
     def records(self, kind: type[R]) -> list[tuple[Plugin, R]]:
         """Return all records of one class with the plugins that declare them."""
@@ -201,6 +204,12 @@ class Registry:
         return " ".join(filter(None, map(self.driver, sorted(platforms))))
 
     def _load(self, plugin: Plugin, target: str) -> Any:
+        known = (plugin.name, target)
+        if known not in self._loaded:
+            self._loaded[known] = self._load_first(plugin, target)
+        return self._loaded[known]
+
+    def _load_first(self, plugin: Plugin, target: str) -> Any:
         source = plugin.source
         verdict = self._trial(plugin, Task("target", {"targets": [target]}))
         cause: BaseException | None = None
