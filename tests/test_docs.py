@@ -107,13 +107,14 @@ class Sandbox:
             if not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "XDG_CONFIG_HOME": str(folder)}
         # Measurements of a page are its own; verdicts on what is installed serve all of them.
-        (cache := folder / ".cache").mkdir()
-        (verdicts := Path(os.environ["INTERPOSER_CACHE_DIR"], "verdicts")).mkdir(
-            parents=True, exist_ok=True
-        )
-        (cache / "verdicts").symlink_to(verdicts)
-        self.environment = {**os.environ, "PATH": path, "INTERPOSER_CACHE_DIR": str(cache)}
+        verdicts = Path(environment.pop("INTERPOSER_CACHE_DIR"), "verdicts")
+        verdicts.mkdir(parents=True, exist_ok=True)
+        cache = folder / ".cache"
+        (cache / "interposer").mkdir(parents=True)
+        (cache / "interposer" / "verdicts").symlink_to(verdicts)
+        self.environment = {**environment, "XDG_CACHE_HOME": str(cache)}
         self.interpreter: subprocess.Popen[str] | None = None
 
     def run(self, block: Block) -> None:

@@ -129,9 +129,7 @@ def test_observers_hear_of_plugins_that_failed_before_and_after_them(
     assert seen == [name]
 
 
-def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
-    make_plugin: Make
-) -> None:
+def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(make_plugin: Make) -> None:
     seen: list[str] = []
     plugins = Plugins.of(
         make_plugin("a", KERNEL, interposer_selected=raising),
@@ -147,9 +145,7 @@ def test_an_observer_that_raises_is_quarantined_and_the_others_are_told(
     assert KERNEL in plugins.loaded[0].records
 
 
-def test_an_observer_that_raises_in_several_threads_fails_once(
-    make_plugin: Make
-) -> None:
+def test_an_observer_that_raises_in_several_threads_fails_once(make_plugin: Make) -> None:
     barrier = Barrier(4)
 
     def raise_together(choice: object) -> None:
@@ -162,9 +158,7 @@ def test_an_observer_that_raises_in_several_threads_fails_once(
     assert [failure.name for failure in plugins.failed] == ["a"]
 
 
-def test_observers_of_failures_that_fail_do_not_break_the_caller(
-    make_plugin: Make
-) -> None:
+def test_observers_of_failures_that_fail_do_not_break_the_caller(make_plugin: Make) -> None:
     plugins = Plugins.of(
         make_plugin("a", interposer_failed=raising), make_plugin("b", interposer_failed=raising)
     )
@@ -173,9 +167,7 @@ def test_observers_of_failures_that_fail_do_not_break_the_caller(
     assert sorted(failure.name for failure in plugins.failed) == ["a", "b"]
 
 
-def test_records_of_one_distribution_are_told_apart_by_name(
-    make_plugin: Make
-) -> None:
+def test_records_of_one_distribution_are_told_apart_by_name(make_plugin: Make) -> None:
     kernels = [Kernel("linear", "x", "a:b"), Kernel("embedding", "x", "a:b")]
     layers = [LayerEntry("linear", "x", "a:b"), LayerEntry("embedding", "x", "a:b")]
     assert len(Plugins.of(make_plugin("acme", *kernels, *layers)).loaded[0].records) == 4
