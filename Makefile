@@ -38,6 +38,7 @@ format: $(INSTALLED) ## Format the code and mend what ruff can mend.
 bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/decode.py examples/models/stdlib-lm
+	$(BIN)/python benchmarks/discovery.py --check
 
 clean: ## Remove caches and built files; .venv stays.
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -190,8 +190,8 @@ class Resolver:
         prepare = load(entry.prepare) if entry.prepare else None
         function = load(entry.target)
         # What was written or prepared cannot be taken back, so only the rest is tried again.
-        pinned = policy_for(self.config, request).pin is not None
-        if self.config.fallback and not (op.mutates or prepare or pinned):
+        can_repeat = self.config.fallback and not (op.mutates or prepare)
+        if can_repeat and policy_for(self.config, request).pin is None:
             function = Fallback(function, op.reference, partial(self._replace, op, request))
         return BoundKernel(function, prepare, choice)
 
