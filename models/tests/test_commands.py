@@ -126,7 +126,7 @@ def test_explain_needs_no_weights(command: Command, copied: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kernel", "rms_norm"), "not of the form OP=NAME"),
+        (("--kernel", "rms_norm"), "not of the form NAME=CHOICE"),
         (("--kernel", "rms_nrom=reference"), "nearest first: 'rms_norm'"),
         (("--kernel", "rms_norm=refrence"), "nearest first: 'reference'"),
         (("--kernel", "linear@model.layer.*=reference"), "matches no place"),

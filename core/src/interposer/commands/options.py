@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from interposer.errors import ConfigError
-
 if TYPE_CHECKING:
     from interposer.config import Config
 
@@ -56,24 +54,11 @@ def policy(
     Raises: ConfigError: a kernel is not of the form OP=NAME.
     """
     from interposer.config import Config
+    from interposer.policy import parse_rules
 
     fields: dict[str, Any] = {}
-    rules: dict[str, dict[str, Any]] = {}
-    for text in kernels or ():
-        op, _, choice = text.partition("=")
-        wish = {"+": "prefer", "-": "forbid"}.get(choice[:1], "pin")
-        name = choice if wish == "pin" else choice[1:]
-        if not (op and name):
-            raise ConfigError(
-                f"--kernel {text!r} is not of the form OP=NAME, as rms_norm=reference"
-            )
-        rule = rules.setdefault(op, {})
-        if wish != "pin":
-            rule.setdefault(wish, []).append(name)
-        elif rule.setdefault(wish, name) != name:
-            raise ConfigError(f"--kernel pins {op!r} to {rule['pin']!r} and to {name!r}")
-    if rules:
-        fields["kernels"] = rules
+    if kernels:
+        fields["kernels"] = parse_rules([*kernels], "--kernel")
     if platform is not None:
         fields["platform"] = platform
     if locked:
