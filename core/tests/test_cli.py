@@ -124,3 +124,17 @@ def test_the_commands_start_without_torch(run: Run, install: Callable[..., None]
     source = "def hum():\n    import sys\n    print('torch' in sys.modules)\n"
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
     assert run("hum").stdout == "False\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
+def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "interposer", "explain", "--why", "platform"]
+    environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
+    master, slave = os.openpty()
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, env=environment, stdout=quiet, stderr=slave, check=True, timeout=120)
+    os.close(slave)
+    assert b"Examining plugins in another process" in os.read(master, 10_000)
+    os.close(master)
+    again = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
+    assert again.stderr == b""

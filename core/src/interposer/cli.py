@@ -7,6 +7,7 @@ inside a command when it runs.
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import warnings
 from collections import defaultdict
@@ -36,6 +37,9 @@ _OWN: dict[str, Callable[..., None]] = {
 def main() -> None:
     """Run the command line; an expected error ends it with one message and exit code 1."""
     warnings.showwarning = _show_warning
+    if sys.stderr.isatty():  # what takes seconds says so, but not in the logs of scripts
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("interposer").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a model's characters
     try:

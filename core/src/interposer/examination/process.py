@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import select
 import signal
@@ -17,6 +18,8 @@ from typing import Any
 from interposer.errors import InterposerError
 
 __all__ = ["ExaminationError", "ask", "forbid", "stop"]
+
+_log = logging.getLogger("interposer")
 
 _PROGRAM = """
 import json, sys
@@ -43,6 +46,7 @@ class _Process:
             raise ExaminationError("this program has no interpreter of its own to start")
         if not hasattr(os, "fork"):
             raise ExaminationError(f"{sys.platform} cannot fork")
+        _log.info("Examining plugins in another process; it is remembered what was found.")
         command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, json.dumps(_path())]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
