@@ -150,26 +150,19 @@ class Registry:
         So does a preferred or forbidden name that no candidate has; a glob may match nothing.
         """
         types = get_args(AttentionType)
-        self._check_keys("op", config.kernels, self.ops, "kernels", "kernel")
-        self._check_keys("layer id", config.layers, self._candidates["layer"], "layers", "layer")
-        self._check_keys("attention type", config.attention, types, "attention", "attention")
-        methods = self._candidates["scheme"]
-        self._check_keys("quantization method", config.quantization, methods, "quantization")
-
-    def _check_keys(
-        self,
-        kind: str,
-        rules: Mapping[str, Rule],
-        known: Iterable[str],
-        field: str,
-        candidates: Kind = "scheme",
-    ) -> None:
-        where = f"in Config.{field}"
-        for key, rule in rules.items():
-            name = key.partition("@")[0]
-            if name != "*" and name not in known:
-                raise UnknownNameError(kind, name, known, self._hint(), where)
-            _check_values(rule, self._named(candidates, name), f"{where}[{key!r}]")
+        fields: tuple[tuple[str, Kind, str, Iterable[str]], ...] = (
+            ("kernels", "kernel", "op", self.ops),
+            ("layers", "layer", "layer id", self._candidates["layer"]),
+            ("attention", "attention", "attention type", types),
+            ("quantization", "scheme", "quantization method", self._candidates["scheme"]),
+        )
+        for field, kind, what, known in fields:
+            rules: Mapping[str, Rule] = getattr(config, field)
+            for key, rule in rules.items():
+                name, where = key.partition("@")[0], f"in Config.{field}"
+                if name != "*" and name not in known:
+                    raise UnknownNameError(what, name, known, self._hint(), where)
+                _check_values(rule, self._named(kind, name), f"{where}[{key!r}]")
 
     def _named(self, kind: Kind, subject: str) -> list[Candidate]:
         everyone = self._candidates[kind]
