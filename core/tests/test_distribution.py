@@ -343,3 +343,16 @@ def test_every_installed_distribution_can_be_read() -> None:
         facts = read_distribution(found)
         assert facts.problem == ""
         assert facts.name == read_distribution(found).name
+
+
+def test_a_record_without_hashes_goes_by_the_files(tmp_path: Path) -> None:
+    metadata = tmp_path / "acme-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (metadata / "RECORD").write_text("acme.py,,\nacme-1.0.dist-info/RECORD,,\n")
+    fingerprints = set()
+    for source in ("x = 1\n", "x = 'another'\n"):
+        (tmp_path / "acme.py").write_text(source)
+        found = importlib_metadata.PathDistribution(metadata)
+        fingerprints.add(read_distribution(found).fingerprint)
+    assert len(fingerprints) == 2

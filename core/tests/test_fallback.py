@@ -115,6 +115,22 @@ def test_the_next_kernel_takes_over_and_the_failure_is_shown_once(
     assert "Traceback" in failure.traceback
 
 
+def test_layers_that_share_a_choice_blame_the_failed_kernel_alone(
+    resolve: Resolve, caplog: pytest.LogCaptureFixture
+) -> None:
+    resolver = resolve(kernel(failing, 30), kernel(working, 20))
+    layers = [
+        Site(resolver, f"layers.{n}", torch.float32).bind_kernel(double).function for n in range(5)
+    ]
+    with caplog.at_level(logging.WARNING, "interposer"):
+        for layer in layers:
+            torch.testing.assert_close(layer(X, SCALE), 6 * X)
+    assert len(caplog.messages) == 1
+    ((found, places),) = resolver.choices.values()
+    assert (found.chosen.name, len(places)) == ("working", 5)
+    assert [failure.candidate for failure in resolver.failures] == ["failing"]
+
+
 def test_a_quarantined_kernel_is_not_bound_again(resolve: Resolve) -> None:
     resolver = resolve(kernel(failing, 30), kernel(working, 20))
     bind(resolver)(X, SCALE)

@@ -13,6 +13,7 @@ import pytest
 from interposer import Capability, Config, Device, Placement, planned, register
 from interposer.errors import CheckpointError, ConfigError
 from interposer.planning import Planned
+from interposer.plugins import PluginWarning
 
 Make = Callable[..., ModuleType]
 
@@ -78,3 +79,20 @@ def test_without_a_reader_it_says_what_to_install() -> None:
 def test_what_is_no_model_is_refused(nonsense: Any) -> None:
     with pytest.raises(ConfigError, match="neither a model directory nor a model"):
         planned(nonsense)
+
+
+def test_a_reader_that_fails_is_quarantined_and_the_next_is_asked(make_plugin: Make) -> None:
+    def interposer_plan(path: Path) -> None:
+        raise SystemExit(3)
+
+    broken = make_plugin("a_broken", interposer_plan=interposer_plan)
+    with register(broken), register(make_plugin("one", interposer_plan=reader(".one"))):
+        with pytest.warns(PluginWarning, match=r"its hook interposer_plan raised SystemExit\(3\)"):
+            assert isinstance(planned("model.one"), Plan)
+        assert isinstance(planned("model.one"), Plan)
+
+
+def test_what_is_no_plan_names_who_made_it(make_plugin: Make) -> None:
+    vague = make_plugin("vague", interposer_plan=lambda path: "a plan")
+    with register(vague), pytest.raises(ConfigError, match=r"'vague' planned 'model\.one' as str"):
+        planned("model.one")

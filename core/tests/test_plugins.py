@@ -36,8 +36,30 @@ def test_a_plugin_is_taken_with_its_records(make_plugin: Make) -> None:
 
 
 def test_a_plugin_without_records_is_one() -> None:
-    plugins = Plugins.of(module("quiet"))
-    assert [plugin.records for plugin in plugins.loaded] == [()]
+    observer = module("quiet", interposer_failed=hookimpl(lambda reason: None))
+    plugins = Plugins.of(observer)
+    assert [(plugin.records, plugin.hooks) for plugin in plugins.loaded] == [
+        ((), ("interposer_failed",))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (module("broken"), "it has no hook; hooks are interposer_failed, "),
+        (
+            module("broken", interposer_records=lambda: [OP]),
+            "interposer_records is not marked with @hookimpl",
+        ),
+        (
+            module("broken", interposer_failed=hookimpl(wrapper=True)(lambda: (yield))),
+            "interposer_failed is a wrapper",
+        ),
+    ],
+)
+def test_hooks_that_nobody_would_call_are_refused(broken: ModuleType, reason: str) -> None:
+    with pytest.warns(PluginWarning, match=reason):
+        assert Plugins.of(broken).loaded == []
 
 
 def test_records_may_be_yielded() -> None:
@@ -74,12 +96,20 @@ def yielding_then_raising() -> Iterator[OpEntry]:
         ({"interposer_records": raising}, "interposer_records raised RuntimeError", True),
         ({"interposer_records": leaving}, r"interposer_records raised SystemExit\(3\)", True),
         ({"interposer_records": yielding_then_raising}, "raised RuntimeError", True),
-        ({"interposer_records": lambda: 3}, "interposer_records raised TypeError", True),
-        ({"interposer_records": lambda: [OP, "x"]}, "returned 'x', not a record", False),
-        ({"interposer_records": lambda: [OpEntry]}, "returned <class .*>, not a record", False),
-        ({"interposer_records": lambda: [KERNEL, OP, KERNEL]}, "returned Kernel linear lin", False),
-        ({"interposer_recrods": lambda: [OP]}, "not valid: unknown hook 'interposer_recr", True),
-        ({"interposer_selected": lambda choise: None}, "not valid: .*choise", True),
+        ({"interposer_records": lambda: 3}, "interposer_records returned int, must return", True),
+        (
+            {"interposer_records": lambda: [OP, "x"]},
+            "declares a 'str', which is not a record",
+            False,
+        ),
+        ({"interposer_records": lambda: [OpEntry]}, "declares a 'type', which is not a rec", False),
+        ({"interposer_records": lambda: [KERNEL, OP, KERNEL]}, "declares Kernel linear lin", False),
+        (
+            {"interposer_recrods": lambda: [OP]},
+            "not valid: there is no hook .*; nearest: interposer_rec",
+            False,
+        ),
+        ({"interposer_selected": lambda choise: None}, "not valid: .*'choise'", False),
     ],
 )
 def test_a_broken_plugin_is_quarantined_and_its_neighbour_works(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,7 @@ from interposer import (
     custom_op,
     hookimpl,
     register,
+    registration,
 )
 from interposer.errors import PluginConflictError, PluginError
 from interposer.platform import Platform
@@ -121,8 +124,8 @@ def test_observers_registered_in_code_are_told_until_they_are_removed(make_plugi
 def test_an_object_is_a_plugin_as_well() -> None:
     class Plugin:
         @hookimpl
-        def interposer_records(self) -> list[OpEntry]:
-            return [OP]
+        def interposer_records(self) -> list[Kernel]:
+            return [FAST]
 
     with register(Plugin()), register(Plugin(), name="other") as other:
         assert other.source.name == "other"
@@ -164,13 +167,55 @@ def test_a_taken_name_is_refused(make_plugin: Make) -> None:
     current_registry()
 
 
+@pytest.mark.parametrize("name", ["cpu", "interposer-cpu", "interposer-ops", "interposer"])
+def test_nobody_takes_the_name_of_what_is_installed(name: str, make_plugin: Make) -> None:
+    with (
+        pytest.raises(PluginConflictError, match=f"the name '{name}' is taken"),
+        register(make_plugin("acme"), name=name),
+    ):
+        current_registry()
+
+
+def test_nobody_defines_an_op_anew(make_plugin: Make) -> None:
+    again = make_plugin("acme", OpEntry("rms_norm", f"{__name__}:double"))
+    with register(again), pytest.raises(PluginConflictError, match="'rms_norm' is defined by int"):
+        current_registry()
+    with register(make_plugin("one", OP)), pytest.raises(PluginConflictError, match="by one in"):
+        register(make_plugin("two", OP))
+
+
+def test_what_failed_at_run_time_outlives_what_is_added_in_code(make_plugin: Make) -> None:
+    candidate = current_registry().candidates("kernel", "rms_norm")[0]
+    failures = current_registry().blame(candidate).failures
+    failures["some/kernel"] = "failed"
+    try:
+        with register(make_plugin("acme", OP)):
+            assert current_registry().blame(candidate).failures is failures
+            own = current_registry().candidates("kernel", "acme_double")[0]
+            assert current_registry().blame(own).failures == {}
+        assert current_registry().blame(candidate).failures is failures
+    finally:
+        del failures["some/kernel"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_fork_during_a_registration_can_register(make_plugin: Make) -> None:
+    with registration._lock:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # ends a child that waits
+            register(make_plugin("acme"))
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
 def test_threads_that_register_at_once_lose_nothing(make_plugin: Make) -> None:
     plugins = [make_plugin(f"acme_{number}") for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         registered = list(pool.map(register, plugins))
     names = {plugin.name for plugin in current_registry().plugins.loaded}
     assert names >= {plugin.__name__ for plugin in plugins}
-    for registration in registered:
-        registration.remove()
+    for added in registered:
+        added.remove()
     left = {plugin.name for plugin in current_registry().plugins.loaded}
     assert left.isdisjoint(plugin.__name__ for plugin in plugins)

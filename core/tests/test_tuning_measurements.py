@@ -75,13 +75,13 @@ def reason(found: object) -> str:
 
 
 def test_nothing_is_known_at_first(make: MakeMeasurements, tmp_path: Path) -> None:
-    assert make().lookup(REQUEST, BOTH) is None
+    assert make().lookup(REQUEST, lambda: BOTH) is None
     assert not (tmp_path / "cache").exists()
 
 
 def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
-    found = make().lookup(REQUEST, BOTH)
+    found = make().lookup(REQUEST, lambda: BOTH)
     assert isinstance(found, Measured)
     assert (found.seconds, found.source) == (SECONDS, "the measurements of this host")
     assert found.upper.keys() == SECONDS.keys()
@@ -89,7 +89,7 @@ def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
 
 def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
-    assert make(tables=False).lookup(REQUEST, BOTH) is None
+    assert make(tables=False).lookup(REQUEST, lambda: BOTH) is None
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
 )
 def test_another_request_is_another_matter(make: MakeMeasurements, other: Request) -> None:
     write_entry(make().store, made(make()))
-    assert make().lookup(other, BOTH) is None
+    assert make().lookup(other, lambda: BOTH) is None
 
 
 def test_another_device_is_another_matter(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make()))
     other = Device("bench", "cpu", "Bench 3", Capability("any"))
-    assert make(device=other).lookup(REQUEST, BOTH) is None
+    assert make(device=other).lookup(REQUEST, lambda: BOTH) is None
 
 
 def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) -> None:
@@ -122,9 +122,9 @@ def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) 
         return Request("attention", "decoder", "bench", dtype="float32", detail=spec)
 
     write_entry(make().store, made(make(), request()))
-    assert isinstance(make().lookup(request(), BOTH), Measured)
+    assert isinstance(make().lookup(request(), lambda: BOTH), Measured)
     for change in ({"scale": 0.25}, {"window_tokens": 8}, {"cache_dtype": torch.bfloat16}):
-        assert make().lookup(request(**change), BOTH) is None
+        assert make().lookup(request(**change), lambda: BOTH) is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_figures_of_another_installation_are_stale(
     make: MakeMeasurements, change: dict[str, Any], told: str
 ) -> None:
     write_entry(make().store, made(make(), **change))
-    found = reason(make().lookup(REQUEST, BOTH))
+    found = reason(make().lookup(REQUEST, lambda: BOTH))
     assert "stale" in found
     assert told in found
 
@@ -145,9 +145,9 @@ def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: P
     platform = PlatformEntry("bench", "m:Bench", driver_files=(str(driver),))
     driver.write_text("570.1")
     write_entry(make().store, made(make(platform)))
-    assert isinstance(make(platform).lookup(REQUEST, BOTH), Measured)
+    assert isinstance(make(platform).lookup(REQUEST, lambda: BOTH), Measured)
     driver.write_text("580.2")
-    assert "the driver was" in reason(make(platform).lookup(REQUEST, BOTH))
+    assert "the driver was" in reason(make(platform).lookup(REQUEST, lambda: BOTH))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +162,12 @@ def test_figures_of_other_candidates_are_stale(
     make: MakeMeasurements, accepted: list[Candidate], told: str
 ) -> None:
     write_entry(make().store, made(make()))
-    assert told in reason(make().lookup(REQUEST, accepted))
+    assert told in reason(make().lookup(REQUEST, lambda: accepted))
 
 
 def test_what_failed_was_measured_too(make: MakeMeasurements) -> None:
     write_entry(make().store, made(make(), failed={"acme/new": ("1.0", "raised")}))
-    assert isinstance(make().lookup(REQUEST, candidates("fast", "slow", "new")), Measured)
+    assert isinstance(make().lookup(REQUEST, lambda: candidates("fast", "slow", "new")), Measured)
 
 
 def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
@@ -175,14 +175,14 @@ def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
     write_entry(measurements.store, made(measurements))
     (kept,) = measurements.store.entries(KIND)
     kept.path.write_text(kept.path.read_text().replace("acme/fast", "acme/last"))
-    assert "corrupt" in reason(make().lookup(REQUEST, BOTH))
+    assert "corrupt" in reason(make().lookup(REQUEST, lambda: BOTH))
 
 
 def test_an_entry_of_another_form_is_a_reason(make: MakeMeasurements) -> None:
     measurements = make()
     key = measurements.key(REQUEST).model_dump(mode="json")
     measurements.store.write(KIND, key, {"seconds": 1})
-    assert "cannot be used" in reason(make().lookup(REQUEST, BOTH))
+    assert "cannot be used" in reason(make().lookup(REQUEST, lambda: BOTH))
 
 
 @pytest.fixture
@@ -218,12 +218,12 @@ def test_a_shipped_table_counts_for_devices_that_it_is_for(
 ) -> None:
     # Another driver and torch: they are those of whoever measured it.
     table = ship("series", "Bench 9*", torch="1.0", driver="theirs")
-    found = make(table).lookup(REQUEST, BOTH)
+    found = make(table).lookup(REQUEST, lambda: BOTH)
     assert isinstance(found, Measured)
     assert found.seconds == SECONDS
     assert found.source == "the table 'series' of acme in code"
     other = Device("bench", "cpu", "Bench 8000", Capability("any"))
-    assert make(table, device=other).lookup(REQUEST, BOTH) is None
+    assert make(table, device=other).lookup(REQUEST, lambda: BOTH) is None
 
 
 def test_own_figures_go_before_shipped_ones(
@@ -231,7 +231,7 @@ def test_own_figures_go_before_shipped_ones(
 ) -> None:
     table = ship("own-first", "*", factor=7.0)
     write_entry(make().store, made(make()))
-    found = make(table).lookup(REQUEST, BOTH)
+    found = make(table).lookup(REQUEST, lambda: BOTH)
     assert isinstance(found, Measured)
     assert found.seconds == SECONDS
 
@@ -241,7 +241,7 @@ def test_a_shipped_table_stands_in_for_stale_figures(
 ) -> None:
     table = ship("stand-in", "*")
     write_entry(make().store, made(make(), torch="1.0"))
-    assert isinstance(make(table).lookup(REQUEST, BOTH), Measured)
+    assert isinstance(make(table).lookup(REQUEST, lambda: BOTH), Measured)
 
 
 def test_the_table_with_the_longest_glob_goes_first(
@@ -249,7 +249,7 @@ def test_the_table_with_the_longest_glob_goes_first(
 ) -> None:
     tables = [ship("any", "*", 5.0), ship("close", "Bench 9000 *", 3.0), ship("wide", "Bench*")]
     for ordered in (tables, tables[::-1]):
-        found = make(*ordered).lookup(REQUEST, BOTH)
+        found = make(*ordered).lookup(REQUEST, lambda: BOTH)
         assert isinstance(found, Measured)
         assert found.seconds["acme/fast"] == pytest.approx(3e-6)
 
@@ -257,7 +257,9 @@ def test_the_table_with_the_longest_glob_goes_first(
 def test_a_shipped_table_of_other_versions_is_stale(
     make: MakeMeasurements, ship: Callable[..., TuningEntry]
 ) -> None:
-    found = make(ship("old", "*")).lookup(REQUEST, candidates("fast", "slow", version="2.0"))
+    found = make(ship("old", "*")).lookup(
+        REQUEST, lambda: candidates("fast", "slow", version="2.0")
+    )
     assert reason(found).startswith("the table 'old' of acme in code cannot be used: stale, as")
 
 
@@ -266,4 +268,6 @@ def test_a_shipped_table_that_is_broken_is_a_reason(
 ) -> None:
     table = ship("broken", "*")
     (tmp_path / "acme_tables" / "broken.json").write_text("{}")
-    assert "'broken' of acme in code cannot be used" in reason(make(table).lookup(REQUEST, BOTH))
+    assert "'broken' of acme in code cannot be used" in reason(
+        make(table).lookup(REQUEST, lambda: BOTH)
+    )

@@ -46,7 +46,7 @@ class Canary:
         provider = candidate.provider
         if self._scope == "off" or (self._scope == "third_party" and provider in self._trusted):
             return Verdict.accept()
-        known = self._registry.departures
+        known = self._registry.blame(candidate).departures
         key = (candidate.qualified_name, request.dtype)
         if key in known:
             return known[key]

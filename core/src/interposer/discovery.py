@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import importlib_metadata
 from packaging.utils import canonicalize_name
@@ -14,13 +15,13 @@ from packaging.utils import canonicalize_name
 from interposer import hookspecs
 from interposer.compatibility import check_api, check_requirements
 from interposer.config import Config
-from interposer.distribution import STANDARD, Distribution, read_distribution
-from interposer.errors import FOREIGN_ERRORS, nearest_first
+from interposer.distribution import STANDARD, Distribution, Metadata, read_distribution
+from interposer.errors import FOREIGN_ERRORS, described, nearest_first
 from interposer.examination import Finding, Task, examine_all
 from interposer.examination.inspection import load_value
 from interposer.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer.records import OpEntry
-from interposer.trust import Lock, allowed, lock_path
+from interposer.trust import allowed, check_lock
 from interposer.validation import NAME_LIMIT, plain_name
 from interposer.verdict import Verdict
 
@@ -48,9 +49,12 @@ def discover(config: Config | None = None) -> Plugins:
     config = config or Config()
     start = time.time_ns()
     plugins = Plugins()
-    points = _wanted(plugins, _installed(), config)
+    broken: list[Source] = []
+    points = _wanted(plugins, _installed(broken), config)
     if config.locked:
-        Lock.read(lock_path(config)).check(_distributions(points))
+        check_lock(config, _distributions(points))
+    for source in broken:
+        plugins.quarantine(source, "its entry_points.txt cannot be read", "reinstall it")
     points = _unrivalled(plugins, points)
     sound = []
     for point in points:
@@ -58,7 +62,7 @@ def discover(config: Config | None = None) -> Plugins:
         if verdict:
             sound.append(point)
         else:
-            mend = f"install a version that fits: pip install --upgrade {point.distribution.name}"
+            mend = "install a version that fits, or uninstall it"
             plugins.quarantine(point.source, verdict.reason, mend)
     foreign = [point for point in sound if point.distribution.name not in STANDARD]
     findings = examine_all([(p.distribution, _examination(p)) for p in foreign], config)
@@ -104,28 +108,57 @@ def installed_distributions() -> list[Distribution]:
     return _distributions(_installed())
 
 
-def _installed() -> list[_Point]:
-    """Return all entry points in an order that does not depend on that of the installation."""
-    # By object, as metadata may claim the name of another distribution, or have none.
-    read: dict[int, Distribution] = {}
-    found = {}
-    for point in importlib_metadata.entry_points(group=hookspecs.GROUP):
-        if point.dist is None:
+def _installed(broken: list[Source] | None = None) -> list[_Point]:
+    """Return all entry points in an order that does not depend on that of the installation.
+
+    Of two distributions of one name the first on the path counts, as for imports. Those whose
+    entry points cannot be read are added to ``broken`` if they may be of plugins.
+    """
+    points: dict[tuple[str, ...], _Point] = {}
+    seen = set()
+    for found in importlib_metadata.distributions():
+        folder = _folder(found)
+        if folder in seen:
             continue
-        if id(point.dist) not in read:
-            read[id(point.dist)] = read_distribution(point.dist)
-        distribution = read[id(point.dist)]
-        source = Source(
-            point.name, distribution.name, distribution.version, distribution, point.value
-        )
-        place = (point.name, distribution.name, distribution.location, point.value)
-        found[place] = _Point(source, distribution)
-    return [found[key] for key in sorted(found)]
+        seen.add(folder)
+        try:
+            entries = found.entry_points.select(group=hookspecs.GROUP)
+        except FOREIGN_ERRORS:
+            _note_broken(found, broken)
+            continue
+        if not entries:
+            continue
+        distribution = read_distribution(found)
+        for entry in entries:
+            source = Source(
+                entry.name, distribution.name, distribution.version, distribution, entry.value
+            )
+            place = (entry.name, distribution.name, distribution.location, entry.value)
+            points[place] = _Point(source, distribution)
+    return [points[key] for key in sorted(points)]
+
+
+def _folder(found: Metadata) -> str:
+    """Return what tells distributions apart: the name that they are installed as."""
+    # No public attribute, and reading the name from the metadata takes ten times as long.
+    path = Path(str(getattr(found, "_path", id(found))))
+    return canonicalize_name(path.stem.partition("-")[0])
+
+
+def _note_broken(found: Metadata, broken: list[Source] | None) -> None:
+    try:
+        text = Path(str(getattr(found, "_path", "")), "entry_points.txt").read_bytes()
+    except OSError:
+        text = b""
+    if broken is not None and hookspecs.GROUP.encode() in text:
+        distribution = read_distribution(found)
+        name = distribution.name
+        broken.append(Source(name, name, distribution.version, distribution))
 
 
 def _distributions(points: list[_Point]) -> list[Distribution]:
-    found = {point.distribution.name: point.distribution for point in points}
-    return [found[name] for name in sorted(found)]
+    found = {(p.distribution.name, p.distribution.location): p.distribution for p in points}
+    return [found[key] for key in sorted(found)]
 
 
 def _wanted(plugins: Plugins, points: list[_Point], config: Config) -> list[_Point]:
@@ -196,7 +229,7 @@ def _load(plugins: Plugins, point: _Point) -> None:
     try:
         plugin = load_value(point.source.value)
     except FOREIGN_ERRORS as error:
-        plugins.quarantine(point.source, f"its import raised {error!r}", cause=error)
+        plugins.quarantine(point.source, f"its import raised {described(error)}", cause=error)
         return
     verdict = check_api(plugin, in_code=False)
     if verdict:

@@ -109,7 +109,10 @@ def read_distribution(found: Metadata) -> Distribution:
     location = source or Path(str(found.locate_file("")))
     if record:
         try:
-            content: list[object] = [_code(_rows(record))]
+            code = _code(_rows(record))
+            paths = [location / path for path, _ in _rows(record) if not _is_added(path)]
+            # Without hashes it would be the same for any content.
+            content: list[object] = [code] if code else _all_files(paths)
         except csv.Error as error:
             content, record = [record], ""
             problem = problem or f"its RECORD cannot be read: {error}"
@@ -120,7 +123,7 @@ def read_distribution(found: Metadata) -> Distribution:
         paths = [
             location / file for top in tops if top.isidentifier() for file in (top, f"{top}.py")
         ]
-        content = [facts for path in sorted(paths) for facts in _files(path)]
+        content = _all_files(paths)
     return Distribution(
         name=name,
         version=version,
@@ -131,6 +134,10 @@ def read_distribution(found: Metadata) -> Distribution:
         problem=problem,
         record=record,
     )
+
+
+def _all_files(paths: Iterable[Path]) -> list[object]:
+    return [facts for path in sorted(paths) for facts in _files(path)]
 
 
 def _text(found: Metadata, name: str) -> str:
@@ -164,7 +171,8 @@ def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str
     versions = [value for key, value in headers if key == "version"]
     # The folder of the metadata is what installers go by. It is no public attribute.
     folder = Path(str(getattr(found, "_path", "")))
-    installed_as = folder.stem.partition("-")[0] if folder.suffix == ".dist-info" else ""
+    kept = folder.suffix in (".dist-info", ".egg-info")
+    installed_as = folder.stem.partition("-")[0] if kept else ""
     name, version, problems = "unknown", "0", []
     if len(names) != 1 or not _NAME.fullmatch(names[0]):
         problems.append(f"the name {', '.join(names)!r}")

@@ -25,6 +25,8 @@ __all__ = [
     "StorageError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "described",
+    "nearest_first",
 ]
 
 
@@ -144,6 +146,14 @@ class StorageError(_FileError):
 
 class RequestError(InterposerError, ValueError):
     """A generation request holds an unusable prompt or parameter."""
+
+
+def described(error: BaseException) -> str:
+    """Return the ``repr`` of an error, or its type where it has none."""
+    try:
+        return repr(error)
+    except FOREIGN_ERRORS:
+        return f"{type(error).__name__}(...)"
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Any, Protocol
 
-from interposer.errors import FOREIGN_ERRORS
+import torch
+
+from interposer.choice import Candidate
+from interposer.errors import FOREIGN_ERRORS, described
 
 __all__ = ["Fallback", "Replace"]
 
@@ -19,7 +22,9 @@ __all__ = ["Fallback", "Replace"]
 class Replace(Protocol):
     """Quarantines the failed kernel and returns the function of the next one."""
 
-    def __call__(self, reason: str, trace: str) -> Callable[..., Any]:
+    def __call__(
+        self, failed: Candidate, reason: str, trace: str
+    ) -> tuple[Callable[..., Any], Candidate]:
         """Return what to call from now on; raises NoCandidateError if nothing is left."""
 
 
@@ -28,16 +33,21 @@ class Fallback:
 
     Arguments that the reference refuses too are the caller's fault: the error is passed on and
     nothing is quarantined. A kernel that returns wrong numbers is not noticed here, see the
-    canary.
+    canary. Under ``torch.compile(fullgraph=True)`` a kernel that fails cannot be replaced.
 
     Attributes:
         function: the kernel that is called at present.
     """
 
     def __init__(
-        self, function: Callable[..., Any], reference: Callable[..., Any], replace: Replace
+        self,
+        function: Callable[..., Any],
+        candidate: Candidate,
+        reference: Callable[..., Any],
+        replace: Replace,
     ) -> None:
         self.function = function
+        self._candidate = candidate
         self._reference = reference
         self._replace = replace
         self._lock = Lock()
@@ -57,9 +67,11 @@ class Fallback:
             self._take_over(function, error)
         return self(*args, **kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_over(self, failed: Callable[..., Any], error: BaseException) -> None:
         with self._lock:
             if self.function is not failed:
                 return  # another thread came first
-            reason = f"failed at run time: {error!r}"
-            self.function = self._replace(reason, "".join(traceback.format_exception(error)))
+            reason = f"failed at run time: {described(error)}"
+            trace = "".join(traceback.format_exception(error))
+            self.function, self._candidate = self._replace(self._candidate, reason, trace)

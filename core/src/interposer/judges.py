@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Protocol
 
-from interposer.errors import FOREIGN_ERRORS, PluginError
+from interposer.errors import FOREIGN_ERRORS, PluginError, described
 from interposer.examination.task import Task
 from interposer.records import AttentionEntry, Kernel, LayerEntry, PlatformEntry, load_target
 from interposer.request import Request
@@ -127,7 +127,9 @@ def _guarded(judge: Judge) -> Judge:
         except PluginError as error:
             return Verdict.refuse(error.reason, error.trace or traceback.format_exc())
         except FOREIGN_ERRORS as error:
-            return Verdict.refuse(f"its own code failed: {error!r}", traceback.format_exc())
+            return Verdict.refuse(
+                f"its own code failed: {described(error)}", traceback.format_exc()
+            )
         return verdict
 
     return guarded
@@ -140,8 +142,9 @@ def _once(judge: Judge) -> Judge:
     @wraps(judge)
     def once(request: Request) -> Verdict:
         nonlocal last
-        if last is None or last[0] is not request:
-            last = (request, judge(request))
-        return last[1]
+        known = last
+        if known is None or known[0] is not request:
+            known = last = (request, judge(request))
+        return known[1]
 
     return once

@@ -15,6 +15,7 @@ from interposer.errors import (
     NoCandidateError,
     PlatformUnavailableError,
     UnknownNameError,
+    described,
 )
 from interposer.platform import Platform
 from interposer.policy import Policy, policy_for
@@ -65,10 +66,10 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     failures = registry.plugins.refusals()
     if not candidates:
         omitted = registry.plugins.omissions()
-        action = "allow one of these in the configuration, or " if omitted else ""
-        raise PlatformUnavailableError(
-            "platform", (*failures, *omitted), f"{action}pip install interposer-cpu"
-        )
+        action = "pip install interposer-cpu"
+        if failures or omitted:
+            action = f"mend what failed, allow what the configuration leaves out, or {action}"
+        raise PlatformUnavailableError("platform", (*failures, *omitted), action)
     asked = f"platform {policy.pin!r}"
     try:
         choice = select(_REQUEST, candidates, policy)
@@ -99,7 +100,7 @@ def _opened(registry: Registry, choice: Choice) -> Placement:
         platform: Platform = registry.load(chosen, chosen.record.target)()
         device = platform.devices()[0]
     except FOREIGN_ERRORS as error:
-        failure = f"accepted this machine, but lists no device: {error!r}"
+        failure = f"accepted this machine, but lists no device: {described(error)}"
         raise PlatformUnavailableError(
             f"device on platform {chosen.name!r}",
             [Refusal(chosen.name, chosen.origin, failure, traceback.format_exc())],

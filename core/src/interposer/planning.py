@@ -63,9 +63,14 @@ def planned(
         )
     config = effective_config(config)
     plugins = current_registry(config).plugins
-    plan: Planned | None = plugins.first_result(
+    plan, plugin = plugins.first_result(
         "interposer_plan", path=path, config=config, dtype=dtype, placement=placement
     )
+    if plan is not None and not isinstance(plan, Planned):
+        raise ConfigError(
+            f"The plugin {plugin!r} planned {str(path)!r} as {type(plan).__name__}, "
+            f"which lacks a resolver, a placement or a path. Try: INTERPOSER_DISABLE={plugin}"
+        )
     if plan is None:
         raise ConfigError(
             f"No installed plugin reads the model directory {str(path)!r}. "

@@ -6,31 +6,34 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 import pluggy
 
 from interposer import hookspecs
-from interposer.distribution import Distribution
+from interposer.distribution import STANDARD, Distribution
 from interposer.errors import (
     FOREIGN_ERRORS,
+    InterposerError,
     PluginConflictError,
     PluginError,
+    RecordError,
+    described,
 )
-from interposer.records import Record, identity
-from interposer.validation import MOST_RECORDS
-from interposer.verdict import Refusal
+from interposer.hooks import check_hooks, declared_records, hook_names
+from interposer.records import OpEntry, Record
+from interposer.validation import check_facts
+from interposer.verdict import Refusal, Verdict
 
 __all__ = [
+    "Blame",
     "Failure",
     "Plugin",
     "PluginWarning",
     "Plugins",
     "Skipped",
     "Source",
-    "declared_records",
     "in_code",
 ]
 
@@ -113,10 +116,28 @@ class Skipped:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What was found of kernels while they were used.
+
+    Attributes:
+        failures: reasons by qualified name of those that failed at run time; no longer chosen.
+        departures: refusals by qualified name and dtype of those that departed from the reference.
+    """
+
+    failures: dict[str, str] = field(default_factory=dict)
+    departures: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+
+
 class Plugins:
-    """All plugins of one discovery, those given in code, and the observers among them."""
+    """All plugins of one discovery, those given in code, and the observers among them.
+
+    Attributes:
+        blame: of kernels of installed plugins; it outlives what is added in code.
+    """
 
     def __init__(self) -> None:
+        self.blame = Blame()
         self.loaded: list[Plugin] = []
         self.failed: list[Failure] = []
         self.skipped: list[Skipped] = []
@@ -154,18 +175,34 @@ class Plugins:
             made._manager.register(module, name=name)
         made._sources = dict(self._sources)
         made._settled = True
+        made.blame = self.blame
         for source, plugin, records in added:
-            if made._manager.has_plugin(source.name):
-                raise PluginConflictError(
-                    source.name,
-                    source.origin,
-                    f"the name {source.name!r} is taken by {made._sources[source.name].origin}",
-                    "register it by another: interposer.register(plugin, name=...)",
-                )
+            conflict = made._conflict(source, records)
+            if conflict:
+                mend = "register another: interposer.register(plugin, name=...)"
+                raise PluginConflictError(source.name, source.origin, conflict, mend)
             made._manager.register(plugin, name=source.name)
             made._sources[source.name] = source
-            made.loaded.append(Plugin(source, records))
+            made.loaded.append(Plugin(source, records, hook_names(plugin)))
         return made
+
+    def _conflict(self, source: Source, records: tuple[Record, ...]) -> str:
+        """Return what a plugin that is given in code claims though it is taken, or nothing."""
+        names = {other.name: other.origin for other in self._sources.values()}
+        names |= {other.distribution: other.origin for other in self._sources.values()}
+        names |= dict.fromkeys(STANDARD - names.keys(), "the SDK")
+        if source.name in names:
+            return f"the name {source.name!r} is taken by {names[source.name]}"
+        ops = {
+            record.name: plugin.source.origin
+            for plugin in self.loaded
+            for record in plugin.records
+            if isinstance(record, OpEntry)
+        }
+        for record in records:
+            if isinstance(record, OpEntry) and record.name in ops:
+                return f"the op {record.name!r} is defined by {ops[record.name]}"
+        return ""
 
     def settle(self) -> None:
         """Tell the observers, now that all are there, of the plugins that failed so far."""
@@ -182,14 +219,41 @@ class Plugins:
             try:
                 implementation.function(**{k: facts[k] for k in implementation.argnames})
             except FOREIGN_ERRORS as error:
-                source = self._sources.pop(name, None)
-                if source is not None:  # else another thread has just quarantined it
-                    self._forget(name)
-                    self.quarantine(source, f"its observer {hook} raised {error!r}", cause=error)
+                self._disown(name, f"its observer {hook} raised {described(error)}", error)
 
-    def first_result(self, hook: str, **facts: Any) -> Any:
-        """Return the first answer to ``hook`` that is not None; what it raises is passed on."""
-        return getattr(self._manager.hook, hook)(**facts)
+    def _disown(self, name: str, reason: str, cause: BaseException) -> None:
+        """Stop calling the hooks of a plugin; its records stay."""
+        source = self._sources.pop(name, None)
+        if source is not None:  # else another thread has just done so
+            self._forget(name)
+            self.quarantine(source, reason, cause=cause)
+
+    def first_result(self, hook: str, **facts: Any) -> tuple[Any, str]:
+        """Return the first answer to ``hook`` that is not None, and the plugin that gave it.
+
+        Parts of the SDK are asked last, the others in the order of their names. An error of the
+        SDK's own kinds speaks of the question and is passed on; what else a plugin raises
+        quarantines it, and the next is asked.
+        """
+        found = list(getattr(self._manager.hook, hook).get_hookimpls())
+        standard = {
+            name
+            for name, source in self._sources.items()
+            if source.installed is not None and source.installed.standard
+        }
+        found.sort(key=lambda hook: (hook.plugin_name in standard, hook.plugin_name))
+        for implementation in found:
+            name = implementation.plugin_name
+            try:
+                answer = implementation.function(**{k: facts[k] for k in implementation.argnames})
+            except InterposerError:
+                raise
+            except FOREIGN_ERRORS as error:
+                self._disown(name, f"its hook {hook} raised {described(error)}", error)
+                continue
+            if answer is not None:
+                return answer, name
+        return None, ""
 
     def refusals(self) -> list[Refusal]:
         """Return the quarantined plugins as refusals, for whoever misses what they provide."""
@@ -215,21 +279,27 @@ class Plugins:
         Raises: PluginError: its hooks or what they return cannot be used.
         """
         self._sources[source.name] = source
-        try:
-            self._manager.register(plugin, name=source.name)
-            self._manager.check_pending()
-        except (ValueError, pluggy.PluginValidationError) as error:
-            raise self._refused(source, f"its hooks are not valid: {error}") from error
+        faults = check_hooks(plugin)
+        if not faults:
+            try:
+                self._manager.register(plugin, name=source.name)
+            except ValueError as error:  # the same object goes by another name already
+                faults = [str(error)]
+        if faults:
+            raise self._refused(source, f"its hooks are not valid: {'; '.join(faults)}")
         try:
             records = declared_records(self._manager, source.name)
+        except RecordError as error:
+            raise self._refused(source, str(error)) from error
         except FOREIGN_ERRORS as error:
-            raise self._refused(source, f"interposer_records raised {error!r}") from error
-        nonsense = self._nonsense(source, records)
-        if nonsense:
-            raise self._refused(source, f"interposer_records returned {nonsense}")
-        callers = self._manager.get_hookcallers(plugin) or []
-        hooks = sorted({caller.name for caller in callers} - {"interposer_records"})
-        taken = Plugin(source, tuple(records), tuple(hooks))
+            raise self._refused(source, f"interposer_records raised {described(error)}") from error
+        # What it returned to whoever examined it need not be what it returns here.
+        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
+        declared = [record for plugin in neighbours for record in plugin.records]
+        faults = check_facts(records) or check_facts([*declared, *records])
+        if faults:
+            raise self._refused(source, f"interposer_records {'; '.join(faults)}")
+        taken = Plugin(source, tuple(records), hook_names(plugin))
         self.loaded.append(taken)
         return taken
 
@@ -268,19 +338,6 @@ class Plugins:
             Failure(source.name, source.distribution, source.version, error, trace, platforms)
         )
 
-    def _nonsense(self, source: Source, records: list[Record]) -> str:
-        """Return what is wrong with ``records``, or an empty string."""
-        if len(records) > MOST_RECORDS:
-            return f"more than {MOST_RECORDS:,} records"
-        strangers = [record for record in records if not isinstance(record, get_args(Record))]
-        if strangers:
-            return f"{strangers[0]!r}, not a record"
-        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
-        declared = [record for plugin in neighbours for record in plugin.records]
-        counts = Counter(identity(record) for record in (*declared, *records))
-        twice = next((found for found, count in counts.items() if count > 1), None)
-        return f"{' '.join(filter(None, twice))} twice" if twice else ""
-
     def _refused(self, source: Source, reason: str) -> PluginError:
         self._forget(source.name)
         return PluginError(source.name, source.origin, reason, _mend(source))
@@ -303,19 +360,6 @@ class Plugins:
             distribution=failure.distribution,
             reason=failure.error.reason,
         )
-
-
-def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
-    """Return what the plugin ``name`` declares, which may be anything; what it raises passes.
-
-    One more than are allowed at most, so that an endless generator is seen to be too long.
-    """
-    records: list[Any] = []
-    for hook in manager.hook.interposer_records.get_hookimpls():
-        if hook.plugin_name == name:
-            returned: Any = hook.function()
-            records += islice(returned, MOST_RECORDS + 1 - len(records))
-    return records
 
 
 def in_code(plugin: Any, name: str = "") -> Source:

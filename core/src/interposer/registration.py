@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 from types import TracebackType
 from typing import Any
 
-from interposer.errors import FOREIGN_ERRORS, PluginError
+from interposer.errors import FOREIGN_ERRORS, PluginError, described
 from interposer.examination import check_plugin
 from interposer.plugins import Plugins, Source, in_code
 from interposer.records import Record
@@ -15,6 +16,17 @@ from interposer.validation import check_classes
 __all__ = ["Registration", "register", "registrations"]
 
 _lock = Lock()
+
+
+def _renew_lock() -> None:
+    # A forked process lacks the thread that may hold it.
+    global _lock
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
 _registered: tuple[Registration, ...] = ()
 
 
@@ -92,7 +104,9 @@ def _records(source: Source, plugin: Any) -> tuple[Record, ...]:
         records, faults = check_plugin(plugin, source.name)
         faults = faults or check_classes(records)
     except FOREIGN_ERRORS as error:
-        raise PluginError(source.name, source.origin, f"it raised {error!r}", mend) from error
+        raise PluginError(
+            source.name, source.origin, f"it raised {described(error)}", mend
+        ) from error
     if faults:
         raise PluginError(source.name, source.origin, "; ".join(faults), mend)
     return records

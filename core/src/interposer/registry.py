@@ -11,7 +11,7 @@ from interposer.choice import Candidate
 from interposer.config import Config, Rule, effective_config
 from interposer.discovery import discover, tell_probed
 from interposer.distribution import Distribution
-from interposer.errors import FOREIGN_ERRORS, PluginError, UnknownNameError
+from interposer.errors import FOREIGN_ERRORS, PluginError, UnknownNameError, described
 from interposer.examination import Task, examine, forget_verdicts, perform
 from interposer.judges import (
     Access,
@@ -22,7 +22,7 @@ from interposer.judges import (
     judge_platform,
 )
 from interposer.memo import Memoized, memoized
-from interposer.plugins import Plugin, Plugins
+from interposer.plugins import Blame, Plugin, Plugins
 from interposer.records import (
     AttentionEntry,
     Kernel,
@@ -60,15 +60,13 @@ class Registry:
 
     Attributes:
         config: how foreign code is examined before it is loaded.
-        failures: what failed at run time, by qualified name, with the reason; no longer chosen.
-        departures: kernels that departed from the reference, by qualified name and dtype.
     """
 
     def __init__(self, plugins: Plugins, config: Config | None = None) -> None:
         self.plugins = plugins
         self.config = config or Config()
-        self.failures: dict[str, str] = {}
-        self.departures: dict[tuple[str, str], Verdict] = {}
+        self._own_blame = Blame()
+        self._hanging: dict[tuple[str, str], Verdict] = {}
         self._candidates: dict[Kind, dict[str, list[Candidate]]] = {
             kind: {} for kind in ("platform", "kernel", "layer", "attention", "scheme")
         }
@@ -128,6 +126,11 @@ class Registry:
             return perform(task).verdict
         return self._examine(owner, owner.source.installed, task)
 
+    def blame(self, candidate: Candidate) -> Blame:
+        """Return where is noted what was found of a candidate's kernels while they were used."""
+        installed = self.owner(candidate).source.installed
+        return self._own_blame if installed is None else self.plugins.blame
+
     def owner(self, candidate: Candidate) -> Plugin:
         """Return the plugin that declares ``candidate``."""
         return self._owners[candidate.provider, identity(candidate.record)]
@@ -186,8 +189,13 @@ class Registry:
         return self._examine(plugin, installed, task)
 
     def _examine(self, plugin: Plugin, installed: Distribution, task: Task) -> Verdict:
+        asked = (plugin.name, str(task.arguments.get("target")))
+        if task.name == "predicate" and asked in self._hanging:
+            return self._hanging[asked]
         finding = examine(installed, task, self.config, driver=self._driver(plugin))
         tell_probed(self.plugins, plugin.name, task, finding)
+        if task.name == "predicate" and "limit_seconds" in finding.facts:
+            self._hanging[asked] = finding.verdict  # it is not waited for at every request
         return finding.verdict
 
     def _driver(self, plugin: Plugin) -> str:
@@ -210,7 +218,7 @@ class Registry:
             try:
                 return load_target(target)
             except FOREIGN_ERRORS as error:
-                verdict, cause = Verdict.refuse(repr(error)), error
+                verdict, cause = Verdict.refuse(described(error)), error
         raise PluginError(
             plugin.name,
             source.origin,

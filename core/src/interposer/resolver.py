@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -24,17 +25,18 @@ from interposer.errors import (
     NoCandidateError,
     PluginError,
     UnknownNameError,
+    described,
     nearest_first,
 )
 from interposer.fallback import Fallback
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
-from interposer.policy import policy_for
+from interposer.policy import pin_matches, policy_for
 from interposer.quantization import QuantizationScheme
 from interposer.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
-from interposer.selection import pin_matches, select
+from interposer.selection import select
 from interposer.tuning.measurements import Measurements
 from interposer.verdict import Refusal, Verdict
 
@@ -89,6 +91,7 @@ class Resolver:
         self.described = described
         self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
         self.failures: list[Refusal] = []
+        self._replacing = RLock()
         self._backends: dict[tuple[object, ...], AttentionBackend] = {}
         self._canary = Canary(registry, device, config.canary, trusted)
         self._measurements = Measurements(registry, device, config)
@@ -192,12 +195,13 @@ class Resolver:
         # What was written or prepared cannot be taken back, so only the rest is tried again.
         can_repeat = self.config.fallback and not (op.mutates or prepare)
         if can_repeat and policy_for(self.config, request).pin is None:
-            function = Fallback(function, op.reference, partial(self._replace, op, request))
+            replace = partial(self._replace, op, request)
+            function = Fallback(function, choice.chosen, op.reference, replace)
         return BoundKernel(function, prepare, choice)
 
     def _confirm_kernel(self, request: Request, candidate: Candidate) -> Verdict:
         record = candidate.record
-        failure = self.registry.failures.get(candidate.qualified_name)
+        failure = self.registry.blame(candidate).failures.get(candidate.qualified_name)
         if failure is not None:
             return Verdict.refuse(failure)
         if self.described or isinstance(record, OpEntry):
@@ -210,20 +214,27 @@ class Resolver:
         return verdict
 
     def _replace(
-        self, op: CustomOp[..., Any], request: Request, reason: str, trace: str
-    ) -> Callable[..., Any]:
-        """Quarantine the kernel bound for ``request`` and return the next one's function."""
-        key = self._key(request)
-        failed, prefixes = self.choices[key][0].chosen, self.choices[key][1]
-        self.registry.failures.setdefault(failed.qualified_name, reason)
-        self.failures.append(Refusal(failed.name, failed.origin, reason, trace))
-        choice = self._select(request, partial(self._confirm_raw, request))
-        self.choices[key] = (choice, prefixes)
-        self.registry.plugins.observe("interposer_selected", choice=choice)
-        _log.warning("%s %s; %s takes over", failed.qualified_name, reason, choice.chosen.name)
+        self, op: CustomOp[..., Any], request: Request, failed: Candidate, reason: str, trace: str
+    ) -> tuple[Callable[..., Any], Candidate]:
+        """Quarantine ``failed`` and return what takes over for ``request``."""
+        with self._replacing:
+            key = self._key(request)
+            choice, prefixes = self.choices[key]
+            # Layers share a choice, and another one may have replaced it already.
+            if choice.chosen.qualified_name == failed.qualified_name:
+                failures = self.registry.blame(failed).failures
+                failures.setdefault(failed.qualified_name, reason)
+                self.failures.append(Refusal(failed.name, failed.origin, reason, trace))
+                with torch.device("cpu"):
+                    choice = self._select(request, partial(self._confirm_raw, request))
+                self.choices[key] = (choice, prefixes)
+                self.registry.plugins.observe("interposer_selected", choice=choice)
+                name = choice.chosen.name
+                _log.warning("%s %s; %s takes over", failed.qualified_name, reason, name)
         record = choice.chosen.record
         target = record.target if isinstance(record, Kernel) else ""
-        return self.registry.load(choice.chosen, target) if target else op.reference
+        function = self.registry.load(choice.chosen, target) if target else op.reference
+        return function, choice.chosen
 
     def _confirm_raw(self, request: Request, candidate: Candidate) -> Verdict:
         """Confirm a kernel that takes the constants as they are in the checkpoint."""
@@ -288,7 +299,7 @@ class Resolver:
         return choice
 
     def _select(self, request: Request, confirm: Confirm) -> Choice:
-        known = None if request.kind == "scheme" else self._measured(request)
+        known = self._measured(request)
         try:
             choice = select(
                 request,
@@ -307,7 +318,7 @@ class Resolver:
         return replace(choice, notes=(*choice.notes, known)) if isinstance(known, str) else choice
 
     def _measured(self, request: Request) -> Measured | str | None:
-        known = self._measurements.lookup(request, self.accepted(request))
+        known = self._measurements.lookup(request, partial(self.accepted, request))
         if isinstance(known, str) and self.config.strict:
             raise ConfigError(
                 f"{known}. Try: `interposer tune` again, or Config(tables=False), "
@@ -331,5 +342,5 @@ def _guard(confirm: Confirm, candidate: Candidate) -> Verdict:
     except NoCandidateError as error:
         return Verdict.refuse(f"cannot be built: {error}")
     except FOREIGN_ERRORS as error:
-        reason = str(error) if isinstance(error, InterposerError) else f"raised {error!r}"
+        reason = str(error) if isinstance(error, InterposerError) else f"raised {described(error)}"
         return Verdict.refuse(reason, traceback.format_exc())

@@ -14,11 +14,11 @@ from typing import Literal
 
 from interposer.choice import Candidate, Choice, Measured
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
-from interposer.policy import Policy, pin_matches
+from interposer.policy import Policy
 from interposer.request import Request
 from interposer.verdict import Refusal, Verdict
 
-__all__ = ["pin_matches", "select"]
+__all__ = ["select"]
 
 _FREE = Policy()
 _UNMEASURED = (1, 0.0)
@@ -48,8 +48,11 @@ def select(
             preference is met or only names could decide.
     """
     ordered = sorted(candidates, key=_by_score)
-    ranking = _Ranking(policy, measured)
     verdicts = [(c, _judge(c, request, policy)) for c in ordered]
+    known = measured.seconds if measured is not None else {}
+    timed = [c.qualified_name for c, verdict in verdicts if verdict and c.qualified_name in known]
+    fastest = min(timed, key=lambda name: (known[name], name), default="")
+    ranking = _Ranking(policy, measured, fastest)
     accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
     refused = [(c, verdict) for c, verdict in verdicts if not verdict]
     contenders = accepted
@@ -73,7 +76,6 @@ def select(
     if policy.strict and policy.pin is None:
         _refuse_tie(request, ranking, chosen, others)
     outranked = [Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in others]
-    known = measured.seconds if measured is not None else {}
     return Choice(
         request,
         chosen,
@@ -90,6 +92,7 @@ class _Ranking:
 
     policy: Policy
     measured: Measured | None
+    fastest: str
 
     def key(self, candidate: Candidate) -> tuple[object, ...]:
         return (self.preference(candidate), self.seconds(candidate), *_by_score(candidate))
@@ -110,11 +113,10 @@ class _Ranking:
         """
         if self.measured is None or candidate.qualified_name not in self.measured.seconds:
             return _UNMEASURED
-        known = self.measured.seconds
-        fastest = min(known, key=lambda name: (known[name], name))
-        seconds = known[candidate.qualified_name]
-        noisy = seconds <= self.measured.upper.get(fastest, known[fastest])
-        return 0, known[fastest] if noisy else seconds
+        seconds = self.measured.seconds[candidate.qualified_name]
+        fastest = self.measured.seconds[self.fastest]
+        noisy = seconds <= self.measured.upper.get(self.fastest, fastest)
+        return 0, fastest if noisy else seconds
 
     def shown(self, candidate: Candidate) -> str:
         assert self.measured is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from interposer.tuning.table import (
 
 __all__ = ["Measurements", "torch_version"]
 
+Accepted = Callable[[], Sequence[Candidate]]
+
 
 def torch_version() -> str:
     """Return the version of torch, with the build's tag."""
@@ -46,14 +48,15 @@ class Measurements:
         self.store = default_store(config)
         self._wanted = config.tables
 
-    def lookup(self, request: Request, accepted: Sequence[Candidate]) -> Measured | str | None:
-        """Return what ``accepted`` took for ``request``.
+    def lookup(self, request: Request, accepted: Accepted) -> Measured | str | None:
+        """Return what those that accept ``request`` took for it.
 
         This host's own measurements go before the tables of plugins, of which the one with the
         longest glob for the device goes first.
 
         Args:
-            accepted: every candidate that accepts, whatever the policy says of it.
+            accepted: returns every candidate that accepts, whatever the policy says of it; asked
+                only if there are figures.
         Returns: None if nothing is known; a text if something is, but cannot be used, and why.
         """
         if not self._wanted or request.kind not in ("kernel", "attention"):
@@ -83,7 +86,7 @@ class Measurements:
         """Return what tells the driver of the device apart."""
         return self.registry.driver(self.device.platform)
 
-    def _own(self, request: Request, accepted: Sequence[Candidate]) -> Measured | str | None:
+    def _own(self, request: Request, accepted: Accepted) -> Measured | str | None:
         source = "the measurements of this host"
         key = plain(self.key(request))
         try:
@@ -102,10 +105,10 @@ class Measurements:
             if then != now:
                 changes = f"{name} was {_shown(then)}, is {_shown(now)}"
                 return _stale(source, changes)
-        return _fitting(entry.value, accepted, source)
+        return _fitting(entry.value, accepted(), source)
 
     def _shipped(
-        self, request: Request, accepted: Sequence[Candidate]
+        self, request: Request, accepted: Accepted
     ) -> list[Measured | str | None]:
         matching = [
             (record, plugin.source.origin)
@@ -123,7 +126,7 @@ class Measurements:
                 continue
             entry = entries.get(address(self.key(request)))
             if entry is not None:
-                found.append(_fitting(entry.value, accepted, source))
+                found.append(_fitting(entry.value, accepted(), source))
         return found
 
 

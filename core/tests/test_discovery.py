@@ -1,0 +1,96 @@
+"""Installed plugins are found whatever else is installed; who lies about a name gains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from interposer import Config
+from interposer.discovery import discover, installed_distributions
+from interposer.errors import LockError
+from interposer.plugins import Plugins, PluginWarning
+from interposer.trust import Lock
+
+Install = Callable[..., Path]
+PLUGIN = """
+from interposer.hookspecs import hookimpl
+INTERPOSER_API = ">=1.0,<2"
+@hookimpl
+def interposer_failed(reason):
+    pass
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Return what puts a distribution on the path: its folder, name, entry points and code."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def make(folder: str, name: str, points: str | bytes, source: str = PLUGIN) -> Path:
+        metadata = site / folder
+        metadata.mkdir()
+        kind = "METADATA" if folder.endswith(".dist-info") else "PKG-INFO"
+        (metadata / kind).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        written = points if isinstance(points, bytes) else points.encode()
+        (metadata / "entry_points.txt").write_bytes(written)
+        module = site / f"{folder.partition('-')[0].partition('.')[0]}_module.py"
+        module.write_text(source)
+        return module
+
+    return make
+
+
+def found(config: Config | None = None) -> Plugins:
+    return discover(config or Config(isolation="off"))
+
+
+def names(plugins: Plugins) -> set[str]:
+    return {plugin.name for plugin in plugins.loaded}
+
+
+def test_a_plugin_on_the_path_is_found(install: Install) -> None:
+    install("acme-1.0.dist-info", "acme", "[interposer.plugins]\nacme = acme_module\n")
+    assert names(found()) >= {"acme", "ops"}
+
+
+@pytest.mark.parametrize(
+    "points", ["[console_scripts]\nfoo\n", b"[console_scripts]\nx = y:\xff\xfe\n", "foo\n"]
+)
+def test_entry_points_of_others_that_cannot_be_read_do_not_matter(
+    points: str | bytes, install: Install
+) -> None:
+    install("other-1.0.dist-info", "other", points)
+    plugins = found()
+    assert "ops" in names(plugins)
+    assert plugins.failed == []
+
+
+def test_entry_points_of_plugins_that_cannot_be_read_are_a_failure(install: Install) -> None:
+    install("acme-1.0.dist-info", "acme", "[interposer.plugins]\nfoo\n")
+    with pytest.warns(PluginWarning, match=r"of acme 1\.0: its entry_points\.txt cannot be read"):
+        plugins = found()
+    assert "ops" in names(plugins)
+    assert [failure.distribution for failure in plugins.failed] == ["acme"]
+
+
+@pytest.mark.parametrize("claimed", ["interposer-ops", "interposer-cpu"])
+@pytest.mark.parametrize("folder", ["evil.egg-info", "evil-1.0.dist-info"])
+def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: Install) -> None:
+    ran = "import builtins\nbuiltins.acme_ran = True\n"
+    install(folder, claimed, "[interposer.plugins]\nevil = evil_module\n", ran + PLUGIN)
+    with pytest.warns(PluginWarning, match="though it is installed as 'evil'"):
+        plugins = found()
+    assert "evil" not in names(plugins)
+    assert not hasattr(__builtins__, "acme_ran")
+
+
+def test_a_lock_does_not_take_one_distribution_for_another(install: Install) -> None:
+    lock = Lock.of(installed_distributions())
+    lock.check(installed_distributions())
+    install("evil.egg-info", "interposer-cpu", "[interposer.plugins]\nevil = evil_module\n")
+    with pytest.raises(LockError):
+        lock.check(installed_distributions())
