@@ -21,7 +21,7 @@ from interposer.commands.doctor import doctor
 from interposer.commands.explain import explain
 from interposer.commands.lock import lock
 from interposer.commands.tune import tune
-from interposer.errors import FOREIGN_ERRORS, InterposerError
+from interposer.errors import FOREIGN_ERRORS, InterposerError, described
 
 __all__ = ["main"]
 
@@ -84,7 +84,7 @@ def _add_command(
             raise InterposerError(f"it is claimed by {rivals}")
         command = points[0].load()
     except FOREIGN_ERRORS as error:
-        reason = str(error) if isinstance(error, InterposerError) else repr(error)
+        reason = str(error) if isinstance(error, InterposerError) else described(error)
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         application.command(name, context_settings=anything)(_unusable(name, reason))
     else:

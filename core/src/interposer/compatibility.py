@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from interposer.distribution import Distribution
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import FOREIGN_ERRORS, described
 from interposer.verdict import Verdict
 
 __all__ = ["API_VERSION", "check_api", "check_requirements"]
@@ -55,7 +55,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
         api = getattr(plugin, "INTERPOSER_API", None)
         torch = getattr(plugin, "INTERPOSER_TORCH", None)
     except FOREIGN_ERRORS as error:
-        reason = f"reading its INTERPOSER_API raised {error!r}"
+        reason = f"reading its INTERPOSER_API raised {described(error)}"
         return Verdict.refuse(reason, traceback.format_exc())
     if api is None and not in_code:
         return Verdict.refuse(

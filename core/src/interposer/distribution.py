@@ -110,7 +110,8 @@ def read_distribution(found: Metadata) -> Distribution:
     if record:
         try:
             code = _code(_rows(record))
-            paths = [location / path for path, _ in _rows(record) if not _is_added(path)]
+            names = [path for path, _ in _rows(record) if not _is_added(path)]
+            paths = [location / name for name in names if name.isprintable()]
             # Without hashes it would be the same for any content.
             content: list[object] = [code] if code else _all_files(paths)
         except csv.Error as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform as machine
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import importlib_metadata
@@ -17,6 +19,7 @@ from interposer.config import Config, config_sources, effective_config
 from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
 from interposer.errors import ConfigError, InterposerError, StorageError
+from interposer.inventory import strays
 from interposer.placement import place
 from interposer.registry import Registry, current_registry, forget_discovery
 from interposer.request import Request
@@ -156,23 +159,27 @@ def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
     store = default_store(policy)
     if fresh:
         _forget(health, store)
-    _examine_lock(health, policy)
-    # What strictness and the lock forbid is to be shown as well.
-    lenient = policy.model_copy(update={"strict": False, "locked": False})
+    if _examine_lock(health, policy) or not policy.locked:
+        # What strictness forbids is to be shown as well; what the lock refuses must not run.
+        _examine_code(health, policy.model_copy(update={"strict": False}))
+    _examine_cache(health, store)
+    return health
+
+
+def _examine_code(health: Health, config: Config) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            registry = current_registry(lenient)
+            registry = current_registry(config)
         except InterposerError as error:
             health.problems.append(Problem("plugins", str(error)))
         else:
-            _examine_platforms(health, registry, lenient)
+            _examine_platforms(health, registry, config)
             _examine_plugins(health, registry)
+            _examine_rules(health, registry, config)
             told = {str(failure.error) for failure in registry.plugins.failed}
             said = dict.fromkeys(str(warning.message) for warning in caught)
             health.warnings += [text for text in said if text not in told]
-    _examine_cache(health, store)
-    return health
 
 
 def _versions() -> dict[str, str]:
@@ -206,6 +213,10 @@ def _forget(health: Health, store: Store) -> None:
 
 
 def _examine_cache(health: Health, store: Store) -> None:
+    reason = _unusable(store.folder)
+    if reason:
+        mend = "set cache_dir or INTERPOSER_CACHE_DIR to a folder that can be written"
+        health.problems.append(Problem(f"cache {store.folder}", reason, mend))
     entries = {}
     for kind in store.kinds():
         found = list(store.entries(kind))
@@ -218,19 +229,34 @@ def _examine_cache(health: Health, store: Store) -> None:
     health.cache = Cache(str(store.folder), entries)
 
 
-def _examine_lock(health: Health, config: Config) -> None:
+def _unusable(folder: Path) -> str:
+    """Return why nothing can be kept in a folder, which need not be there yet, or nothing."""
+    try:
+        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+        if not there.is_dir():
+            return f"{there} is no folder"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def _examine_lock(health: Health, config: Config) -> bool:
+    """Say whether what is installed is what was locked; without a lock file it is not."""
     path = lock_path(config)
     if not (config.locked or path.exists()):
-        return
+        return False
     try:
         check_lock(config, installed_distributions())
-        health.lock = f"{path}: as locked"
     except ConfigError as error:
         health.lock = f"{path}: not as locked"
         if config.locked:
+            health.lock += ", so no plugin was looked at"
             health.problems.append(Problem("lock", str(error)))
         else:
             health.warnings.append(str(error))
+        return False
+    health.lock = f"{path}: as locked"
+    return True
 
 
 def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
@@ -259,6 +285,7 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
 
 def _examine_plugins(health: Health, registry: Registry) -> None:
     plugins = registry.plugins
+    health.warnings += [stray.said for stray in strays(registry)]
     health.plugins = [
         InstalledPlugin(p.name, p.distribution, p.version, p.summary(), [*p.hooks])
         for p in plugins.loaded
@@ -273,3 +300,12 @@ def _examine_plugins(health: Health, registry: Registry) -> None:
         )
         for failure in plugins.failed
     ]
+
+
+def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
+    mend = "correct it in the source that sets it, or install what it names"
+    try:
+        registry.check_rules(config)
+        health.problems += [Problem("configuration", said, mend) for said in _idle_pins(registry, config)]
+    except InterposerError as error:
+        health.problems.append(Problem("configuration", str(error), mend))

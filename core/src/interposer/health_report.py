@@ -106,7 +106,8 @@ def _provided(plugin: InstalledPlugin) -> str:
 
 
 def _fields(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in fields.items()) or "nothing"
+    said = (f"{name} = {'none' if value == [] else value}" for name, value in fields.items())
+    return ", ".join(said) or "nothing"
 
 
 def _problems(health: Health) -> list[list[str]]:

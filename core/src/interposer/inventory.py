@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from interposer.capability import Device
 from interposer.choice import Candidate
-from interposer.judges import judge_requirements
+from interposer.errors import nearest_first
+from interposer.judges import accept, judge_requirements
+from interposer.plugins import Plugin
 from interposer.records import AttentionEntry, Kernel, LayerEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
 from interposer.requires import Dim, Requires
 from interposer.verdict import Verdict
 
-__all__ = ["Option", "Subject", "inventory", "requirements"]
+__all__ = ["Option", "Stray", "Subject", "inventory", "requirements", "strays"]
 
 KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme")
 
@@ -40,7 +43,24 @@ class Subject:
     options: tuple[Option, ...]
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name!r}" if self.name else self.kind
+        return f"{self.kind} {self.name!r}" if self.name else f"{self.kind} backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A kernel that is never chosen, as nobody defines its op."""
+
+    plugin: Plugin
+    kernel: Kernel
+    reason: str
+
+    @property
+    def said(self) -> str:
+        """What is wrong with it, and what to do about it."""
+        return (
+            f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
+            f"is for {self.reason}. Try: correct it, or install what defines the op"
+        )
 
 
 def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
@@ -53,7 +73,21 @@ def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
             )
             options = (Option(c, _judge(c, kind, name, device)) for c in candidates)
             found.append(Subject(kind, name, tuple(options)))
+        if kind == "kernel":
+            found += _stray_subjects(registry)
     return tuple(found)
+
+
+def strays(registry: Registry) -> list[Stray]:
+    """Return the kernels that are for ops which nobody defines."""
+    found = []
+    for plugin, kernel in registry.records(Kernel):
+        if kernel.op not in registry.ops:
+            nearest = nearest_first(kernel.op, registry.ops)[:1]
+            hint = f"; nearest: {nearest[0]!r}" if nearest else ""
+            reason = f"the op {kernel.op!r}, which nobody defines{hint}"
+            found.append(Stray(plugin, kernel, reason))
+    return found
 
 
 def requirements(candidate: Candidate) -> list[str]:
@@ -71,6 +105,19 @@ def requirements(candidate: Candidate) -> list[str]:
         needs.append(f"dtype {' or '.join(requires.dtypes)}")
     needs += [f"{name} {_bounds(dim)}" for name, dim in requires.dims.items()]
     return [*needs, f"what {record.predicate} says"] if record.predicate else needs
+
+
+def _stray_subjects(registry: Registry) -> Iterator[Subject]:
+    by_op: dict[str, list[Option]] = {}
+    for stray in strays(registry):
+        plugin, kernel = stray.plugin, stray.kernel
+        candidate = Candidate(
+            kernel.name, plugin.distribution, plugin.version, kernel.score, kernel, accept
+        )
+        option = Option(candidate, Verdict.refuse(f"it is for {stray.reason}"))
+        by_op.setdefault(kernel.op, []).append(option)
+    for op, options in sorted(by_op.items()):
+        yield Subject("kernel", op, tuple(options))
 
 
 def _judge(candidate: Candidate, kind: Kind, name: str, device: Device) -> Verdict:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
-from interposer.errors import FOREIGN_ERRORS, RecordError
+from interposer.errors import FOREIGN_ERRORS, RecordError, described
 from interposer.import_string import check_import_string
 from interposer.records import (
     DeviceEntry,
@@ -26,7 +26,14 @@ from interposer.requires import Dim, Requires
 if TYPE_CHECKING:
     from interposer.layer import PluggableLayer
 
-__all__ = ["MOST_RECORDS", "NAME_LIMIT", "check_classes", "check_records", "plain_name"]
+__all__ = [
+    "MOST_RECORDS",
+    "NAME_LIMIT",
+    "check_classes",
+    "check_facts",
+    "check_records",
+    "plain_name",
+]
 
 MOST_RECORDS = 1_000
 """How many records one plugin may declare."""
@@ -45,6 +52,12 @@ def check_records(records: Iterable[object]) -> list[str]:
     Nothing that they name is imported. What can only be known by importing it passes.
     """
     records = list(records)
+    return check_facts(records) or [*_check_places(records)]  # type: ignore[arg-type]
+
+
+def check_facts(records: Iterable[object]) -> list[str]:
+    """Return what is wrong with records in themselves, without a look at what they name."""
+    records = list(records)
     if len(records) > MOST_RECORDS:
         return [f"declares more than {MOST_RECORDS:,} records"]
     # By exact class: what a subclass does when it is compared or shown is anybody's guess.
@@ -52,9 +65,7 @@ def check_records(records: Iterable[object]) -> list[str]:
     if strangers:
         return [f"declares a {plain_name(strangers[0])}, which is not a record"]
     faults = [fault for record in records for fault in _check_fields(record)]
-    if faults:
-        return faults
-    return [*_check_identities(records), *_check_places(records)]  # type: ignore[arg-type]
+    return faults or [*_check_identities(records)]  # type: ignore[arg-type]
 
 
 def check_classes(
@@ -85,7 +96,7 @@ def check_classes(
         except RecordError as error:
             faults.append(str(error))
         except FOREIGN_ERRORS as error:
-            faults.append(f"loading {what} {record.name!r} raised {error!r}")
+            faults.append(f"loading {what} {record.name!r} raised {described(error)}")
     return faults
 
 

@@ -15,7 +15,7 @@ from interposer.compatibility import check_api
 from interposer.errors import FOREIGN_ERRORS
 from interposer.examination.task import Finding, Reporter, Task
 from interposer.examination.witness import Witness
-from interposer.plugins import declared_records
+from interposer.hooks import check_hooks, declared_records
 from interposer.records import PlatformEntry, Record, load_target
 from interposer.request import Request
 from interposer.validation import check_classes, check_records
@@ -73,11 +73,10 @@ def check_plugin(
     manager = pluggy.PluginManager("interposer")
     manager.add_hookspecs(hookspecs)
     reporter.begin("reading its hooks")
-    try:
-        manager.register(plugin, name=name)
-        manager.check_pending()
-    except (ValueError, pluggy.PluginValidationError) as error:
-        return (), [f"its hooks are not valid: {error}"]
+    faults = check_hooks(plugin)
+    if faults:
+        return (), [f"its hooks are not valid: {'; '.join(faults)}"]
+    manager.register(plugin, name=name)
     reporter.begin("calling interposer_records")
     with Witness(threads=reporter.alone) as witness:
         records = declared_records(manager, name)

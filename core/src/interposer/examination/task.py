@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import described
 from interposer.verdict import Verdict
 
-__all__ = ["Finding", "Reporter", "Task", "TaskName", "described", "plain"]
+__all__ = ["Finding", "Reporter", "Task", "TaskName", "plain"]
 
 TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
 
@@ -123,14 +123,6 @@ class Reporter:
 
     def unmute(self) -> None:
         """Note that code runs from here on which may print."""
-
-
-def described(error: BaseException) -> str:
-    """Return the ``repr`` of an error, or its type where it has none."""
-    try:
-        return repr(error)
-    except FOREIGN_ERRORS:
-        return f"{type(error).__name__}(...)"
 
 
 def plain(text: str, limit: int) -> str:

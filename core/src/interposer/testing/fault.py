@@ -6,6 +6,8 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Literal
 
+from interposer.errors import described
+
 __all__ = ["Check", "Fault"]
 
 Check = Literal[
@@ -36,7 +38,7 @@ class Fault:
     @classmethod
     def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
         """Return the fault of code that raised; call it where the exception is handled."""
-        return cls(check, where, f"raised {error!r}", traceback=traceback.format_exc())
+        return cls(check, where, f"raised {described(error)}", traceback=traceback.format_exc())
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason} ({self.check})"

@@ -14,7 +14,7 @@ import torch
 
 from interposer.choice import Candidate
 from interposer.config import Config, effective_config
-from interposer.errors import FOREIGN_ERRORS, ConfigError, NoCandidateError
+from interposer.errors import FOREIGN_ERRORS, ConfigError, NoCandidateError, described
 from interposer.op import CustomOp
 from interposer.planning import Planned, planned
 from interposer.records import load_target
@@ -156,7 +156,7 @@ class _Session:
         try:
             return KernelSubject(self.plan, request, self.tokens, op)
         except FOREIGN_ERRORS as error:
-            return f"as the sample of the op {request.name!r} raised {error!r}"
+            return f"as the sample of the op {request.name!r} raised {described(error)}"
 
     def measured(self, subject: Subject) -> Entry:
         """Return the figures of all candidates; those that fail are kept with the reason."""
@@ -231,4 +231,4 @@ def _reason(candidate: Candidate, error: BaseException) -> str:
     if isinstance(error, NoCandidateError):
         own = [r.reason for r in error.refusals if r.candidate == candidate.name]
         return own[0] if own else str(error)
-    return f"raised {error!r}"
+    return f"raised {described(error)}"
