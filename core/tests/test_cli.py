@@ -138,3 +138,30 @@ def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
     os.close(master)
     again = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
     assert again.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["hum"]])
+def test_output_that_cannot_be_written_is_one_message(
+    arguments: list[str], tmp_path: Path, install: Callable[..., None]
+) -> None:
+    source = "def hum():\n    for _ in range(9999):\n        print('hmm')\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "interposer", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    message = "error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_an_interrupted_command_exits_with_130(run: Run, install: Callable[..., None]) -> None:
+    source = "def hum():\n    raise KeyboardInterrupt\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    done = run("hum")
+    assert (done.returncode, done.stderr) == (130, "")

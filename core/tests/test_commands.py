@@ -18,6 +18,7 @@ import torch
 
 from interposer import (
     Capability,
+    Case,
     Config,
     Device,
     DeviceDescription,
@@ -27,6 +28,7 @@ from interposer import (
     PlatformEntry,
     Requires,
     Verdict,
+    custom_op,
     place,
     register,
     use,
@@ -65,6 +67,11 @@ class Broken(Abacus):
         raise OSError("the beads are gone")
 
 
+def negate_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield Case("ones", {"x": torch.ones(2).to(dtype)})
+
+
+@custom_op("negate", cases=negate_cases)
 def negate(x: torch.Tensor) -> torch.Tensor:
     return -x
 
@@ -189,6 +196,7 @@ def test_explain_without_a_model_lists_platform_policy_and_candidates(command: C
     code, out, _ = command("explain")
     assert code == 0
     assert "kernel 'negate'\n  negate_slide (acme in code): score 10 on abacus, fits" in out
+    assert "\nplatform\n  -> abacus (acme in code): " in out  # it is for all places
 
 
 def test_why_limits_the_answer_and_knows_its_names(command: Command) -> None:
@@ -214,6 +222,11 @@ def test_why_limits_the_answer_and_knows_its_names(command: Command) -> None:
         (("--kernel", "negate=a", "--kernel", "negate=b"), "to 'a' and to 'b'"),
         (("--locked",), "interposer.lock does not exist"),
         (("of-nowhere",), "of-nowhere"),
+        (("--kernel", "nagate=reference"), "Unknown op 'nagate' in Config.kernels"),
+        (("--why", "negate_slide"), "is a candidate for 'negate'. Try: --why negate"),
+        (("--platform", "-abacus"), "forb"),
+        (("--platform", "abacus,other"), "--platform: 'platform' is set to 'abacus' and to"),
+        (("--platform", ""), "--platform: 'platform=' is not of the form"),
     ],
 )
 def test_a_bad_option_is_one_message(
@@ -235,6 +248,9 @@ def test_a_wrong_option_is_a_usage_error(command: Command) -> None:
 def test_options_become_a_policy_that_leaves_the_rest_alone() -> None:
     assert policy().model_fields_set == set()
     assert policy(locked=True) == Config(locked=True)
+    assert policy(platform="+cpu, -abacus") == Config(
+        platform={"prefer": ["cpu"], "forbid": ["abacus"]}
+    )
     kernels = ["a=x", "b=+y", "b=+z", "b=-w", "a@layers.*=x"]
     assert policy(kernels, "cpu") == Config(
         platform="cpu",
@@ -267,10 +283,12 @@ def test_lock_writes_what_locked_insists_on(command: Command, tmp_path: Path) ->
     assert facts(command, "doctor", "--locked")["lock"] == f"{file}: as locked"
 
 
-def test_a_terminal_gets_tables() -> None:
+def on_terminal(columns: int, *arguments: str, plugins: str = "none") -> str:
+    """Return what the command prints on a terminal of so many columns."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "interposer", "doctor"]
-    environment = {**os.environ, "INTERPOSER_PLUGINS": "none", "TERM": "xterm", "COLUMNS": "150"}
+    command = [sys.executable, "-m", "interposer", *arguments]
+    environment = {**os.environ, "INTERPOSER_PLUGINS": plugins, "TERM": "xterm"}
+    environment["COLUMNS"] = str(columns)
     with subprocess.Popen(command, stdout=theirs, env=environment) as process:
         os.close(theirs)
         printed = b""
@@ -279,5 +297,22 @@ def test_a_terminal_gets_tables() -> None:
                 printed += chunk
     os.close(ours)
     assert process.returncode in (0, 1)  # without a platform it has something to say
-    assert "plugins" in printed.decode()
-    assert "━━━" in printed.decode()
+    return printed.decode()
+
+
+def test_a_wide_terminal_gets_tables() -> None:
+    printed = on_terminal(150, "doctor")
+    assert "plugins" in printed
+    assert "━━━" in printed
+
+
+def test_a_narrow_terminal_gets_plain_text() -> None:
+    printed = on_terminal(119, "doctor")
+    assert "\nplugins:\r\n" in printed
+    assert "━" not in printed
+
+
+def test_facts_in_full_are_plain_text_on_any_terminal() -> None:
+    printed = on_terminal(150, "explain", "--why", "platform", plugins="interposer-cpu")
+    assert "\nplatform\r\n  -> cpu (interposer-cpu " in printed
+    assert "━" not in printed

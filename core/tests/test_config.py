@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import pickle
@@ -82,12 +83,16 @@ def test_argument_before_context_before_project_before_user_before_environment(
     environment: dict[str, Any],
     shared: bool,
 ) -> None:
-    with written(environment, project, user, shared=shared), contextlib.ExitStack() as stack:
+    with (
+        written(environment, project, user, shared=shared) as folder,
+        contextlib.ExitStack() as stack,
+    ):
         for block in blocks:
             stack.enter_context(use(**block))
         found = effective_config(Config(**argument))
         sources = config_sources(Config(**argument))
-    strongest_first = [argument, *reversed(blocks), project, user, environment]
+    files = [placed(project, folder), placed(user, folder / "home" / "interposer")]
+    strongest_first = [argument, *reversed(blocks), *files, environment]
     for name in fields:
         stated = [source[name] for source in strongest_first if name in source]
         if name in MAPPINGS:
@@ -105,13 +110,20 @@ def test_argument_before_context_before_project_before_user_before_environment(
             assert source.config == Config(**stated_fields)
 
 
+def placed(stated: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what a file in ``folder`` states, with its path as it counts."""
+    if "cache_dir" not in stated:
+        return stated
+    return {**stated, "cache_dir": str(folder / stated["cache_dir"])}
+
+
 @contextlib.contextmanager
 def written(
     environment: Mapping[str, Any],
     project: Mapping[str, Any],
     user: Mapping[str, Any],
     shared: bool,
-) -> Iterator[None]:
+) -> Iterator[Path]:
     """Write all three to where the configuration looks for them."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -129,7 +141,7 @@ def written(
         for name, value in environment.items():
             patch.setenv(f"INTERPOSER_{name.upper()}", as_variable(name, value))
         Config.refresh()
-        yield
+        yield Path.cwd()
 
 
 def as_toml(fields: Mapping[str, Any]) -> str:
@@ -198,6 +210,34 @@ def test_a_config_survives_json_and_pickle(fields: dict[str, Any]) -> None:
     assert read == config
     assert hash(read) == hash(config)
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_folder_in_the_home_counts_from_there(tmp_path: Path) -> None:
+    (tmp_path / "interposer.toml").write_text("cache_dir = '~/caches'")
+    assert Config.refresh().cache_dir == "~/caches"
+
+
+@pytest.mark.parametrize("bad", [{"platfrom": "cpu"}, {"strict": 3}, {"kernels": 3}, "cpu"])
+def test_what_is_no_configuration_raises_however_it_is_validated(bad: Any) -> None:
+    with pytest.raises(ConfigError) as validated:
+        Config.model_validate(bad)
+    with pytest.raises(ConfigError) as read:
+        Config.model_validate_json(json.dumps(bad))
+    if isinstance(bad, dict):
+        with pytest.raises(ConfigError) as made:
+            Config(**bad)
+        assert str(made.value) == str(validated.value) == str(read.value)
+    assert Config.model_validate({"strict": True}) == Config(strict=True)
+
+
+def test_the_rules_of_a_config_are_read_only() -> None:
+    config = Config(kernels={"a": "x"})
+    for mapping in (config.kernels, config.layers):
+        with pytest.raises(TypeError):
+            mapping["b"] = Rule(pin="y")  # type: ignore[index]
+    assert hash(copy.deepcopy(config)) == hash(config) == hash(pickle.loads(pickle.dumps(config)))
+    assert copy.deepcopy(config) == config == config.model_copy()
+    assert pickle.loads(pickle.dumps(config)).model_fields_set == {"kernels"}
 
 
 def test_a_config_is_frozen() -> None:

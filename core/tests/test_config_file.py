@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -106,3 +107,16 @@ def test_the_user_has_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "interposer").mkdir()
     (tmp_path / "interposer" / "config.toml").write_text("strict = true")
     assert read_user_file() == (tmp_path / "interposer" / "config.toml", {"strict": True})
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything"
+)
+def test_a_user_file_that_cannot_be_read_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "interposer").mkdir()
+    (tmp_path / "interposer" / "config.toml").touch(mode=0o000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_user_file()

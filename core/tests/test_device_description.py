@@ -148,6 +148,15 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
         DeviceDescription.read(path)
 
 
+def test_three_faults_are_named_and_the_rest_counted(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text('{"version": 1, "name": "Abacus 9"}')
+    with pytest.raises(StorageError) as caught:
+        DeviceDescription.read(path)
+    assert caught.value.reason.count(" is missing") == 3
+    assert caught.value.reason.endswith("; and 6 more")
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
 def test_a_file_of_something_else_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.json"

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from threading import Barrier
 
 import pytest
 
+import interposer
 from interposer import Config, Verdict
 from interposer.distribution import Distribution
 from interposer.examination import (
@@ -49,6 +51,7 @@ _RECORDS = """
 def interposer_records():
     return [Kernel("rms_norm", "rms_norm_acme", "{package}.kernels:fast")]
 """
+_HEALTHY = _HEADER + _RECORDS
 
 
 class Plugin:
@@ -99,7 +102,7 @@ def examined(make: Callable[..., Plugin], config: Config) -> Iterator[Examined]:
 
     yield examine_source
     # Whatever happened, the process lives and serves a healthy one.
-    healthy = make(plugin=_HEADER + _RECORDS)
+    healthy = make(plugin=_HEALTHY)
     assert examine(healthy.distribution, healthy.task, config).verdict
 
 
@@ -254,7 +257,7 @@ def test_a_native_library_that_crashes_when_it_is_loaded(
 
 _HOOKS = [
     ("def interposer_records():\n    raise OSError('x')", r"interposer_records raised OSError"),
-    ("def interposer_records():\n    return 3", "interposer_records raised TypeError"),
+    ("def interposer_records():\n    return 3", "interposer_records raised RecordError"),
     ("def interposer_records():\n    return ['x']", "declares a 'str', which is not a record"),
     (
         "def interposer_records():\n    while True: yield 1",
@@ -265,7 +268,7 @@ _HOOKS = [
         "took longer than 0.5 s while calling interposer_records",
     ),
     ("def interposer_records():\n    print('x')\n    return []", r"interposer_records prints 'x"),
-    ("def interposer_recrods():\n    return []", "hooks are not valid: unknown hook"),
+    ("def interposer_recrods():\n    return []", "hooks are not valid: .*interposer_recrods"),
     ("def interposer_selected(choise): pass", "hooks are not valid: .*choise"),
     (
         "def interposer_records():\n    return [Kernel('a', 'a_b', '{package}.kernels:fsat')]",
@@ -431,7 +434,7 @@ def test_a_verdict_is_remembered_in_memory_and_on_disk(
 
 
 def test_a_corrupt_verdict_is_made_anew(make: Callable[..., Plugin], config: Config) -> None:
-    plugin = make(plugin=_HEADER)
+    plugin = make(plugin=_HEALTHY)
     examine(plugin.distribution, plugin.task, config)
     (entry,) = default_store(config).entries("verdicts")
     entry.path.write_text("{}")
@@ -447,7 +450,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     config = Config(cache_dir=str(tmp_path / "file"), probe_seconds=20.0)
-    plugin = make(plugin=_HEADER)
+    plugin = make(plugin=_HEALTHY)
     forget_verdicts()
     writing = pytest.warns(VerdictWarning, match="cannot be written")
     with pytest.warns(VerdictWarning, match="cannot be read"), writing:
@@ -455,7 +458,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
 
 
 def test_a_higher_limit_is_another_chance(make: Callable[..., Plugin], config: Config) -> None:
-    plugin = make(plugin=_HEADER + "import time; time.sleep(1)")
+    plugin = make(plugin=_HEALTHY + "import time; time.sleep(1)")
     short = Config(cache_dir=config.cache_dir, probe_seconds=0.3)
     assert not examine(plugin.distribution, plugin.task, short).verdict
     assert not examine(plugin.distribution, plugin.task, short).verdict
@@ -465,12 +468,33 @@ def test_a_higher_limit_is_another_chance(make: Callable[..., Plugin], config: C
 def test_a_missing_module_that_comes_is_another_chance(
     make: Callable[..., Plugin], config: Config, tmp_path: Path
 ) -> None:
-    plugin = make(plugin=_HEADER + "import {package}_needs")
+    plugin = make(plugin=_HEALTHY + "import {package}_needs")
     finding = examine(plugin.distribution, plugin.task, config)
     assert finding.facts["missing"] == f"{plugin.package}_needs"
     (tmp_path / f"{plugin.package}_needs.py").write_text("")
     importlib.invalidate_caches()
     assert examine(plugin.distribution, plugin.task, config).verdict
+
+
+def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
+    make: Callable[..., Plugin], config: Config, tmp_path: Path
+) -> None:
+    busy = tmp_path / "busy"
+    waits = f"import time, pathlib\nwhile pathlib.Path({str(busy)!r}).exists(): time.sleep(0.1)\n"
+    short = Config(cache_dir=config.cache_dir, probe_seconds=1.0)
+    for freed in (True, False):
+        plugin = make(plugin=_HEALTHY + waits)
+        busy.touch()
+        assert not examine(plugin.distribution, plugin.task, short).verdict
+        assert examine(plugin.distribution, plugin.task, short).span is None
+        forget_verdicts()
+        if freed:
+            busy.unlink()
+        again = examine(plugin.distribution, plugin.task, short)
+        assert (again.span is not None, again.verdict.accepted) == (True, freed)
+        forget_verdicts()
+        last = examine(plugin.distribution, plugin.task, short)
+        assert (last.span is None, last.verdict.accepted) == (True, freed)
 
 
 def test_without_isolation_this_process_does_it(
@@ -498,7 +522,7 @@ def test_threads_share_the_process(make: Callable[..., Plugin], config: Config) 
 
 
 def test_a_fork_has_a_process_of_its_own(make: Callable[..., Plugin], config: Config) -> None:
-    plugins = [make(plugin=_HEADER) for _ in range(3)]
+    plugins = [make(plugin=_HEALTHY) for _ in range(3)]
     examine(plugins[0].distribution, plugins[0].task, config)
     child = os.fork()
     if child == 0:
@@ -514,16 +538,16 @@ def test_a_fork_has_a_process_of_its_own(make: Callable[..., Plugin], config: Co
 def test_an_examining_process_that_was_killed_is_replaced(
     make: Callable[..., Plugin], config: Config
 ) -> None:
-    plugins = [make(plugin=_HEADER) for _ in range(2)]
+    plugins = [make(plugin=_HEALTHY) for _ in range(2)]
     examine(plugins[0].distribution, plugins[0].task, config)
-    os.kill(child_pid(), signal.SIGKILL)
+    os.killpg(group(), signal.SIGKILL)
     assert examine(plugins[1].distribution, plugins[1].task, config).verdict
 
 
 def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
     make: Callable[..., Plugin], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = make(plugin=_HEADER)
+    plugin = make(plugin=_HEALTHY)
     process.stop()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
@@ -569,7 +593,98 @@ def test_no_process_is_left_behind(ending: str, tmp_path: Path) -> None:
         assert program.stderr is not None
         printed = program.stderr.read()
     assert printed == "" or ending == "os.abort()"
-    assert is_gone(child)
+    assert soon(lambda: not members(child))
+
+
+def test_an_examining_process_that_ended_leaves_nothing_here(
+    make: Callable[..., Plugin], config: Config
+) -> None:
+    process.stop()
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists():
+        pytest.skip("needs a /proc as of Linux")
+    before = len([*descriptors.iterdir()])
+    plugin = make(plugin=_HEALTHY)
+    assert examine(plugin.distribution, plugin.task, config).verdict
+    number = group()
+    with pytest.raises(ChildProcessError):  # so it cannot become a zombie of this process
+        os.waitpid(-number, os.WNOHANG)
+    os.killpg(number, signal.SIGKILL)
+    assert soon(lambda: not members(number))
+    assert examine(plugin.distribution, plugin.task, config).span is None  # from memory
+    assert process._process is None
+    assert len([*descriptors.iterdir()]) == before
+
+
+_STRANGE = """
+import os, signal, sys
+from interposer.examination import process
+{before}
+for target in ("a_sound:x", "a_crash:x"):
+    finding = process.ask("target", {{"targets": [target]}}, 20.0)
+    print(finding["reason"])
+"""
+_IGNORING = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal.SIGABRT})
+"""
+
+
+@pytest.mark.parametrize("before", ["", "sys.path.insert(0, '')", _IGNORING])
+@pytest.mark.parametrize("flags", [[], ["-I"]])
+def test_the_surroundings_do_not_matter(before: str, flags: list[str], tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for module in ("json", "secrets", "resource", "signal"):
+        (here / f"{module}.py").write_text("import os; os._exit(7)")
+    (tmp_path / "a_sound.py").write_text("x = 1")
+    (tmp_path / "a_crash.py").write_text("import os; os.abort()")
+    before = f"sys.path.append({str(tmp_path)!r})\n{before}"
+    script = tmp_path / "script.py"
+    script.write_text(_STRANGE.format(before=before))
+    command = [sys.executable, *flags, str(script)]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    assert done.stdout == "\nkilled by SIGABRT while loading a_crash:x\n"
+    assert done.stderr == ""
+
+
+_WITHOUT_METADATA = """
+import sys
+sys.path[:] = sys.argv[1:]
+from importlib.metadata import PackageNotFoundError, version
+for name in ("interposer", "torch"):
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+from interposer import Config
+from interposer.distribution import Distribution
+from interposer.examination import Task, examine, forget_verdicts
+for _ in range(2):
+    found = examine(
+        Distribution("acme", "1.0", "f" * 64, (), sys.argv[1], False),
+        Task("target", {"targets": ["json:dumps"]}),
+        Config(cache_dir=sys.argv[1] + "/cache"),
+    )
+    print(found.verdict.accepted, found.span is None)
+    forget_verdicts()
+"""
+
+
+def test_packages_without_metadata_are_no_obstacle(tmp_path: Path) -> None:
+    standard = sysconfig.get_path("stdlib")
+    for installed in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        for entry in Path(installed).iterdir():
+            link = tmp_path / entry.name
+            if not (entry.suffix in (".dist-info", ".pth") or link.exists()):
+                link.symlink_to(entry)
+    folder = Path(interposer.__file__).parent
+    if not (tmp_path / "interposer").exists():
+        (tmp_path / "interposer").symlink_to(folder)
+    path = [str(tmp_path), standard, str(Path(standard) / "lib-dynload")]
+    command = [sys.executable, "-S", "-c", _WITHOUT_METADATA, *path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "interposer\ntorch\nTrue False\nTrue True\n", done.stderr
 
 
 def test_importing_the_examination_does_not_import_torch() -> None:
@@ -577,9 +692,29 @@ def test_importing_the_examination_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def child_pid() -> int:
+def group() -> int:
+    """Return the number of the process group that the examining process is in."""
     assert process._process is not None
     return process._process._process.pid
+
+
+def members(number: int) -> list[int]:
+    """Return the processes of a group that run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, its_group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == number and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Say whether a condition holds, or does so within seconds."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
 
 
 def is_gone(pid: int) -> bool:

@@ -350,3 +350,48 @@ def test_a_described_device_is_explained_without_asking_its_platform(
             }
             assert options["negate_fast"]
             assert options["negate_wide"].reason == "needs avx512, which the device lacks"
+
+
+def test_why_of_a_candidate_says_what_it_is_for(site: Site) -> None:
+    for name, op in (("negate_wide", "negate"), ("acme/halve_shift", "halve")):
+        with pytest.raises(ConfigError) as caught:
+            explain(site).why(name)
+        assert str(caught.value) == f"{name!r} is a candidate for {op!r}. Try: --why {op}"
+    with pytest.raises(ConfigError, match="'reference' is a candidate for 'halve' and 1 more"):
+        explain(site).why("reference")
+    with pytest.raises(ConfigError, match="Try: --why attention"):
+        explain(site).why("beads")
+
+
+def test_an_unknown_name_lists_the_eight_nearest(registered: Callable[..., Registry]) -> None:
+    ops = [OpEntry(f"negate_{number}", f"{__name__}:NEGATE") for number in range(12)]
+    explanation = explain(Site(Resolver(registered(*ops), HOST, Config()), "", torch.float32))
+    with pytest.raises(UnknownNameError) as caught:
+        explanation.why("negate_x")
+    assert len(caught.value.known) == 8
+    assert str(caught.value).endswith("\n... and 4 more: interposer explain")
+
+
+def test_a_kernel_for_an_op_that_nobody_defines_is_explained(
+    registered: Callable[..., Registry],
+) -> None:
+    registry = registered(*RECORDS, Kernel("nagate", "negate_lost", f"{__name__}:negate"))
+    site = Site(Resolver(registry, HOST, Config()), "", torch.float32)
+    text = str(explain(site).why("nagate"))
+    assert (
+        "  negate_lost (acme in code): score 10, "
+        "refused: it is for the op 'nagate', which nobody defines; nearest: 'negate'\n"
+    ) in text
+
+
+def test_what_cannot_be_explained_is_named_by_its_type() -> None:
+    with pytest.raises(ConfigError, match="model is of the type int, must be a model directory"):
+        explain(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="device is of the type int, must be the name"):
+        explain(None, device=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model is of the type list"):
+        explain([], device="none.json")  # type: ignore[arg-type]
+
+
+def test_all_attention_types_share_one_heading(site: Site) -> None:
+    assert "attention backends" in str(explain(site).why("decoder")).splitlines()

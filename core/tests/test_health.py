@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +17,25 @@ from rich.console import Console
 
 from interposer import (
     Capability,
+    Case,
     Config,
     Device,
+    Kernel,
+    OpEntry,
     Platform,
     PlatformEntry,
     Registration,
     Verdict,
+    custom_op,
     register,
     use,
 )
+from interposer.discovery import installed_distributions
 from interposer.errors import ConfigError
 from interposer.health import Health, Problem, doctor
 from interposer.hookspecs import GROUP
 from interposer.storage import Store
+from interposer.trust import Lock
 
 
 class Host(Platform):
@@ -202,7 +210,10 @@ def test_a_missing_lock_is_a_problem_only_where_it_is_enforced(tmp_path: Path) -
     health = doctor(Config(locked=True))
     assert problem(health).subject == "lock"
     assert "interposer.lock does not exist" in problem(health).reason
-    assert health.device is not None  # the rest is examined all the same
+    assert health.device is None  # nothing is run that nobody locked
+    assert (len(health.platforms), len(health.plugins)) == (0, 0)
+    assert "so no plugin was looked at" in str(health)
+    assert health.cache is not None
     (tmp_path / "interposer.lock").write_text("{}")
     health = doctor()
     assert health.healthy
@@ -261,3 +272,86 @@ def test_what_the_policy_leaves_out_is_listed_with_the_reason(
     skipped = {plugin.name: plugin.reason for plugin in health.skipped}
     assert skipped["acmeidle-norms"] == "the configuration allows no plugins"
     assert "acmeidle-norms (acmeidle): not used: the configuration allows" in str(health)
+
+
+def test_what_the_lock_refuses_is_not_run(
+    install: Callable[[str, str], None], cache: Path, tmp_path: Path
+) -> None:
+    install("acmetorn", "INTERPOSER_API = '>=1.0,<2'\n")
+    policy: dict[str, Any] = {"isolation": "off", "cache_dir": str(cache)}
+    files = ("acmetorn.py", "acmetorn-1.0.dist-info/METADATA")
+    digests = [hashlib.sha256((tmp_path / file).read_bytes()).digest() for file in files]
+    sums = [base64.urlsafe_b64encode(digest).decode().rstrip("=") for digest in digests]
+    lines = [f"{file},sha256={sum}," for file, sum in zip(files, sums, strict=True)]
+    (tmp_path / "acmetorn-1.0.dist-info" / "RECORD").write_text("\n".join(lines) + "\n")
+    Lock.of(installed_distributions()).write(tmp_path / "interposer.lock")
+    witness = tmp_path / "was-run"
+    (tmp_path / "acmetorn.py").write_text(f"open({str(witness)!r}, 'w').close()\n")
+    with use(**policy):
+        health = doctor(Config(locked=True))
+        assert problem(health).subject == "lock"
+        assert "acmetorn 1.0 was altered" in problem(health).reason
+        assert not witness.exists()
+        doctor()
+    assert witness.exists()  # the lock alone kept it from being run
+
+
+def double_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield Case("ones", {"x": torch.ones(2).to(dtype)})
+
+
+@custom_op("double", cases=double_cases)
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+@pytest.mark.usefixtures("host")
+def test_a_kernel_for_an_op_that_nobody_defines_is_a_warning(
+    make_plugin: Callable[..., ModuleType],
+) -> None:
+    kernel = Kernel("duoble", "double_fast", f"{__name__}:double")
+    op = OpEntry("double", f"{__name__}:double")
+    with register(make_plugin("fine", op, kernel)):
+        health = doctor()
+    assert health.healthy
+    assert (
+        "Kernel 'double_fast' of fine in code is for the op 'duoble', which nobody defines; "
+        "nearest: 'double'. Try: correct it, or install what defines the op"
+    ) in health.warnings
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("kernels", "reason"),
+    [
+        ({"duoble": "reference"}, "Unknown op 'duoble' in Config.kernels"),
+        ({"double": {"forbid": ["fast"]}}, "Unknown candidate 'fast'"),
+        ({"double@layers.*": "fast"}, "Unknown kernel 'fast' for 'double' in Config.kernels"),
+        ({"*": "fast"}, "Unknown kernel 'fast' for '*' in Config.kernels"),
+    ],
+)
+def test_a_rule_on_what_nobody_has_is_a_problem(
+    kernels: dict[str, Any], reason: str, make_plugin: Callable[..., ModuleType]
+) -> None:
+    with register(make_plugin("fine", OpEntry("double", f"{__name__}:double"))):
+        assert doctor(Config(kernels={"double": "reference", "*": "fine/reference"})).healthy
+        health = doctor(Config(kernels=kernels))
+    assert problem(health).subject == "configuration"
+    assert reason in problem(health).reason
+    assert problem(health).mend
+
+
+@pytest.mark.usefixtures("host")
+def test_a_cache_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/cache"):
+        with use(cache_dir=str(tmp_path / folder)):
+            health = doctor()
+        assert problem(health).subject == f"cache {tmp_path / folder}"
+        assert problem(health).reason == f"{tmp_path / 'file'} is no folder"
+        assert "INTERPOSER_CACHE_DIR" in problem(health).mend
+
+
+@pytest.mark.usefixtures("host")
+def test_an_empty_allow_list_reads_as_none() -> None:
+    assert "plugins = none" in str(doctor())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -40,6 +42,7 @@ def sampled_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 """
 _KERNELS = """
 import os, torch
+from threading import Event
 seen = []
 
 def right(x, y):
@@ -62,6 +65,11 @@ def threading(x, y):
 def crashing(x, y): os.abort()
 def hanging(x, y):
     while True: pass
+start, done = Event(), Event()
+def meeting(x, y):
+    start.set()
+    assert done.wait(60)
+    return x + y
 def judge(request):
     from interposer import Verdict
     return Verdict.accept() if request.dims["rows"] % 2 else Verdict.refuse("even")
@@ -200,3 +208,22 @@ def test_it_is_done_in_the_examining_process(
     finding: Finding = examine(distribution, task(kernel), config)
     assert finding.verdict.reason.startswith(reason)
     assert finding.verdict.accepted is (kernel == "right")
+
+
+def test_another_thread_may_change_the_environment_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACME_APP", "0")
+    kernels = importlib.import_module("acme_numerics.kernels")
+
+    def work() -> None:
+        kernels.start.wait(60)
+        os.environ["ACME_APP"] = "1"
+        kernels.done.set()
+
+    thread = Thread(target=work)
+    thread.start()
+    verdict = perform(task("meeting")).verdict
+    thread.join()
+    assert verdict, verdict.reason
+    assert os.environ["ACME_APP"] == "1"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Capability, Dim, Request, Requires
+from interposer.errors import RecordError
+from interposer.requires import DTYPES
 
 CAPABILITY = Capability("x86_64", features=frozenset({"avx2", "fma"}))
 REQUEST = Request(
@@ -62,10 +65,15 @@ def test_what_has_everything_is_accepted(requires: Requires) -> None:
 limits = st.none() | st.integers(-5, 20)
 
 
-@given(st.integers(-10, 30), limits, limits, st.none() | st.integers(1, 8))
+@given(st.integers(-10, 30), limits, limits, st.none() | st.integers(-2, 8))
 def test_a_dimension_is_accepted_exactly_within_its_limits(
     value: int, at_least: int | None, at_most: int | None, multiple_of: int | None
 ) -> None:
+    crossed = at_least is not None and at_most is not None and at_least > at_most
+    if crossed or (multiple_of is not None and multiple_of < 1):
+        with pytest.raises(RecordError):
+            Dim(at_least, at_most, multiple_of)
+        return
     verdict = Dim(at_least, at_most, multiple_of).judge("size", value)
     expected = (
         (at_least is None or value >= at_least)
@@ -79,3 +87,42 @@ def test_a_dimension_is_accepted_exactly_within_its_limits(
 def test_the_first_thing_that_is_missing_is_named() -> None:
     requires = Requires(features=frozenset({"amx"}), dtypes=("float32",))
     assert requires.judge(REQUEST).reason == "needs amx, which the device lacks"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ((5, 2, None), "at_least=5 above at_most=2"),
+        ((None, None, 0), "multiple_of=0, must be 1 or more"),
+        ((1, 1, -8), "multiple_of=-8"),
+    ],
+)
+def test_a_dimension_that_nothing_meets_is_refused(
+    limits: tuple[int | None, int | None, int | None], reason: str
+) -> None:
+    with pytest.raises(RecordError, match=reason):
+        Dim(*limits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nearest"),
+    [("fp32", "float32"), ("bf16", "bfloat16"), ("torch.float16", "float16"), ("", "")],
+)
+def test_a_dtype_that_torch_lacks_is_refused(dtype: str, nearest: str) -> None:
+    with pytest.raises(RecordError, match=f"dtype '{dtype}', which .*; nearest: .*{nearest}"):
+        Requires(dtypes=("float32", dtype))
+
+
+def test_a_strange_dtype_is_shown_in_printable_ascii() -> None:
+    with pytest.raises(RecordError) as caught:
+        Requires(dtypes=("\x1b[31mé" * 1_000,))
+    assert str(caught.value).isascii()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1_000
+
+
+def test_dtypes_are_those_of_torch() -> None:
+    """A name that only a newer torch has would have to be listed here."""
+    found = {str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    newer: set[str] = set()
+    assert {name.removeprefix("torch.") for name in found} == DTYPES - newer

@@ -355,3 +355,74 @@ def test_nothing_in_the_core_unpickles() -> None:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
                     found.append((module, "torch.load"))
     assert found == []
+
+
+HOMELESS = """
+import os, sys, warnings
+from interposer import Config
+from interposer.config_file import read_project_file, read_user_file
+from interposer.storage import default_store
+from pathlib import Path
+
+warnings.simplefilter("always")
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(54321)
+    os.setuid(54321)
+print(read_user_file())
+store = default_store(Config(cache_dir=sys.argv[1] or None))
+default_store(Config(cache_dir=sys.argv[1] or None))
+try:
+    store.write("figures", {}, 1)
+    print(store.read("figures", {}), oct(store.folder.stat().st_mode & 0o777))
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Yield a folder that every user may write to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def homeless(shared: Path, home: str | None = None, cache_dir: str = "") -> tuple[str, str]:
+    names = ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "INTERPOSER_CACHE_DIR")
+    environment = {name: text for name, text in os.environ.items() if name not in names}
+    environment |= {"TMPDIR": str(shared)} | ({"HOME": home} if home else {})
+    command = [sys.executable, "-c", HOMELESS, cache_dir]
+    done = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, check=False
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become someone else"
+)
+@pytest.mark.parametrize("cache_dir", ["", "~/cache"])
+def test_a_user_without_a_home_is_served(shared: Path, cache_dir: str) -> None:
+    printed, warned = homeless(shared, cache_dir=cache_dir)
+    assert printed == "None\n1 0o700\n", warned
+    assert warned.count("StorageWarning") == 1
+    assert listed(shared) == ["interposer-54321"]
+    # A folder that someone else may have prepared is not used.
+    (shared / "interposer-54321").chmod(0o777)
+    assert homeless(shared)[0] == "None\nStorageError\n"
+    (shared / "interposer-54321").rename(shared / "other")
+    (shared / "interposer-54321").symlink_to(shared / "other")
+    assert homeless(shared)[0] == "None\nStorageError\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs the permissions of Unix")
+def test_a_home_that_cannot_be_searched_is_not_fatal(shared: Path) -> None:
+    home = shared / "home"
+    (home / ".config" / "interposer").mkdir(parents=True)
+    home.chmod(0o000)
+    try:
+        printed, warned = homeless(shared, str(home))
+    finally:
+        home.chmod(0o700)
+    assert (printed, warned) == ("None\nStorageError\n", "")

@@ -237,7 +237,7 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
         "  acme-rebuilt 1.0 has other files than when it was locked",
         "  acme-released 1.0 was locked as editable and no longer is",
         "  acme-gone 1.0 is locked, but not installed",
-        "Try: install what is locked, or lock what is installed: interposer lock",
+        "Try: install what is locked; reinstall it: pip install --force-reinstall acme-altered",
     ]
 
 
@@ -273,3 +273,28 @@ def test_the_lock_of_the_project_is_enforced(install: Install, tmp_path: Path) -
     check_lock(config, found)
     with pytest.raises(LockError, match=r"zeta 1\.0 is installed, but not locked"):
         check_lock(config, [*found, install("zeta")])
+
+
+def test_what_was_altered_is_to_be_reinstalled_and_cannot_be_locked(
+    install: Install, tmp_path: Path
+) -> None:
+    found = [install("acme")]
+    lock = Lock.of(found)
+    (tmp_path / "site" / "acme" / "kernels.py").write_bytes(b"raise SystemExit\n")
+    for act in (lambda: lock.check(found), lambda: Lock.of(found)):
+        with pytest.raises(LockError) as caught:
+            act()
+        _, line, mend = str(caught.value).splitlines()
+        assert line == "  acme 1.0 was altered after it was installed: acme/kernels.py"
+        assert mend == "Try: reinstall it: pip install --force-reinstall acme"
+
+
+def test_two_distributions_of_one_name_are_refused() -> None:
+    one, other = (Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b"))
+    lock = Lock.of([one, one])
+    lock.check([one, one])
+    for act in (lambda: lock.check([one, other]), lambda: Lock.of([one, other])):
+        with pytest.raises(LockError) as caught:
+            act()
+        assert "acme is installed 2 times: in /a and in /b" in str(caught.value)
+        assert "Try: uninstall acme until one is left" in str(caught.value)

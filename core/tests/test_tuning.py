@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
 from interposer import (
     AttentionBackend,
@@ -38,8 +39,11 @@ from interposer import (
     Table,
     Verdict,
     custom_op,
+    register,
     tune,
+    use,
 )
+from interposer.commands.tune import tune as command_tune
 from interposer.errors import ConfigError
 from interposer.hookspecs import hookimpl
 from interposer.op import Dims
@@ -122,6 +126,12 @@ def prepare(**constants: torch.Tensor) -> dict[str, torch.Tensor]:
     preparations.append(constants)
     time.sleep(0.01)
     return {"weight": constants["weight"][:, None]}
+
+
+@custom_op("crowded", cases=scale_cases, sample=scale_sample)
+def crowded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Ask for more than there is."""
+    raise MemoryError("cannot allocate 4 TiB\nbacktrace:\n  frame 0")
 
 
 def failing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -334,6 +344,36 @@ def test_what_fails_later_costs_itself_only(make_plan: MakePlan) -> None:
     assert "enough" in entry.value.failed["acme/scale_flaky"][1]
 
 
+def test_a_request_without_any_figure_fails_the_command(
+    make_plan: MakePlan,
+    make_plugin: Callable[..., ModuleType],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command(plan: Plan) -> None:
+        planner = make_plugin("planner", interposer_plan=lambda: plan)
+        with register(planner), use(plugins="none", isolation="off"):
+            command_tune(tmp_path, tokens="1", repeats=3)
+
+    def build(site: Site) -> None:
+        site.bind_kernel(crowded, width=16)
+
+    command(make_plan(kernel("scale_failing", "failing", 99.0)))
+    assert "scale_failing: failed: raised RuntimeError" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        command(make_plan(OpEntry("crowded", "acme_scale:crowded"), build=build))
+    assert ended.value.exit_code == 1
+    out, err = capsys.readouterr()
+    assert "reference: failed: raised MemoryError('cannot allocate 4 TiB ...\n" in out
+    assert err.startswith("error: every candidate failed for kernel 'crowded' [")
+
+
+def test_what_is_no_model_is_named_by_its_type(make_plan: MakePlan) -> None:
+    with pytest.raises(ConfigError, match="model is of the type Placement, must be") as caught:
+        tune(make_plan().placement)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
 def test_what_the_canary_refuses_is_not_timed(make_plan: MakePlan) -> None:
     records = (kernel("scale_wrong", "wrong", 99.0), FAST)
     (entry,) = tune(make_plan(*records, canary="all"), tokens=(1,), repeats=3).entries
@@ -417,7 +457,7 @@ def test_the_table_is_what_is_kept(make_plan: MakePlan) -> None:
     assert Table.stored(default_store(plan.resolver.config)).entries == table.entries
 
 
-@pytest.mark.parametrize("tokens", [(), (0,), (1.5,), ("1",)])
+@pytest.mark.parametrize("tokens", [(), (0,), (1.5,), ("1",), 3, "16", None, (True,)])
 def test_tokens_that_cannot_be_used_raise(make_plan: MakePlan, tokens: Any) -> None:
     with pytest.raises(ConfigError, match="tokens"):
         tune(make_plan(), tokens=tokens)

@@ -82,3 +82,17 @@ def test_a_broken_file_changes_nothing(store: Store, tmp_path: Path) -> None:
 def test_tokens_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1;2"):
         tune(tmp_path, tokens="1;2")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [("0", "0 is no number of tokens"), ("1,16,1", "1 is there twice")]
+)
+def test_tokens_that_cannot_be_used_are_named(tokens: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--tokens '{tokens}': {reason}"):
+        tune(tmp_path, tokens=tokens)
+
+
+def test_a_folder_that_is_missing_is_named_before_anything_is_done(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--export .*its folder does not exist"):
+        tune(tmp_path / "no-model", export_file=tmp_path / "none" / "figures.json")
+    assert not (tmp_path / "none").exists()

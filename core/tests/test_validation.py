@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,65 +23,32 @@ from interposer import (
     PlatformEntry,
     PluggableLayer,
     Requires,
+    SchemeEntry,
     Site,
+    custom_op,
 )
+from interposer.attention import AttentionBackend
+from interposer.op import Case
+from interposer.quantization import QuantizationScheme
 from interposer.records import DeviceEntry, Record, TuningEntry
 from interposer.validation import MOST_RECORDS, check_classes, check_records
-
-_SOURCE = '''
-"""Names of all kinds."""
-import os.path
-import json as renamed
-from sys import argv as arguments, path
-first = second = 1
-(third, [fourth, *fifth]) = 1, [2]
-annotated: int = 3
-if first:
-    conditional = 1
-else:
-    otherwise = 2
-try:
-    tried = 1
-except ImportError as error:
-    fallback = 2
-with open(__file__) as file:
-    opened = 1
-for loop in ():
-    pass
-while (walrus := False):
-    pass
-match first:
-    case [captured, *rest]:
-        pass
-def function(parameter):
-    local = 1
-    global declared
-    declared = 2
-async def coroutine(): ...
-class Class:
-    member = 1
-raise SystemExit("this must never run")
-'''
-_DEFINED = [
-    *("os", "renamed", "arguments", "path", "first", "second", "third", "fourth", "fifth"),
-    *("annotated", "conditional", "otherwise", "tried", "fallback", "file", "opened", "loop"),
-    *("walrus", "captured", "rest", "function", "declared", "coroutine", "Class", "__name__"),
-]
-_UNDEFINED = ["json", "argv", "error", "parameter", "local", "member", "fast"]
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a maker of modules in the package ``acme_static``; a name may hold slashes."""
+    """Return a maker of modules in the package ``acme_static``."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def make(**sources: str) -> None:
         for name, source in {"__init__": "", **sources}.items():
-            file = tmp_path / "acme_static" / f"{name.replace('__in__', '/')}.py"
+            file = tmp_path / "acme_static" / f"{name}.py"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(source)
 
     return make
+
+
+_LETTERS = f"{string.ascii_letters}{string.digits}_.-"
 
 
 def kernel(target: str, **fields: Any) -> Kernel:
@@ -93,21 +61,6 @@ def check(record: object) -> str:
     return faults[0] if faults else ""
 
 
-@pytest.mark.parametrize("name", _DEFINED)
-def test_names_that_a_module_defines_are_found(name: str, package: Callable[..., None]) -> None:
-    package(names=_SOURCE)
-    assert check(kernel(f"acme_static.names:{name}")) == ""
-    assert "acme_static" not in sys.modules
-
-
-@pytest.mark.parametrize("name", _UNDEFINED)
-def test_names_that_it_does_not_define_are_refused(name: str, package: Callable[..., None]) -> None:
-    package(names=_SOURCE)
-    assert f"acme_static.names has no {name!r}; nearest: " in check(
-        kernel(f"acme_static.names:{name}")
-    )
-
-
 @pytest.mark.parametrize("field", ["predicate", "prepare"])
 def test_predicates_and_preparations_are_looked_up_as_well(
     field: str, package: Callable[..., None]
@@ -117,36 +70,23 @@ def test_predicates_and_preparations_are_looked_up_as_well(
     assert "has no 'fsat'; nearest: fast" in check(record)
 
 
-def test_modules_that_are_not_there_are_refused(package: Callable[..., None]) -> None:
-    package(names="", sub__in____init__="", sub__in__deep="x = 1")
-    assert "there is no module 'acme_nowhere'" in check(kernel("acme_nowhere.kernels:x"))
-    assert "no module 'acme_static.nmaes'; nearest: names" in check(kernel("acme_static.nmaes:x"))
-    assert "no module 'acme_static.names.sub'" in check(kernel("acme_static.names.sub:x"))
-    assert "no module 'acme_static.sub.dep'" in check(kernel("acme_static.sub.dep:x"))
-    assert check(kernel("acme_static.sub.deep:x")) == ""
-    assert check(kernel("acme_static.sub:deep")) == ""
+def three() -> int:
+    return 3
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from os.path import *",
-        "def __getattr__(name): return 1",
-        "globals()['x'] = 1",
-        "exec('x = 1')",
-        "import sys\nsetattr(sys.modules[__name__], 'x', 1)",
-        "def",
-    ],
-)
-def test_what_the_source_cannot_tell_passes(source: str, package: Callable[..., None]) -> None:
-    package(names=source)
-    assert check(kernel("acme_static.names:x")) == ""
+number = 3
 
 
-def test_native_and_packages_with_a_path_of_their_own_pass(package: Callable[..., None]) -> None:
-    package(__init__="__path__.append('/elsewhere')")
-    assert check(kernel("acme_static.elsewhere:x")) == ""
-    assert check(kernel("math:x")) == ""
+@pytest.mark.parametrize("field", ["target", "predicate", "prepare"])
+def test_what_is_imported_and_no_function_is_refused(field: str) -> None:
+    fields = {"target": f"{__name__}:three", field: f"{__name__}:number"}
+    assert check(kernel(**fields)).endswith(":number', which is an int, not a function")
+
+
+def test_what_is_imported_and_no_predicate_is_refused() -> None:
+    record = AttentionEntry("paged", f"{__name__}:number", predicate=f"{__name__}:number")
+    assert "not a function" in check(record)
+    assert check(AttentionEntry("paged", f"{__name__}:number")) == ""
 
 
 def test_resources_have_to_exist(package: Callable[..., None], tmp_path: Path) -> None:
@@ -181,7 +121,7 @@ class SlyKernel(Kernel):
         (Kernel, "declares a 'type', which is not a record"),
         (SlyKernel("a", "b", "math:x"), "declares a 'SlyKernel', which is not a record"),
         (kernel("math:x", platform=Sly("cpu")), "a platform that is a Sly, not a text"),
-        (kernel("math:x", platform=3), "a platform that is a int, not a text"),
+        (kernel("math:x", platform=3), "a platform that is an int, not a text"),
         (kernel("math:x", score=float("inf")), "a score that is not a finite number"),
         (kernel("math:x", score=True), "a score that is not a finite number"),
         (kernel("math:x", properties={"deterministic"}), "no frozenset of texts"),
@@ -193,6 +133,14 @@ class SlyKernel(Kernel):
         (kernel("math:x", requires=Requires(dims={"a": Dim(one_of=[1])})), "tuple"),  # type: ignore[arg-type]
         (OpEntry("é", "math:x"), r"the name '\xe9', which is not printable ASCII"),
         (OpEntry("a\x1b[31m", "math:x"), r"the name 'a\x1b[31m', which is not printable"),
+        (OpEntry("a b", "math:x"), "'a b'; names consist of A-Z, a-z, 0-9, '_', '.' and '-'"),
+        (PlatformEntry("a/b", "math:x"), "the name 'a/b'; names"),
+        (AttentionEntry("a*", "math:x"), "the name 'a*'; names"),
+        (DeviceEntry("a,b", "acme", "acme:b.json"), "the name 'a,b'; names"),
+        (DeviceEntry("a", "ac me", "acme:b.json"), "the platform 'ac me'; names"),
+        (LayerEntry("a@b", "c", "math:x"), "the layer_id 'a@b'; names"),
+        (SchemeEntry("a=b", "c", "math:x"), "the method 'a=b'; names"),
+        (Kernel("rms norm", "c", "math:x"), "the op 'rms norm'; names"),
         (OpEntry("a" * 101, "math:x"), "a name of 101 characters; 100 are allowed"),
         (OpEntry("a", f"math.{'b' * 500}:x"), "a target of 507 characters; 300 are allowed"),
         (PlatformEntry("a", "math:x", driver_files=["/a"]), "no tuple of texts"),  # type: ignore[arg-type]
@@ -207,9 +155,8 @@ def test_fields_are_what_they_seem(record: object, reason: str) -> None:
 def test_sound_fields_pass() -> None:
     dims = MappingProxyType({"size": Dim(at_least=1, one_of=(1, "2"))})
     requires = Requires(frozenset({"avx"}), frozenset(), ("float32",), dims)
-    assert (
-        check_records([kernel("math:x", requires=requires, score=3), OpEntry("a", "math:y")]) == []
-    )
+    records = [kernel("math:exp", requires=requires, score=3), OpEntry("a", "math:e")]
+    assert check_records(records) == []
 
 
 def test_no_two_records_are_the_same() -> None:
@@ -218,17 +165,17 @@ def test_no_two_records_are_the_same() -> None:
 
 
 def test_there_may_not_be_too_many() -> None:
-    records = [OpEntry(f"op_{number}", "math:x") for number in range(MOST_RECORDS)]
+    records = [OpEntry(f"op_{count}", "math:exp") for count in range(MOST_RECORDS)]
     assert check_records(records) == []
     assert check_records([*records, OpEntry("more", "math:x")]) == [
         "declares more than 1,000 records"
     ]
 
 
-@given(st.text(min_size=1))
-def test_any_name_can_be_shown(name: str) -> None:
-    faults = check_records([OpEntry(name, "math:x")])
-    assert bool(faults) is not (len(name) <= 100 and name.isascii() and name.isprintable())
+@given(st.text(min_size=1) | st.text(string.printable, min_size=1) | st.text(_LETTERS, min_size=1))
+def test_any_name_can_be_shown_and_the_plain_ones_pass(name: str) -> None:
+    faults = check_records([OpEntry(name, "math:exp")])
+    assert bool(faults) is not (len(name) <= 100 and set(name) <= set(_LETTERS))
     assert all(fault.isascii() and fault.isprintable() for fault in faults)
 
 
@@ -320,6 +267,78 @@ def test_platforms_are_checked(load: Callable[[str], Any], reason: str) -> None:
 
 def test_what_is_loaded_is_told_first() -> None:
     stages: list[str] = []
-    records: list[Record] = [LayerEntry("acme", "mine", "a.b:c"), AttentionEntry("other", "a.b:c")]
+    records: list[Record] = [
+        LayerEntry("acme", "mine", "a.b:c"),
+        AttentionEntry("other", "a.b:c"),
+        OpEntry("other", "a.b:c"),
+        SchemeEntry("other", "other", "a.b:c"),
+    ]
     assert check_classes(records, lambda _: Good, stages.append) == []
     assert stages == ["loading layer 'mine'"]
+
+
+def no_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield from ()
+
+
+@custom_op("twice", cases=no_cases)
+def twice(x: torch.Tensor) -> torch.Tensor:
+    """Return ``2 x``."""
+    return x + x
+
+
+class Backend(AttentionBackend):
+    """A backend that is all there."""
+
+    accepts = kv_layout = plan = forward = None  # type: ignore[assignment]
+
+
+class Planless(AttentionBackend):
+    """A backend that lacks a member."""
+
+    accepts = kv_layout = forward = None  # type: ignore[assignment]
+
+
+class Scheme(QuantizationScheme):
+    """A scheme of a method."""
+
+    method = "beads"
+    parse = linear_method = None  # type: ignore[assignment]
+
+
+class Methodless(QuantizationScheme):
+    """A scheme of none."""
+
+    parse = linear_method = None  # type: ignore[assignment]
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (OpEntry("twice", f"{HERE}:twice"), ""),
+        (OpEntry("thrice", f"{HERE}:twice"), "op 'thrice' is a CustomOp whose name is 'twice'"),
+        (OpEntry("three", f"{HERE}:three"), "op 'three' is a function, not a CustomOp"),
+        (AttentionEntry("a", f"{HERE}:Backend"), ""),
+        (AttentionEntry("a", f"{HERE}:Planless"), "lacks the required members plan"),
+        (AttentionEntry("a", f"{HERE}:Scheme"), "which does not subclass AttentionBackend"),
+        (SchemeEntry("beads", "b", f"{HERE}:Scheme"), ""),
+        (SchemeEntry("marbles", "b", f"{HERE}:Scheme"), "whose method is 'beads', not 'marbles'"),
+        (SchemeEntry("beads", "b", f"{HERE}:Methodless"), "whose method is None, not 'beads'"),
+        (SchemeEntry("beads", "b", f"{HERE}:number"), "is 3, which does not subclass"),
+    ],
+)
+def test_what_is_imported_already_is_checked(record: Record, reason: str) -> None:
+    faults = check_classes([record])
+    assert len(faults) == bool(reason)
+    assert all(reason in fault for fault in faults)
+
+
+@pytest.mark.parametrize("kind", [OpEntry, AttentionEntry])
+def test_other_modules_are_not_imported_for_it(
+    kind: type[OpEntry | AttentionEntry], package: Callable[..., None]
+) -> None:
+    package(never="raise SystemExit('this must never run')")
+    assert check_classes([kind("a", "acme_static.never:x")]) == []

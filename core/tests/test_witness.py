@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from interposer import hookimpl, register
 from interposer.examination import Witness
+from interposer.records import Record
 
 
 def witnessed(action: Callable[[], object], *, light: bool = True) -> list[str]:
@@ -125,6 +127,62 @@ def test_what_other_threads_print_passes() -> None:
         assert witnessed(let_it_speak) == []
     thread.join()
     assert heard.getvalue() == "mine\n"
+
+
+def test_changes_of_other_threads_are_neither_blamed_nor_undone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACME_APP", "0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    precision = torch.get_float32_matmul_precision()
+    start, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        start.wait(60)
+        os.environ["ACME_APP"] = "1"
+        sys.path.append("/acme")
+        os.chdir("/")
+        torch.set_float32_matmul_precision("medium")
+        done.set()
+
+    class Plugin:
+        @hookimpl
+        def interposer_records(self) -> list[Record]:
+            start.set()
+            assert done.wait(60)
+            return []
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with register(Plugin(), name="acme"):
+            assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        thread.join()
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_blocks_of_several_threads_may_overlap() -> None:
+    ours = (sys.stdout, sys.stderr)
+    first, second = threading.Event(), threading.Event()
+    effects = []
+
+    def overlapped() -> None:
+        with Witness(alone=False) as witness:
+            first.set()
+            assert second.wait(60)
+        effects.extend(witness.effects)
+
+    thread = threading.Thread(target=overlapped)
+    thread.start()
+    assert first.wait(60)
+    with Witness(alone=False) as witness:  # begins and ends after the other
+        second.set()
+        thread.join()
+    assert effects == witness.effects == []
+    assert (sys.stdout, sys.stderr) == ours
 
 
 def test_a_stream_that_was_kept_works_afterwards() -> None:

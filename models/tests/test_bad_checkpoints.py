@@ -40,8 +40,11 @@ def edit_weights(path: Path, **changes: torch.Tensor | None) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a directory"):
+    with pytest.raises(CheckpointError, match=r"does not exist\nTry: give the folder"):
         load(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        load(tmp_path / "file")
 
 
 def test_missing_config(copied: Path) -> None:
@@ -53,8 +56,9 @@ def test_missing_config(copied: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"a": \x00}', "3", "[" * 100_000])
 def test_corrupt_config(copied: Path, text: str) -> None:
     (copied / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json") as caught:
         load(copied)
+    assert "copy it again" in caught.value.mend
 
 
 @pytest.mark.parametrize(

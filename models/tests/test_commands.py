@@ -166,4 +166,17 @@ def test_a_bad_request_is_one_message(
 def test_a_missing_directory_is_one_message(command: Command, tmp_path: Path) -> None:
     code, _, err = command("run", tmp_path / "none", "--prompt", "x")
     assert code == 1
-    assert "is not a directory" in err
+    assert err == (
+        f"error: {tmp_path / 'none'}: does not exist\n"
+        "Try: give the folder of a downloaded model; nothing is downloaded\n"
+    )
+
+
+def test_a_full_context_is_told_from_the_limit_that_was_asked_for(
+    command: Command, copied: Path
+) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    code, _, err = command("run", copied, "--prompt", "x", "--max-new-tokens", "99")
+    assert code == 0
+    assert "tokens (length: the context of 8 is full)" in err

@@ -82,6 +82,13 @@ from interposer.records import *
 from interposer.requires import Requires
 
 INTERPOSER_API = ">=1.0,<2"
+
+
+@hookimpl
+def interposer_failed():
+    pass
+
+
 """
 
 

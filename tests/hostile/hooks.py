@@ -28,7 +28,7 @@ CASES = (
     _hook("hook-raises", "raise OSError('no such library')", "OSError", "no such library"),
     _hook("hook-exits", "raise SystemExit(3)", "SystemExit(3)"),
     _hook("hook-none", "return None", "None"),
-    _hook("hook-number", "return 42", "interposer_records", "'int'"),
+    _hook("hook-number", "return 42", "interposer_records", "returned int"),
     _hook("hook-strings", "return ['rms_norm', 'linear']", "'str'", "not a record"),
     _hook("hook-loops", "\n    while True: pass", "longer than 1.5 s"),
     _hook("hook-aborts", "import os; os.abort()", "SIGABRT"),

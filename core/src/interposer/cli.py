@@ -6,8 +6,10 @@ inside a command when it runs.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import sys
 import warnings
 from collections import defaultdict
@@ -26,6 +28,8 @@ from interposer.errors import FOREIGN_ERRORS, InterposerError, described
 __all__ = ["main"]
 
 GROUP = "interposer.commands"
+# Of a failed write; where the error names no file, it was one to standard output.
+_UNWRITTEN = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _OWN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
@@ -43,10 +47,27 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a model's characters
     try:
-        _application()()
+        try:
+            _application()()
+        finally:
+            sys.stdout.flush()  # what fails here is told below, at exit it would be a traceback
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN | {errno.EPIPE}:
+            raise
+        if error.errno != errno.EPIPE:  # of which the reader knows
+            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        sys.exit(1)
+
+
+def _drop_output() -> None:
+    """Let what is still to be written go nowhere, or the interpreter fails at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _show_warning(message: Warning | str, *_place: Any, **_more: Any) -> None:

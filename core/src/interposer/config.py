@@ -7,12 +7,13 @@ Mappings are merged key by key, everything else is replaced.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    WrapSerializer,
     model_validator,
 )
 
@@ -65,6 +67,14 @@ def _as_dict(rules: Any) -> Any:
     return dict(rules) if isinstance(rules, Mapping) else rules
 
 
+def _serialized(rules: Mapping[str, Rule], serialize: Callable[[Any], Any]) -> Any:
+    return serialize(dict(rules))
+
+
+def _no_rules() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
 def _as_text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
@@ -79,6 +89,8 @@ AnyNames = Set[str] | list[str] | tuple[str, ...]
 Rules = Annotated[
     Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
     BeforeValidator(_as_dict),
+    AfterValidator(MappingProxyType),
+    WrapSerializer(_serialized),
 ]
 
 
@@ -113,10 +125,10 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
-    kernels: Rules = Field(default_factory=dict)
-    layers: Rules = Field(default_factory=dict)
-    attention: Rules = Field(default_factory=dict)
-    quantization: Rules = Field(default_factory=dict)
+    kernels: Rules = Field(default_factory=_no_rules)
+    layers: Rules = Field(default_factory=_no_rules)
+    attention: Rules = Field(default_factory=_no_rules)
+    quantization: Rules = Field(default_factory=_no_rules)
     require: Required = frozenset()
     disable: Names = frozenset()
     plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
@@ -184,6 +196,32 @@ class Config(BaseModel):
             read.forget()
         return effective_config()
 
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Return the configuration that ``obj`` states.
+
+        Raises: ConfigError: a key is unknown or a value not usable.
+        """
+        with _own_errors():
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Return the configuration that a JSON text states.
+
+        Raises: ConfigError: it is no JSON, a key is unknown or a value not usable.
+        """
+        with _own_errors():
+            return super().model_validate_json(json_data, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
+        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values}
+        return _remade, (plain,)
+
+    def __deepcopy__(self, memo: object = None) -> Self:
+        return self  # nothing in it can change
+
     def __hash__(self) -> int:
         fields = (getattr(self, name) for name in Config.model_fields)
         return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in fields))
@@ -193,7 +231,9 @@ class Config(BaseModel):
         for name, field in Config.model_fields.items():
             value = getattr(self, name)
             if value != field.get_default(call_default_factory=True):
-                yield name, sorted(value) if isinstance(value, Set) else value
+                if isinstance(value, Set):
+                    value = sorted(value)
+                yield name, dict(value) if isinstance(value, Mapping) else value
 
     __str__ = BaseModel.__repr__
 
@@ -280,6 +320,20 @@ def environment_guard() -> Iterator[list[str]]:
                     del os.environ[name]
 
 
+def _remade(fields: dict[str, Any]) -> Config:
+    return Config(**fields)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        # The constructor is asked within, and what it raises is wrapped.
+        inner = error.errors()[0].get("ctx", {}).get("error")
+        raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
+
+
 def _checked(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"config is {config!r}, must be a Config, as Config(platform='cpu')")
@@ -331,7 +385,15 @@ def _from_file(
 ) -> tuple[Source, ...]:
     if file is None:
         return ()
-    return (Source(name, str(file.path), _validated(file.fields, str(file.path))),)
+    return (Source(name, str(file.path), _validated(_placed(file), str(file.path))),)
+
+
+def _placed(file: ConfigFile) -> dict[str, Any]:
+    """Return the fields of a file, in which a relative path counts from where the file is."""
+    match file.fields:
+        case {"cache_dir": str(folder)} if folder and not folder.startswith("~"):
+            return {**file.fields, "cache_dir": str(file.path.parent / folder)}
+    return file.fields
 
 
 def _validated(fields: dict[str, Any], source: str) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,17 +39,22 @@ def read_project_file(folder: Path) -> ConfigFile | None:
                 f"{place} has {_OWN} and also [tool.interposer] in {_SHARED}. Try: keep one of them"
             )
         found = own or shared
-        if found is not None or (place / ".git").exists():
+        if found is not None or os.path.lexists(place / ".git"):
             return found
     return None
 
 
 def read_user_file() -> ConfigFile | None:
-    """Return ``config.toml`` of the user's configuration directory, if it is there.
+    """Return ``config.toml`` of the user's configuration directory, if there is one.
 
     Raises: ConfigError: it cannot be read.
     """
-    return _read(user_config_path("interposer", appauthor=False) / "config.toml")
+    try:
+        # A user without a home has a path that still starts with "~".
+        folder = user_config_path("interposer", appauthor=False).expanduser()
+    except RuntimeError:
+        return None
+    return _read(folder / "config.toml")
 
 
 def _read_shared(path: Path) -> ConfigFile | None:
@@ -69,5 +75,10 @@ def _read(path: Path, only_with: str = "") -> ConfigFile | None:
         return ConfigFile(path, tomllib.loads(text)) if only_with in text else None
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except PermissionError as error:
+        # In a folder that may not be searched, as the home of another user, there is no file.
+        if not os.path.lexists(path):
+            return None
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

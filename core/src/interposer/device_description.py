@@ -37,6 +37,8 @@ from interposer.verdict import Refusal, Verdict
 
 __all__ = ["DescribedPlatform", "DeviceDescription", "described_placement", "find_description"]
 
+_MOST_NAMED = 3
+
 
 def _printable(text: str) -> str:
     if not text.isprintable() or text != text.strip():
@@ -269,7 +271,7 @@ def _is_path(text: str) -> bool:
 
 
 def _faults(error: ValidationError) -> str:
-    """Return all that is wrong, each with its place."""
+    """Return what is wrong, each with its place."""
     faults = []
     for fault in error.errors():
         place = ".".join(map(str, fault["loc"]))
@@ -281,4 +283,5 @@ def _faults(error: ValidationError) -> str:
         else:
             given = f" is {fault['input']!r}" if place else ""
             faults.append(f"{place}{given}: {fault['msg']}".removeprefix(": "))
-    return "; ".join(faults)
+    more = len(faults) - _MOST_NAMED
+    return "; ".join(faults[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

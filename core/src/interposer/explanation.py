@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, get_args
 
@@ -12,7 +12,7 @@ from interposer.capability import Device
 from interposer.choice import Choice
 from interposer.config import Config, effective_config
 from interposer.device_description import described_placement
-from interposer.errors import ConfigError, UnknownNameError
+from interposer.errors import ConfigError, UnknownNameError, nearest_first
 from interposer.inventory import Option, Subject, inventory, requirements
 from interposer.placement import Placement, place
 from interposer.planning import Planned, planned
@@ -26,6 +26,8 @@ __all__ = ["Explainable", "Explanation", "Row", "explain"]
 
 VERSION = 1
 """Of what ``Explanation.to_dict`` returns."""
+
+_MOST_NAMED = 8
 
 
 class Explainable(Protocol):
@@ -72,7 +74,7 @@ class Explanation:
 
         ``"platform"`` and ``"attention"`` stand for themselves.
 
-        Raises: UnknownNameError: nothing of that name is known.
+        Raises: ConfigError: nothing of that name is known, or it is that of a candidate.
         """
         rows = tuple(row for row in self.rows if name in _names(row.choice.request))
         known = (*self.subjects, *self.unasked)
@@ -80,7 +82,7 @@ class Explanation:
         if not (rows or subjects):
             names = {n for row in self.rows for n in _names(row.choice.request)}
             names.update(n for subject in known for n in _names(subject))
-            raise UnknownNameError("op, layer id, attention type or scheme", name, names)
+            raise self._unknown(name, names)
         candidates = {r.candidate for row in rows for r in row.choice.refusals}
         candidates.update(row.choice.chosen.name for row in rows)
         unasked = subjects and not self.subjects
@@ -93,6 +95,28 @@ class Explanation:
             notes=(*self.notes, f"the model does not ask for {name!r}") if unasked else self.notes,
             full=True,
         )
+
+    def _unknown(self, name: str, names: Iterable[str]) -> ConfigError:
+        """Return what to say of a name that ``why`` does not take."""
+        serves = {
+            _names(subject)[0]
+            for subject in (*self.subjects, *self.unasked)
+            if any(name in (o.candidate.name, o.candidate.qualified_name) for o in subject.options)
+        } | {
+            row.choice.request.kind
+            for row in self.rows
+            if row.choice.request.kind == "platform"
+            and name in (row.choice.chosen.name, *(r.candidate for r in row.choice.refusals))
+        }
+        if serves:
+            first, *others = sorted(serves)
+            more = f" and {len(others)} more" if others else ""
+            return ConfigError(f"{name!r} is a candidate for {first!r}{more}. Try: --why {first}")
+        nearest = nearest_first(name, names)
+        left = len(nearest) - _MOST_NAMED
+        hint = f"... and {left} more: interposer explain" if left > 0 else ""
+        kind = "op, layer id, attention type or scheme"
+        return UnknownNameError(kind, name, nearest[:_MOST_NAMED], hint)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and dictionaries, the same facts as the text."""
@@ -150,22 +174,35 @@ def explain(
         config: policy above all other sources; what was built has had its own.
         dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
     Raises:
-        ConfigError: ``config`` is given for what is built, or nothing can plan ``model``.
+        ConfigError: ``config`` is given for what is built, nothing can plan ``model``, or, without
+            one, a rule names what nobody has.
         NoCandidateError: nothing can serve a part of the model, or no platform can be used.
         UnknownNameError: ``device`` is neither known nor a file.
         StorageError: the file describes no device.
     """
-    if model is not None and not isinstance(model, str | os.PathLike) and device is None:
+    if not isinstance(device, str | os.PathLike | None):
+        raise ConfigError(
+            f"device is of the type {type(device).__name__}, must be the name or the file of a "
+            "described device. Try: explain(model, device='graviton4')"
+        )
+    built = model is not None and not isinstance(model, str | os.PathLike)
+    if built and not hasattr(model, "resolver"):
+        raise ConfigError(
+            f"model is of the type {type(model).__name__}, must be a model directory or what was "
+            "built through a resolver. Try: explain(path)"
+        )
+    if built and device is None:
         if config is not None:
             raise ConfigError(
                 "explain() takes no config for what is built already: it has had its own. "
                 "Try: explain(path, config=...)"
             )
-        return _made(model)
+        return _made(cast(Explainable, model))
     registry = current_registry(config)
     placement = None if device is None else described_placement(registry, device)
     if model is not None:
         return _made(planned(cast("str | Planned", model), config, dtype, placement))
+    registry.check_rules(effective_config(config))
     found = placement or place(config)
     return Explanation(
         found.device,

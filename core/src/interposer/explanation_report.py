@@ -61,7 +61,9 @@ def _head(explanation: Explanation) -> list[str]:
 def _row_lines(row: Row, full: bool) -> list[str]:
     choice = row.choice
     first, *others = (prefix or "(model)" for prefix in row.prefixes)
-    if full and others:
+    if choice.request.kind == "platform":
+        lines = [str(choice.request)]  # it is for all places
+    elif full and others:
         lines = [f"{choice.request}, at", *(f"  {place}" for place in (first, *others))]
     else:
         more = f" and {len(others)} more" if others else ""
@@ -102,6 +104,8 @@ def _answer(option: Option) -> str:
 def _row_cells(row: Row, full: bool) -> tuple[str, ...]:
     choice = row.choice
     places = "\n".join(p or "(model)" for p in row.prefixes) if full else str(len(row.prefixes))
+    if choice.request.kind == "platform":
+        places = "all"
     measured = ["measured:", *_figures(choice)] if choice.seconds else []
     why = "\n".join((choice.why, *measured, *choice.notes))
     refused = "\n".join(f"{r.candidate}: {r.reason}" for r in choice.refusals) or "-"

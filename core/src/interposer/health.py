@@ -6,7 +6,7 @@ import json
 import os
 import platform as machine
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ import importlib_metadata
 import torch
 
 from interposer.compatibility import API_VERSION
-from interposer.config import Config, config_sources, effective_config
+from interposer.config import Config, Rule, config_sources, effective_config
 from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
-from interposer.errors import ConfigError, InterposerError, StorageError
+from interposer.errors import ConfigError, InterposerError, StorageError, UnknownNameError
 from interposer.inventory import strays
 from interposer.placement import place
 from interposer.registry import Registry, current_registry, forget_discovery
-from interposer.request import Request
+from interposer.request import Kind, Request
 from interposer.storage import Store, default_store
 from interposer.trust import check_lock, lock_path
 
@@ -30,6 +30,13 @@ __all__ = ["Health", "Problem", "doctor"]
 
 VERSION = 1
 """Of what ``Health.to_dict`` returns."""
+
+_RULES: dict[str, Kind] = {
+    "kernels": "kernel",
+    "layers": "layer",
+    "attention": "attention",
+    "quantization": "scheme",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +313,26 @@ def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
     mend = "correct it in the source that sets it, or install what it names"
     try:
         registry.check_rules(config)
-        health.problems += [Problem("configuration", said, mend) for said in _idle_pins(registry, config)]
-    except InterposerError as error:
+    except ConfigError as error:
         health.problems.append(Problem("configuration", str(error), mend))
+        return
+    wrong = _wrong_pins(registry, config)
+    health.problems += [Problem("configuration", str(error), mend) for error in wrong]
+
+
+def _wrong_pins(registry: Registry, config: Config) -> Iterator[UnknownNameError]:
+    """Yield an error for every pin on a name that no candidate has."""
+    for field_name, kind in _RULES.items():
+        rules: Mapping[str, Rule] = getattr(config, field_name)
+        for key, rule in rules.items():
+            name = key.partition("@")[0]
+            subjects = registry.subjects(kind) if name == "*" else [name]
+            if kind == "attention":
+                subjects = [""]
+            candidates = [c for subject in subjects for c in registry.candidates(kind, subject)]
+            known = {c.name for c in candidates}
+            if rule.pin is not None and rule.pin not in known | {
+                c.qualified_name for c in candidates
+            }:
+                where = f"for {name!r} in Config.{field_name}"
+                yield UnknownNameError(kind, rule.pin, known, where=where)

@@ -13,7 +13,7 @@ from interposer import hookspecs
 from interposer.errors import FOREIGN_ERRORS, RecordError, nearest_first
 from interposer.validation import MOST_RECORDS
 
-__all__ = ["check_hooks", "declared_records", "hook_names"]
+__all__ = ["declared_records", "hook_names", "register_hooks"]
 
 _PREFIX = "interposer_"
 _MARK = "interposer_impl"  # what ``hookimpl`` leaves on a function
@@ -24,8 +24,18 @@ _KNOWN: dict[str, list[str]] = {
 }
 
 
-def check_hooks(plugin: Any) -> list[str]:
-    """Return what is wrong with the hooks of an imported plugin."""
+def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> list[str]:
+    """Add the hooks of an imported plugin, or return what is wrong with them."""
+    faults = _check_hooks(plugin)
+    if not faults:
+        try:
+            manager.register(plugin, name=name)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            faults = [str(error)]  # it goes by another name already, for one
+    return faults
+
+
+def _check_hooks(plugin: Any) -> list[str]:
     marked: list[str] = []
     faults: list[str] = []
     for name, member in _members(plugin):

@@ -21,7 +21,7 @@ from interposer.errors import (
     RecordError,
     described,
 )
-from interposer.hooks import check_hooks, declared_records, hook_names
+from interposer.hooks import declared_records, hook_names, register_hooks
 from interposer.records import OpEntry, Record
 from interposer.validation import check_facts
 from interposer.verdict import Refusal, Verdict
@@ -279,12 +279,7 @@ class Plugins:
         Raises: PluginError: its hooks or what they return cannot be used.
         """
         self._sources[source.name] = source
-        faults = check_hooks(plugin)
-        if not faults:
-            try:
-                self._manager.register(plugin, name=source.name)
-            except ValueError as error:  # the same object goes by another name already
-                faults = [str(error)]
+        faults = register_hooks(self._manager, plugin, source.name)
         if faults:
             raise self._refused(source, f"its hooks are not valid: {'; '.join(faults)}")
         try:

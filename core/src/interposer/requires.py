@@ -6,22 +6,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from interposer.errors import RecordError, nearest_first
 from interposer.verdict import Verdict
 
 if TYPE_CHECKING:
     from interposer.request import Request
 
-__all__ = ["Dim", "Requires"]
+__all__ = ["DTYPES", "Dim", "Requires"]
+
+_FLOATS = """
+    float64 float32 bfloat16 float16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+    float8_e8m0fnu float4_e2m1fn_x2 complex128 complex64 complex32
+"""
+_WHOLE = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
+_NARROW = " ".join(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
+_PACKED = "bits1x8 bits2x4 bits4x2 bits8 bits16 qint8 quint8 qint32 quint4x2 quint2x4"
+
+DTYPES = frozenset(f"{_FLOATS} {_WHOLE} {_NARROW} {_PACKED}".split())
+"""The names that torch's dtypes go by, without ``torch.``; torch is not imported to know them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """The values that one dimension or option may take."""
+    """The values that one dimension or option may take.
+
+    Raises: RecordError: no value could be accepted.
+    """
 
     at_least: int | None = None
     at_most: int | None = None
     multiple_of: int | None = None
     one_of: tuple[int | float | str | bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Whether they are numbers at all is checked with the record.
+        low, high, step = self.at_least, self.at_most, self.multiple_of
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            raise RecordError(f"Dim has at_least={low} above at_most={high}, which nothing meets")
+        if isinstance(step, int) and step < 1:
+            raise RecordError(f"Dim has multiple_of={step}, must be 1 or more")
 
     def judge(self, name: str, value: int | float | str | bool) -> Verdict:
         """Say whether ``value`` is allowed for the dimension called ``name``."""
@@ -49,12 +72,23 @@ class Requires:
         architectures: accepted architecture strings; empty accepts any.
         dtypes: accepted dtypes by torch name without ``torch.``; empty accepts any.
         dims: constraints by dimension name; a dimension that the request does not state refuses.
+
+    Raises: RecordError: a dtype is none of torch's.
     """
 
     features: frozenset[str] = frozenset()
     architectures: frozenset[str] = frozenset()
     dtypes: tuple[str, ...] = ()
     dims: Mapping[str, Dim] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for dtype in self.dtypes:
+            if isinstance(dtype, str) and dtype not in DTYPES:
+                nearest = ", ".join(nearest_first(dtype[:100], DTYPES)[:3])
+                raise RecordError(
+                    f"Requires has the dtype {dtype[:100]!a}, which torch does not have; "
+                    f"nearest: {nearest}"
+                )
 
     def judge(self, request: Request) -> Verdict:
         """Say whether ``request`` meets everything that is required, or what it lacks first."""

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import secrets
+import stat
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +30,7 @@ from interposer.errors import StorageError
 __all__ = [
     "JSON",
     "Entry",
+    "StorageWarning",
     "Store",
     "canonical_json",
     "checksum",
@@ -37,6 +44,10 @@ _VERSION = 1
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _FILE = re.compile(r"[0-9a-f]{32}\.json")
 _FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{16}}")
+
+
+class StorageWarning(UserWarning):
+    """What is remembered is not kept where it should be."""
 
 
 def canonical_json(value: object) -> str:
@@ -172,9 +183,33 @@ class Store:
 
 
 def default_store(config: Config | None = None) -> Store:
-    """Return the store in ``Config.cache_dir``, else in the user's cache directory."""
+    """Return the store in ``Config.cache_dir``, else in the user's cache directory.
+
+    For a user without a home it is in the folder for temporary files, which is warned of once.
+    """
     folder = (config or effective_config()).cache_dir
-    return Store(Path(folder or user_cache_dir("interposer", appauthor=False)).expanduser())
+    try:
+        return Store(Path(folder or user_cache_dir("interposer", appauthor=False)).expanduser())
+    except RuntimeError as error:
+        return Store(_folder_without_home(str(error)))
+
+
+@cache
+def _folder_without_home(problem: str) -> Path:
+    """Return a folder that nobody but this user can write to, or one that nobody can."""
+    # Where it is not known who the user is, there is no telling whose a folder is.
+    user = os.getuid() if hasattr(os, "getuid") else None
+    folder = Path(os.devnull, "interposer")
+    with suppress(OSError):
+        own = Path(tempfile.gettempdir(), f"interposer-{user}")
+        own.mkdir(mode=0o700, exist_ok=True)
+        facts = own.lstat()
+        private = stat.S_ISDIR(facts.st_mode) and not facts.st_mode & 0o077
+        if private and facts.st_uid == user:
+            folder = own
+    message = f"{problem} What is remembered is kept in {folder}. Try: set INTERPOSER_CACHE_DIR"
+    warnings.warn(message, StorageWarning, stacklevel=3)
+    return folder
 
 
 def _file_name(key: object) -> str:

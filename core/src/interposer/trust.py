@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,18 +92,24 @@ class Lock(BaseModel):
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
         """Return the lock of what is installed.
 
-        Raises: LockError: the metadata of one is unusable.
+        Raises: LockError: the metadata of one is unusable, its files were altered, or another
+            has its name.
         """
         locked = {}
+        distributions = [*dict.fromkeys(distributions)]
+        problems = [*_twins(distributions)]
         for found in distributions:
             if found.problem:
                 raise LockError(
                     f"What is installed in {found.location} cannot be locked: {found.problem}.\n"
                     "Try: uninstall it, then interposer lock"
                 )
+            problems += _alterations(found)
             locked[found.name] = LockedDistribution(
                 name=found.name, version=found.version, record_hash=_locked_hash(found)
             )
+        if problems:
+            raise _lock_error("What is installed cannot be locked.", problems)
         return cls(distributions=tuple(locked[name] for name in sorted(locked)))
 
     @classmethod
@@ -151,18 +158,16 @@ class Lock(BaseModel):
         Raises: LockError: they differ; the text names every difference.
         """
         locked = {entry.name: entry for entry in self.distributions}
-        present = sorted(distributions, key=lambda d: (d.name, d.version))
-        differences = [line for d in present for line in _differences(d, locked.get(d.name))]
+        present = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
+        differences = [p for d in present for p in _differences(d, locked.get(d.name))]
+        differences += _twins(present)
         differences += [
-            f"{name} {locked[name].version} is locked, but not installed"
+            _Difference(f"{name} {locked[name].version} is locked, but not installed")
             for name in sorted(locked.keys() - {d.name for d in present})
             if not _is_installed(name)
         ]
         if differences:
-            lines = "\n  ".join(["The installed plugins are not the locked ones.", *differences])
-            raise LockError(
-                f"{lines}\nTry: install what is locked, or lock what is installed: interposer lock"
-            )
+            raise _lock_error("The installed plugins are not the locked ones.", differences)
 
 
 def lock_path(config: Config) -> Path:
@@ -183,23 +188,62 @@ def _locked_hash(distribution: Distribution) -> str:
     return _EDITABLE if distribution.editable else distribution.fingerprint
 
 
-def _differences(found: Distribution, locked: LockedDistribution | None) -> list[str]:
-    if locked is None:
-        return [f"{found.name} {found.version} is installed, but not locked"]
-    if found.version != locked.version:
-        return [f"{found.name} is locked at {locked.version}, installed is {found.version}"]
-    if found.editable and locked.record_hash != _EDITABLE:
-        return [f"{found.name} {found.version} is editable, what was locked is not"]
-    if not found.editable and locked.record_hash == _EDITABLE:
-        return [f"{found.name} {found.version} was locked as editable and no longer is"]
-    if _locked_hash(found) != locked.record_hash:
-        return [f"{found.name} {found.version} has other files than when it was locked"]
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """A line of what is wrong; ``mend`` is what helps against this one alone."""
+
+    line: str
+    mend: str = ""
+
+
+def _lock_error(head: str, differences: Iterable[_Difference]) -> LockError:
+    lines = "\n  ".join([head, *(difference.line for difference in differences)])
+    mends = dict.fromkeys(difference.mend for difference in differences)
+    # What cannot be locked as it is must not be offered to be.
+    other = "install what is locked"
+    if [*mends] == [""]:
+        other += ", or lock what is installed: interposer lock"
+    return LockError(f"{lines}\nTry: {'; '.join(mend or other for mend in mends)}")
+
+
+def _twins(distributions: Iterable[Distribution]) -> Iterator[_Difference]:
+    """Yield a line for every name that several distributions have."""
+    places: dict[str, list[str]] = {}
+    for found in distributions:
+        places.setdefault(found.name, []).append(found.location)
+    for name, locations in sorted(places.items()):
+        if len(locations) > 1:
+            line = f"{name} is installed {len(locations)} times: in {' and in '.join(locations)}"
+            yield _Difference(line, f"uninstall {name} until one is left")
+
+
+def _alterations(found: Distribution) -> Iterator[_Difference]:
     altered = found.altered_files()
     if altered:
         more = len(altered) - _MOST_NAMED
         named = ", ".join(altered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-        return [f"{found.name} {found.version} was altered after it was installed: {named}"]
-    return []
+        line = f"{found.name} {found.version} was altered after it was installed: {named}"
+        yield _Difference(line, f"reinstall it: pip install --force-reinstall {found.name}")
+
+
+def _differences(found: Distribution, locked: LockedDistribution | None) -> list[_Difference]:
+    difference = _difference(found, locked)
+    return [_Difference(difference)] if difference else [*_alterations(found)]
+
+
+def _difference(found: Distribution, locked: LockedDistribution | None) -> str:
+    """Return how the metadata differs from what was locked, or nothing."""
+    if locked is None:
+        return f"{found.name} {found.version} is installed, but not locked"
+    if found.version != locked.version:
+        return f"{found.name} is locked at {locked.version}, installed is {found.version}"
+    if found.editable and locked.record_hash != _EDITABLE:
+        return f"{found.name} {found.version} is editable, what was locked is not"
+    if not found.editable and locked.record_hash == _EDITABLE:
+        return f"{found.name} {found.version} was locked as editable and no longer is"
+    if _locked_hash(found) != locked.record_hash:
+        return f"{found.name} {found.version} has other files than when it was locked"
+    return ""
 
 
 def _is_installed(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -10,12 +11,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
 from interposer.errors import FOREIGN_ERRORS, RecordError, described
-from interposer.import_string import check_import_string
+from interposer.import_string import check_import_string, is_loaded
 from interposer.records import (
+    AttentionEntry,
     DeviceEntry,
+    Kernel,
     LayerEntry,
+    OpEntry,
     PlatformEntry,
     Record,
+    SchemeEntry,
     TuningEntry,
     identity,
     load_target,
@@ -44,12 +49,16 @@ NAME_LIMIT = 100
 _KINDS = get_args(Record)
 _TARGETS = ("target", "predicate", "prepare")
 _TARGET_LIMIT = 300
+# What rules and pins are written with has another meaning in them: / * @ , = and spaces.
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_NAMES = ("name", "op", "layer_id", "method", "platform")
 
 
 def check_records(records: Iterable[object]) -> list[str]:
     """Return everything that is wrong with the records of one plugin.
 
-    Nothing that they name is imported. What can only be known by importing it passes.
+    Nothing that they name is imported; where that is so already, it is looked at. What can only be
+    known by importing it passes.
     """
     records = list(records)
     return check_facts(records) or [*_check_places(records)]  # type: ignore[arg-type]
@@ -75,7 +84,8 @@ def check_classes(
 ) -> list[str]:
     """Return what is wrong with the classes of layers and platforms, which are loaded.
 
-    One that cannot be imported here is left for later: what it needs may be on other machines.
+    Ops, attention backends and schemes are checked where their modules are imported already. What
+    cannot be imported here is left for later: what it needs may be on other machines.
 
     Args:
         load: returns what an import string names.
@@ -83,14 +93,14 @@ def check_classes(
     """
     faults: list[str] = []
     for record in records:
-        if not isinstance(record, LayerEntry | PlatformEntry):
+        if isinstance(record, Kernel | DeviceEntry | TuningEntry):
             continue
-        what = "layer" if isinstance(record, LayerEntry) else "platform"
+        if not isinstance(record, LayerEntry | PlatformEntry) and not is_loaded(record.target):
+            continue
+        what, check = _CHECKS[type(record)]
         begin(f"loading {what} {record.name!r}")
         try:
-            found = load(record.target)
-            check = _check_layer if isinstance(record, LayerEntry) else _check_platform
-            faults += check(record, found)  # type: ignore[arg-type]
+            faults += check(record, load(record.target))
         except ImportError:
             continue
         except RecordError as error:
@@ -113,7 +123,7 @@ def _check_identities(records: list[Record]) -> Iterator[str]:
 
 
 def _check_places(records: list[Record]) -> Iterator[str]:
-    targets: dict[str, str] = {}
+    targets: dict[tuple[str, bool], str] = {}
     for record in records:
         if isinstance(record, DeviceEntry | TuningEntry):
             try:
@@ -123,10 +133,13 @@ def _check_places(records: list[Record]) -> Iterator[str]:
             continue
         for label in _TARGETS:
             if target := getattr(record, label, ""):
-                targets.setdefault(target, f"{record.name!r}")
-    for target, name in targets.items():
+                called = label != "target" or isinstance(record, Kernel)
+                targets.setdefault((target, called), f"{record.name!r}")
+    for (target, called), name in targets.items():
         if fault := check_import_string(target):
             yield f"{name} names {target!r}: {fault}"
+        elif called and is_loaded(target) and not callable(found := load_target(target)):
+            yield f"{name} names {target!r}, which is {_kind(found)}, not a function"
 
 
 def _check_fields(record: object) -> Iterator[str]:
@@ -153,18 +166,20 @@ def _check_field(label: str, value: object) -> str:
             sound = type(value) is tuple and all(type(item) is str for item in value)
             return "" if sound else "driver_files that are no tuple of texts"
     if type(value) is not str:
-        return f"a {label} that is a {type(value).__name__}, not a text"
+        return f"a {label} that is {_kind(value)}, not a text"
     limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else NAME_LIMIT
     if len(value) > limit:
         return f"a {label} of {len(value):,} characters; {limit} are allowed"
     if not (value.isascii() and value.isprintable()):
         return f"the {label} {plain_name(value)}, which is not printable ASCII"
+    if label in _NAMES and not _NAME.fullmatch(value):
+        return f"the {label} {plain_name(value)}; names consist of A-Z, a-z, 0-9, '_', '.' and '-'"
     return ""
 
 
 def _check_requires(value: object) -> str:
     if type(value) is not Requires:
-        return f"requires that is a {type(value).__name__}, not a Requires"
+        return f"requires that is {_kind(value)}, not a Requires"
     sets = (value.features, value.architectures)
     if not all(type(s) is frozenset and all(type(i) is str for i in s) for s in sets):
         return "requires whose features or architectures are no frozenset of texts"
@@ -190,6 +205,11 @@ def _shown(record: object) -> str:
     return plain_name(name) if type(name) is str else "without a name"
 
 
+def _kind(value: object) -> str:
+    name = plain_name(type(value).__name__)[1:-1]
+    return f"{'an' if name[:1].lower() in set('aeiou') else 'a'} {name}"
+
+
 def _check_layer(record: LayerEntry, found: object) -> list[str]:
     from interposer.layer import PluggableLayer, check_replacement
 
@@ -209,19 +229,59 @@ def _standard(found: type[PluggableLayer], layer_id: str) -> type[PluggableLayer
     return next((base for base in found.__mro__ if vars(base).get("layer_id") == layer_id), None)
 
 
-def _check_platform(record: PlatformEntry, found: object) -> list[str]:
+def _check_platform(record: PlatformEntry, found: Any) -> list[str]:
     from interposer.platform import Platform
 
-    if not (isinstance(found, type) and issubclass(found, Platform)):
-        return [f"platform {record.name!r} is {found!r:.100}, which does not subclass Platform"]
-    missing = sorted(found.__abstractmethods__)
-    if missing:
-        return [f"platform {record.name!r} lacks the required members {', '.join(missing)}"]
-    faults = [
-        f"platform {record.name!r} has no {label}, which must be a text"
+    what = f"platform {record.name!r}"
+    faults = _check_subclass(what, found, Platform) or [
+        f"{what} has no {label}, which must be a text"
         for label in ("name", "device_type")
         if type(getattr(found, label, None)) is not str
     ]
     if not faults and found.name != record.name:
-        faults = [f"platform {record.name!r} is {found.__qualname__}, whose name is {found.name!r}"]
+        faults = [f"{what} is {found.__qualname__}, whose name is {found.name!r}"]
     return faults
+
+
+def _check_op(record: OpEntry, found: object) -> list[str]:
+    from interposer.op import CustomOp
+
+    if not isinstance(found, CustomOp):
+        return [f"op {record.name!r} is {_kind(found)}, not a CustomOp, which @custom_op makes"]
+    if found.name != record.name:
+        return [f"op {record.name!r} is a CustomOp whose name is {found.name!r:.100}"]
+    return []
+
+
+def _check_attention(record: AttentionEntry, found: Any) -> list[str]:
+    from interposer.attention import AttentionBackend
+
+    return _check_subclass(f"attention backend {record.name!r}", found, AttentionBackend)
+
+
+def _check_scheme(record: SchemeEntry, found: Any) -> list[str]:
+    from interposer.quantization import QuantizationScheme
+
+    what = f"scheme {record.name!r}"
+    faults = _check_subclass(what, found, QuantizationScheme)
+    method = getattr(found, "method", None)
+    if not faults and method != record.method:
+        qualname = found.__qualname__
+        faults = [f"{what} is {qualname}, whose method is {method!r:.100}, not {record.method!r}"]
+    return faults
+
+
+def _check_subclass(what: str, found: Any, parent: type) -> list[str]:
+    if not (isinstance(found, type) and issubclass(found, parent)):
+        return [f"{what} is {found!r:.100}, which does not subclass {parent.__name__}"]
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    return [f"{what} lacks the required members {', '.join(missing)}"] if missing else []
+
+
+_CHECKS: dict[type[Record], tuple[str, Callable[[Any, Any], list[str]]]] = {
+    LayerEntry: ("layer", _check_layer),
+    PlatformEntry: ("platform", _check_platform),
+    OpEntry: ("op", _check_op),
+    AttentionEntry: ("attention backend", _check_attention),
+    SchemeEntry: ("scheme", _check_scheme),
+}

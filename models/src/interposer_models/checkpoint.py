@@ -42,7 +42,9 @@ class Checkpoint:
         """
         root = Path(path)
         if not root.is_dir():
-            raise CheckpointError(root, "is not a directory", "give a Hugging Face model directory")
+            reason = "is not a directory" if root.exists() else "does not exist"
+            mend = "give the folder of a downloaded model; nothing is downloaded"
+            raise CheckpointError(root, reason, mend)
         config = read_json(root / "config.json")
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
@@ -100,9 +102,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(path, "is missing") from None
+        raise CheckpointError(path, "is missing", "copy it again") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"is not valid JSON: {error}") from error
+        raise CheckpointError(path, f"is not valid JSON: {error}", "copy it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(path, f"holds {type(content).__name__}, expected an object")
+        reason = f"holds {type(content).__name__}, expected an object"
+        raise CheckpointError(path, reason, "copy it again")
     return content

@@ -45,7 +45,7 @@ def run(
     text: list[str] = []
     arrivals: list[float] = []
     token_ids: list[int] = []
-    reason = None
+    reason: str | None = None
     started = time.perf_counter()
     for delta in lm.stream(prompt, params):
         arrivals.append(time.perf_counter() - started)
@@ -61,6 +61,10 @@ def run(
         print(json.dumps(facts, indent=2))
     else:
         print()
+        if reason == "length" and len(token_ids) < max_new_tokens:
+            reason = (
+                f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
+            )
         print(_summary(len(token_ids), reason, figures), file=sys.stderr)
 
 

@@ -31,7 +31,10 @@ def doctor(
     locked: Locked = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is installed, what works, what failed and how to mend it; 1 if anything failed."""
+    """Say what is installed, what works, what failed and how to mend it.
+
+    Exits with 1 if anything failed.
+    """
     config = policy(platform=platform, locked=locked)
     if describe is not None:
         _describe(describe, config)

@@ -49,4 +49,6 @@ def explain(
     import interposer
 
     explanation = interposer.explain(model, on, policy(kernel, platform, locked), dtype)
-    print_facts(explanation if why is None else explanation.why(why), as_json)
+    if why is not None:
+        explanation = explanation.why(why)
+    print_facts(explanation, as_json, full=why is not None)

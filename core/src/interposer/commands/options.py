@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from interposer.config import Config
 
 __all__ = [
@@ -20,10 +22,20 @@ __all__ = [
     "Printable",
     "policy",
     "print_facts",
+    "wide_terminal",
 ]
 
+_LEAST_COLUMNS = 120
+
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
-PlatformName = Annotated[str | None, typer.Option("--platform", help="Where to run.")]
+PlatformName = Annotated[
+    str | None,
+    typer.Option(
+        "--platform",
+        metavar="NAME",
+        help="Where to run; +NAME prefers a platform, -NAME forbids one. Commas add rules up.",
+    ),
+]
 Kernels = Annotated[
     list[str] | None,
     typer.Option(
@@ -51,7 +63,7 @@ def policy(
 ) -> Config:
     """Return what options say; what they leave out stays with the other sources.
 
-    Raises: ConfigError: a kernel is not of the form OP=NAME.
+    Raises: ConfigError: a kernel is not of the form OP=NAME, or a platform has no name.
     """
     from interposer.config import Config
     from interposer.policy import parse_rules
@@ -60,19 +72,34 @@ def policy(
     if kernels:
         fields["kernels"] = parse_rules([*kernels], "--kernel")
     if platform is not None:
-        fields["platform"] = platform
+        rules = [f"platform={item}" for item in platform.split(",")]
+        fields["platform"] = parse_rules(rules, "--platform")["platform"]
     if locked:
         fields["locked"] = True
     return Config(**fields)
 
 
-def print_facts(facts: Printable, as_json: bool) -> None:
-    """Print JSON, or tables where a terminal is there to show them, or else plain text."""
+def print_facts(facts: Printable, as_json: bool, full: bool = False) -> None:
+    """Print JSON, or tables on a terminal that is wide enough for them, or else plain text.
+
+    Args:
+        full: the facts are too many for the cells of a table.
+    """
     if as_json:
         print(facts.to_json())
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(facts)
-    else:
+        return
+    console = None if full else wide_terminal()
+    if console is None:
         print(facts)
+    else:
+        console.print(facts)
+
+
+def wide_terminal() -> Console | None:
+    """Return what prints tables, or None where standard output is no place for any."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    console = Console()
+    return console if console.width >= _LEAST_COLUMNS else None

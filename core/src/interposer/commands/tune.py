@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interposer.commands.options import AsJson, Dtype, Locked, PlatformName, policy
+from interposer.commands.options import (
+    AsJson,
+    Dtype,
+    Locked,
+    PlatformName,
+    policy,
+    wide_terminal,
+)
 from interposer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from interposer.config import Config
     from interposer.tuning.table import Entry, Table
     from interposer.tuning.tuner import Progress
@@ -24,9 +33,12 @@ __all__ = ["tune"]
 
 def tune(
     model_dir: Annotated[
-        Path | None, typer.Argument(help="A Hugging Face model directory; none measures nothing.")
+        Path | None,
+        typer.Argument(help="A Hugging Face model directory; without one, nothing is measured."),
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens of a step.")] = "1,16,256",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens of a step, each timed.")
+    ] = "1,16,256",
     repeats: Annotated[int, typer.Option(help="Runs behind each median.")] = 15,
     dtype: Dtype = "auto",
     platform: PlatformName = None,
@@ -40,11 +52,17 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time every kernel and attention backend that a model could use here, and keep the figures."""
+    """Time every kernel and attention backend that a model could use here, and keep the figures.
+
+    Exits with 1 if a part of the model got none.
+    """
     if model_dir is None and import_file is None and export_file is None:
         raise ConfigError(
             "There is nothing to do. Try: interposer tune MODEL_DIR, or --import or --export FILE"
         )
+    counts = _numbers(tokens)
+    if export_file is not None and not export_file.absolute().parent.is_dir():
+        raise ConfigError(f"--export {export_file}: its folder does not exist. Try: make it first")
     from interposer.storage import default_store
     from interposer.tuning.table import Table
 
@@ -59,7 +77,7 @@ def tune(
         lines.append(f"{_entries(given)} imported, {len(replaced)} of them in place of older ones")
     table = Table.stored(store) if model_dir is None else None
     if model_dir is not None:
-        table = _measured(model_dir, _numbers(tokens), repeats, dtype, config)
+        table = _measured(model_dir, counts, repeats, dtype, config)
         facts |= table.model_dump(mode="json")
     assert table is not None
     if export_file is not None:
@@ -68,10 +86,15 @@ def tune(
         lines.append(f"{_entries(table)} written to {export_file}")
     if as_json:
         print(json.dumps(facts, indent=2))
-        return
-    if model_dir is not None:
-        _print(table)
-    print("\n".join(lines), end="\n" if lines else "")
+    else:
+        if model_dir is not None:
+            _print(table)
+        print("\n".join(lines), end="\n" if lines else "")
+    failed = [entry for entry in table.entries if not entry.value.candidates]
+    if model_dir is not None and failed:
+        requests = ", ".join(str(entry.key) for entry in failed)
+        print(f"error: every candidate failed for {requests}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _measured(
@@ -111,8 +134,9 @@ def _progress() -> Iterator[Progress]:
 
 
 def _print(table: Table) -> None:
-    if sys.stdout.isatty():
-        _print_table(table)
+    console = wide_terminal()
+    if console is not None:
+        _print_table(table, console)
         return
     for entry in table.entries:
         print(entry.key)
@@ -122,8 +146,7 @@ def _print(table: Table) -> None:
         print(line)
 
 
-def _print_table(table: Table) -> None:
-    from rich.console import Console
+def _print_table(table: Table, console: Console) -> None:
     from rich.table import Table as Grid
     from rich.text import Text
 
@@ -134,7 +157,6 @@ def _print_table(table: Table) -> None:
             style = "" if place else "bold"
             grid.add_row(Text("" if place else str(entry.key)), Text(name, style), Text(figures))
         grid.add_section()
-    console = Console()
     console.print(grid)
     for line in _left_out(table):
         console.print(Text(line, "dim"))
@@ -164,8 +186,14 @@ def _entries(table: Table) -> str:
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(
             f"--tokens {text!r} are not numbers with commas between them, as 1,16,256"
         ) from None
+    for place, number in enumerate(numbers):
+        if number < 1:
+            raise ConfigError(f"--tokens {text!r}: {number} is no number of tokens. Try: 1 or more")
+        if number in numbers[:place]:
+            raise ConfigError(f"--tokens {text!r}: {number} is there twice. Try: leave one out")
+    return numbers

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from interposer.capability import Capability
-from interposer.errors import FOREIGN_ERRORS, RecordError
+from interposer.errors import FOREIGN_ERRORS, RecordError, described
 from interposer.examination.inspection import check_plugin, load_all, load_value
-from interposer.examination.task import Finding, Reporter, Task, described
+from interposer.examination.task import Finding, Reporter, Task
 from interposer.examination.witness import Witness
 from interposer.op import Case, CustomOp
 from interposer.records import Kernel, load_target
@@ -48,7 +48,7 @@ def examine_kernel(task: Task, reporter: Reporter) -> Finding:
         return refusal
     function, prepare = loaded[0], loaded[1] if len(loaded) > 1 else None
     # On the CPU wherever the caller builds its model: a model may be planned without memory.
-    with Witness(light=False) as witness, torch.device("cpu"):
+    with Witness(light=False, alone=reporter.alone) as witness, torch.device("cpu"):
         faults: list[str] = []
         trace = ""
         count = 0

@@ -15,7 +15,7 @@ from interposer.compatibility import check_api
 from interposer.errors import FOREIGN_ERRORS
 from interposer.examination.task import Finding, Reporter, Task
 from interposer.examination.witness import Witness
-from interposer.hooks import check_hooks, declared_records
+from interposer.hooks import declared_records, register_hooks
 from interposer.records import PlatformEntry, Record, load_target
 from interposer.request import Request
 from interposer.validation import check_classes, check_records
@@ -73,12 +73,11 @@ def check_plugin(
     manager = pluggy.PluginManager("interposer")
     manager.add_hookspecs(hookspecs)
     reporter.begin("reading its hooks")
-    faults = check_hooks(plugin)
+    faults = register_hooks(manager, plugin, name)
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
-    manager.register(plugin, name=name)
     reporter.begin("calling interposer_records")
-    with Witness(threads=reporter.alone) as witness:
+    with Witness(alone=reporter.alone) as witness:
         records = declared_records(manager, name)
     if witness.effects:
         return (), [f"calling interposer_records {effect}" for effect in witness.effects]
@@ -90,7 +89,7 @@ def check_plugin(
 def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
     value, name = str(task.arguments["value"]), str(task.arguments["name"])
     with _Step(
-        reporter, f"importing {value.partition(':')[0].strip()}", Witness(threads=reporter.alone)
+        reporter, f"importing {value.partition(':')[0].strip()}", Witness(alone=reporter.alone)
     ) as step:
         plugin = load_value(value)
     if step.finding:
@@ -105,7 +104,9 @@ def _examine_plugin(task: Task, reporter: Reporter) -> Finding:
     ]
     reporter.note(platforms=platforms)
     reporter.unmute()
-    with _Step(reporter, "checking its classes", Witness(light=False)) as step:
+    with _Step(
+        reporter, "checking its classes", Witness(light=False, alone=reporter.alone)
+    ) as step:
         faults = check_classes(records, load_target, reporter.begin)
     if step.finding:
         return Finding(step.finding.verdict, {**step.finding.facts, "platforms": platforms})
@@ -124,7 +125,7 @@ def _examine_platform(task: Task, reporter: Reporter) -> Finding:
     loaded, refusal = load_all([target], reporter)
     if refusal:
         return refusal
-    with _Step(reporter, f"probing {target}", Witness(light=False)) as step:
+    with _Step(reporter, f"probing {target}", Witness(light=False, alone=reporter.alone)) as step:
         verdict = loaded[0].probe()
     if step.finding:
         return step.finding
@@ -148,7 +149,7 @@ def _examine_predicate(task: Task, reporter: Reporter) -> Finding:
     asked = getattr(loaded[0], member) if member else loaded[0]
     request = Request.from_json(task.arguments["request"])
     given = (request,) if request.detail is None else (request.detail, request.capability)
-    with _Step(reporter, f"asking {target}", Witness(light=False)) as step:
+    with _Step(reporter, f"asking {target}", Witness(light=False, alone=reporter.alone)) as step:
         answer = asked(*given)
     if step.finding:
         return step.finding
@@ -161,7 +162,9 @@ def load_all(targets: Iterable[str], reporter: Reporter) -> tuple[list[Any], Fin
     """Return what import strings name, or the refusal of one that fails or has side effects."""
     loaded = []
     for target in targets:
-        with _Step(reporter, f"loading {target}", Witness(light=False)) as step:
+        with _Step(
+            reporter, f"loading {target}", Witness(light=False, alone=reporter.alone)
+        ) as step:
             loaded.append(load_target(target))
         if step.finding:
             return [], step.finding

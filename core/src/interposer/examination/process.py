@@ -17,13 +17,14 @@ from typing import Any
 
 from interposer.errors import InterposerError
 
-__all__ = ["ExaminationError", "ask", "forbid", "stop"]
+__all__ = ["ExaminationError", "ask", "forbid", "release", "stop"]
 
 _log = logging.getLogger("interposer")
 
 _PROGRAM = """
 import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+# The working directory last: its modules are not meant to stand in for what this needs itself.
+sys.path[:] = sorted(json.loads(sys.argv[1]), key=bool, reverse=True)
 from interposer.examination.worker import main
 main()
 """
@@ -47,7 +48,9 @@ class _Process:
         if not hasattr(os, "fork"):
             raise ExaminationError(f"{sys.platform} cannot fork")
         _log.info("Examining plugins in another process; it is remembered what was found.")
-        command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, json.dumps(_path())]
+        # Without -P a json.py in the working directory would run first.
+        flags = ["-P", *(["-I"] if sys.flags.isolated else []), "-W", "ignore"]
+        command = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(_path())]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
             # A session of its own, so that the terminal's Ctrl-C does not reach it.
@@ -78,6 +81,7 @@ class _Process:
         while True:
             answer = json.loads(self._line() or b"null")
             if answer and answer["id"] == self._count:
+                self._reap()
                 return answer["finding"]
 
     def _line(self) -> bytes:
@@ -93,25 +97,45 @@ class _Process:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Say whether the process has ended, or does so within ``seconds``."""
+        poll = select.poll()
+        poll.register(self._answers, 0)
+        return bool(poll.poll(seconds * 1000))
+
     def stop(self) -> None:
         """End the process and everything that it forked; it needs a moment for the latter."""
-        self._close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self.has_ended(_END_SECONDS):
+            self._reap()
+        else:
             self.kill()
+        self._close()
 
     def kill(self) -> None:
         """End the process at once, while another thread may wait for its answer."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+        if not self.has_ended():  # else the number of its group may be that of another by now
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self.has_ended(_END_SECONDS)
+        self._reap()
 
     def abandon(self) -> None:
         """Forget the process in a fork of the one that it belongs to."""
         self._close()
         self._process.returncode = 0  # it is no child of this process, so there is none to wait for
+
+    def _reap(self) -> None:
+        """Take note of what was started, which left the examining process to init at once.
+
+        So none stays as a zombie when nothing is asked any more; unless this process is init.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+            with suppress(ChildProcessError):
+                while os.waitpid(-self._process.pid, os.WNOHANG)[0]:
+                    pass
 
     def _close(self) -> None:
         assert self._process.stdin is not None
@@ -159,6 +183,16 @@ def stop() -> None:
         if _process is not None:
             process, _process = _process, None
             process.stop()
+
+
+def release() -> None:
+    """Close the pipes of an examining process that has ended for want of questions."""
+    if _process is not None and _lock.acquire(blocking=False):  # else somebody is asking it
+        try:
+            if _process is not None and _process.has_ended():
+                stop()
+        finally:
+            _lock.release()
 
 
 def forbid() -> None:

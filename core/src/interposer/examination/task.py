@@ -52,8 +52,9 @@ class Finding:
     Attributes:
         facts: JSON values that were found on the way, also if the task did not end:
             ``platforms`` that a plugin declares, each with ``name`` and ``score``; the name of a
-            ``missing`` module; the ``limit_seconds`` that were not enough; ``passing`` where
-            something outside of the plugin may have ended it.
+            ``missing`` module; the ``probe_seconds`` that were not enough as ``limit_seconds``;
+            ``times_late`` if it took too long twice in a row; ``passing`` where something
+            outside of the plugin may have ended it.
         span: start and end in nanoseconds since the epoch, if it was found just now.
     """
 

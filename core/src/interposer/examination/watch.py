@@ -185,7 +185,7 @@ class Watch:
         facts = self._facts
         match self._code:
             case _ if self._late:
-                facts["limit_seconds"] = self._limit_seconds
+                facts["limit_seconds"] = self._order.seconds
                 reason = f"took longer than {self._limit_seconds:g} s"
             case None:
                 reason = "closed the pipe of its examination"

@@ -51,16 +51,29 @@ class Witness:
     Args:
         light: the code is that of a plugin module, which has no reason to print, to leave a
             thread or to hook into the interpreter. Libraries that a target loads may do these.
-        threads: nothing else runs in this process, so that a new thread is one of the block's.
+        alone: this process is there for the block only, so that a new thread is one of the
+            block's. In any other, what all threads share is compared only while there is but
+            one: else changes of the others would be blamed on the block, and undone.
     """
 
-    def __init__(self, light: bool = True, threads: bool = True) -> None:
+    def __init__(self, light: bool = True, alone: bool = True) -> None:
         self.light = light
-        self.threads = threads and light
+        self.alone = alone
         self.effects: list[str] = []
 
     def __enter__(self) -> Witness:
         self.effects = []
+        self._shared = not self.alone and threading.active_count() > 1
+        if not self._shared:
+            self._note_process()
+        if self.light:
+            self._streams = (_heard_by_none(sys.stdout), _heard_by_none(sys.stderr))
+            self._ears = (_Ear(self._streams[0]), _Ear(self._streams[1]))
+            sys.stdout, sys.stderr = self._ears
+        self._builtins = dict(vars(builtins))
+        return self
+
+    def _note_process(self) -> None:
         self._guard: AbstractContextManager[list[str]] = environment_guard()
         self._variables = self._guard.__enter__()
         self._modules = dict(sys.modules)
@@ -74,11 +87,6 @@ class Witness:
             self._threads = set(threading.enumerate())
             self._num_threads = _thread._count()
             self._num_tasks = _num_tasks()
-            self._streams = (sys.stdout, sys.stderr)
-            self._ears = (_Ear(sys.stdout), _Ear(sys.stderr))
-            sys.stdout, sys.stderr = self._ears
-        self._builtins = dict(vars(builtins))
-        return self
 
     def __exit__(
         self,
@@ -99,6 +107,12 @@ class Witness:
         for name in added:
             note(f"adds builtins.{name}")
         if self.light:
+            self._compare_streams(note)
+        if not self._shared:
+            self._compare_process(note)
+
+    def _compare_process(self, note: Callable[[str], None]) -> None:
+        if self.light:
             self._compare_hooks(note)
         self._guard.__exit__(None, None, None)
         variables = [name for name in self._variables if not name.startswith(_TORCHS_OWN)]
@@ -118,7 +132,7 @@ class Witness:
             if setting.get() != value:
                 note(f"changes torch's {setting.name}")
                 setting.put(value)
-        if self.threads:
+        if self.alone and self.light:
             self._compare_threads(note)
 
     def _compare_modules(self, note: Callable[[str], None]) -> None:
@@ -143,11 +157,15 @@ class Witness:
             if getattr(sys, name) is not value:
                 note(f"replaces sys.{name}")
                 setattr(sys, name, value)
+
+    def _compare_streams(self, note: Callable[[str], None]) -> None:
         for name, stream, ear in zip(_STREAMS, self._streams, self._ears, strict=True):
-            if getattr(sys, name) is not ear:
-                note(f"replaces sys.{name}")
-            setattr(sys, name, stream)
             ear.owner = 0
+            if getattr(sys, name) is not ear:
+                if self._shared:
+                    continue  # another thread has put its own there, and takes it away again
+                note(f"replaces sys.{name}")
+            setattr(sys, name, _heard_by_none(stream))
         printed = "".join(text for ear in self._ears for text in ear.heard)
         if printed:
             note(f"prints {printed[:_PRINTED_LIMIT]!r}")
@@ -180,27 +198,27 @@ class _Ear(io.TextIOBase):
         self.owner = threading.get_ident()
         self.heard: list[str] = []
         self._left = _PRINTED_LIMIT
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str, /) -> int:
         if threading.get_ident() != self.owner:
-            return int(self._stream.write(text)) if self._stream is not None else len(text)
+            return int(self.stream.write(text)) if self.stream is not None else len(text)
         if text and self._left > 0:
             self.heard.append(str(text)[: self._left])
             self._left -= len(text)
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
+        if self.stream is not None:
+            self.stream.flush()
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        if self._stream is None:
+        if self.stream is None:
             raise io.UnsupportedOperation("fileno")
-        return int(self._stream.fileno())
+        return int(self.stream.fileno())
 
     def isatty(self) -> bool:
         return False
@@ -208,6 +226,13 @@ class _Ear(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return "utf-8"
+
+
+def _heard_by_none(stream: Any) -> Any:
+    """Return the stream below ears whose block has ended; another thread may have kept one."""
+    while isinstance(stream, _Ear) and not stream.owner:
+        stream = stream.stream
+    return stream
 
 
 class _Setting(NamedTuple):

@@ -37,6 +37,12 @@ _TORCH_FOR_KERNELS = (*_TORCH, "interposer.examination.canary", "torch._dynamo")
 def main() -> NoReturn:
     """Answer requests on descriptor 0 with lines on descriptor 1 until there are no more."""
     try:
+        if os.fork():
+            os._exit(0)  # so init reaps the other, who may end when nobody minds it any more
+        # A process that ignores or blocks these hands that down.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
         asking, answering = (fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3) for number in (0, 1))

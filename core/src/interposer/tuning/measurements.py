@@ -107,9 +107,7 @@ class Measurements:
                 return _stale(source, changes)
         return _fitting(entry.value, accepted(), source)
 
-    def _shipped(
-        self, request: Request, accepted: Accepted
-    ) -> list[Measured | str | None]:
+    def _shipped(self, request: Request, accepted: Accepted) -> list[Measured | str | None]:
         matching = [
             (record, plugin.source.origin)
             for plugin, record in self.registry.records(TuningEntry)

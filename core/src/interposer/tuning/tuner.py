@@ -70,7 +70,13 @@ def tune(
         ConfigError: ``tokens`` or ``repeats`` cannot be used, or the device is only described.
         StorageError: a measurement cannot be kept.
     """
-    if not tokens or any(not isinstance(count, int) or count < 1 for count in tokens):
+    if not isinstance(model, str | os.PathLike | Planned):
+        raise ConfigError(
+            f"model is of the type {type(model).__name__}, must be a model directory or what was "
+            "loaded or planned from one. Try: tune(path)"
+        )
+    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str)
+    if not (listed and tokens) or any(type(count) is not int or count < 1 for count in tokens):
         raise ConfigError(f"tokens are {tokens!r}, must be positive integers, as (1, 16, 256)")
     if not isinstance(repeats, int) or repeats < _FEWEST_REPEATS:
         raise ConfigError(f"repeats is {repeats!r}, must be an integer of at least 3")
@@ -175,7 +181,7 @@ class _Session:
             try:
                 spreads = self.spreads(calls)
             except _CallError as error:
-                failed[error.name] = versions[error.name], f"raised {error.__cause__!r}"
+                failed[error.name] = versions[error.name], _raised(error.__cause__ or error)
                 del calls[error.name]
         value = Measurement(
             driver=self.measurements.driver(),
@@ -231,4 +237,10 @@ def _reason(candidate: Candidate, error: BaseException) -> str:
     if isinstance(error, NoCandidateError):
         own = [r.reason for r in error.refusals if r.candidate == candidate.name]
         return own[0] if own else str(error)
-    return f"raised {described(error)}"
+    return _raised(error)
+
+
+def _raised(error: BaseException) -> str:
+    """Say what was raised; of an allocator's report, its first line."""
+    first, more, _ = described(error).partition("\\n")
+    return f"raised {first} ..." if more else f"raised {first}"
