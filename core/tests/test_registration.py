@@ -45,6 +45,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
+@custom_op("rms_norm", cases=no_cases)
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, which is not what everybody else means by it."""
+    return x.clone()
+
+
 class Standard(PluggableLayer):
     layer_id = "acme_layer"
 
@@ -177,7 +183,7 @@ def test_nobody_takes_the_name_of_what_is_installed(name: str, make_plugin: Make
 
 
 def test_nobody_defines_an_op_anew(make_plugin: Make) -> None:
-    again = make_plugin("acme", OpEntry("rms_norm", f"{__name__}:double"))
+    again = make_plugin("acme", OpEntry("rms_norm", f"{__name__}:norm"))
     with register(again), pytest.raises(PluginConflictError, match="'rms_norm' is defined by int"):
         current_registry()
     with register(make_plugin("one", OP)), pytest.raises(PluginConflictError, match="by one in"):

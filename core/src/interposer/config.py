@@ -36,9 +36,9 @@ from interposer.policy import (
     Rule,
     check_key,
     config_error,
-    parse_rules,
     read_rule,
 )
+from interposer.variables import read_variables
 
 __all__ = [
     "Config",
@@ -49,18 +49,6 @@ __all__ = [
     "environment_guard",
     "use",
 ]
-
-_PREFIX = "INTERPOSER_"
-_IN_ENVIRONMENT = (
-    "platform",
-    "kernels",
-    "layers",
-    "attention",
-    "plugins",
-    "disable",
-    "strict",
-    "cache_dir",
-)
 
 
 def _as_dict(rules: Any) -> Any:
@@ -367,7 +355,7 @@ def _user_file() -> tuple[Source, ...]:
 
 @memoized
 def _environment() -> tuple[Source, ...]:
-    fields = _read_environment(os.environ)
+    fields = read_variables(os.environ)
     if not fields:
         return ()
     return (Source("environment", "", _validated(fields, "the environment")),)
@@ -408,34 +396,3 @@ def _validated(fields: dict[str, Any], source: str) -> Config:
         raise UnknownNameError(kind, error.name, error.known, where=where) from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-
-
-def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields that variables set; an empty variable sets nothing."""
-    fields: dict[str, Any] = {}
-    known = {_PREFIX + name.upper(): name for name in _IN_ENVIRONMENT}
-    for variable in sorted(environment):
-        if not variable.startswith(_PREFIX):
-            continue
-        if variable not in known:
-            raise UnknownNameError("environment variable", variable, known)
-        name, text = known[variable], environment[variable]
-        items = [item.strip() for item in text.split(",") if item.strip()]
-        if not items:
-            continue
-        match name:
-            case "platform":
-                fields[name] = parse_rules([f"{name}={item}" for item in items], variable)[name]
-            case "disable":
-                fields[name] = items
-            case "plugins":
-                fields[name] = items[0] if items in (["all"], ["none"]) else items
-            case "strict":
-                if items not in (["0"], ["1"]):
-                    raise ConfigError(f"{variable} is {text!r}, must be 1 or 0")
-                fields[name] = items == ["1"]
-            case "cache_dir":
-                fields[name] = text
-            case _:
-                fields[name] = parse_rules(items, variable)
-    return fields
