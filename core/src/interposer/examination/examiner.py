@@ -74,7 +74,7 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
         store = default_store(config)
         key = _key(dist, task, config, driver)
         finding = _read(store, key)
-        if finding is None or not _persists(finding, config) or _times_late(finding) == 1:
+        if finding is None or not _persists(finding, config) or _has_a_chance(finding, config):
             before = finding if finding is not None and _persists(finding, config) else None
             start = time.time_ns()
             finding, lasts = _examined(task, config)
@@ -128,6 +128,11 @@ def _times_late(finding: Finding) -> int:
     if finding.verdict or "limit_seconds" not in finding.facts:
         return 0
     return 2 if finding.facts.get("times_late") == 2 else 1
+
+
+def _has_a_chance(finding: Finding, config: Config) -> bool:
+    """Say whether code that took too long once may try again: not with less time than then."""
+    return _times_late(finding) == 1 and finding.facts["limit_seconds"] <= config.probe_seconds
 
 
 def _is_installed(module: str) -> bool:
