@@ -240,11 +240,6 @@ class Policy:
     require: frozenset[str] = frozenset()
     strict: bool = False
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal and hashable for policies that ask for the same."""
-        return (self.pin, self.prefer, self.forbid, self.require, self.strict)
-
 
 def policy_for(config: Config, request: Request) -> Policy:
     """Return what ``config`` wants of ``request``.
