@@ -68,13 +68,14 @@ class Tolerance:
     """How far a kernel may stray from the float64 reference.
 
     bound = roundings * (u(dtype) * max(|y|, rounded) + s(dtype))
-            + 2 * reduction * u(float32) * magnitude
+            + reduction * (2 * u(float32) * magnitude + n)
 
     u is the unit roundoff, half the machine epsilon, and s the smallest subnormal. The first line
     allows ``roundings`` roundings to the storage dtype on the way, the result's own included. The
     second is the first-order bound of a float32 sum in any order: every addition, and the
-    multiplication before it, adds an error of at most u(float32) times the partial sum. Integers
-    must be equal.
+    multiplication before it, adds an error of at most u(float32) times the partial sum; n is the
+    smallest normal float32, which is lost where the hardware flushes subnormals to zero. Integers
+    must be equal, and so must everything where neither rounds nor adds: the sign of a zero too.
     """
 
     roundings: int = 2
@@ -86,7 +87,8 @@ class Tolerance:
         facts = torch.finfo(dtype)
         roundoff, smallest = facts.eps / 2, facts.smallest_normal * facts.eps
         stored = roundoff * expected.abs().clamp(min=case.rounded) + smallest
-        accumulated = case.reduction * torch.finfo(torch.float32).eps * case.magnitude
+        single = torch.finfo(torch.float32)
+        accumulated = case.reduction * (single.eps * case.magnitude + single.smallest_normal)
         return self.roundings * stored + accumulated
 
 
@@ -99,6 +101,9 @@ class CustomOp(Generic[P, R]):
         mutates: names of the arguments that are written in place.
         constants: names of the tensor arguments that don't change after the weights were loaded.
         sample: draws arguments of a given size; without it the op's kernels are not measured.
+        batched: names of the arguments whose dimension 0 counts tokens or sequences that the op
+            treats one by one; dimension 0 of every output counts the same. Empty where the op has
+            no such dimension, or treats its indices together.
     """
 
     def __init__(
@@ -110,6 +115,7 @@ class CustomOp(Generic[P, R]):
         cases: CaseGenerator,
         tolerance: Tolerance,
         sample: CaseSampler | None = None,
+        batched: tuple[str, ...] = (),
     ) -> None:
         self.reference = reference
         self.name = name
@@ -118,8 +124,9 @@ class CustomOp(Generic[P, R]):
         self.cases = cases
         self.tolerance = tolerance
         self.sample = sample
+        self.batched = batched
         self.signature = inspect.signature(reference)
-        unknown = sorted({*mutates, *constants} - set(self.signature.parameters))
+        unknown = sorted({*mutates, *constants, *batched} - set(self.signature.parameters))
         if unknown:
             raise RecordError(
                 f"op {name!r} declares {unknown}, which are not its parameters; "
@@ -158,11 +165,12 @@ def custom_op(
     constants: tuple[str, ...] = (),
     tolerance: Tolerance | None = None,
     sample: CaseSampler | None = None,
+    batched: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a plain PyTorch function into the definition of the op ``name``."""
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:
         bounds = tolerance or Tolerance()
-        return CustomOp(reference, name, mutates, constants, cases, bounds, sample)
+        return CustomOp(reference, name, mutates, constants, cases, bounds, sample, batched)
 
     return define

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from interposer.capability import Capability
+from interposer.cases.space import planned_cases
 from interposer.errors import FOREIGN_ERRORS, RecordError, described
 from interposer.examination.inspection import check_plugin, load_all, load_value
 from interposer.examination.task import Finding, Reporter, Task
@@ -84,7 +85,8 @@ def _cases(
 ) -> Iterator[Case]:
     """Yield the op's smallest cases that the kernel takes, then one of the request's own size."""
     reporter.begin(f"preparing cases of the op {op.name!r}", _PATIENCE)
-    cases = sorted((case for case in op.cases(dtype, _SEED) if judge(case.dims)), key=_size)
+    planned = (plan.build() for plan in planned_cases(op, _SEED, quick=True) if plan.dtype == dtype)
+    cases = sorted((case for case in planned if judge(case.dims)), key=_size)
     yield from cases[:_MOST_CASES]
     if op.sample is not None and _weight_elements(dims) <= _MOST_WEIGHT_ELEMENTS:
         reporter.begin(f"preparing a sample of the op {op.name!r}", _PATIENCE)

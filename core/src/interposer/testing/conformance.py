@@ -11,6 +11,7 @@ import torch
 
 from interposer.attention import AttentionSpec
 from interposer.capability import Device
+from interposer.cases.space import planned_cases
 from interposer.choice import Candidate
 from interposer.config import Config
 from interposer.errors import FOREIGN_ERRORS
@@ -26,8 +27,6 @@ from interposer.testing.kernel import check_kernel
 from interposer.verdict import Verdict
 
 __all__ = ["Trial", "conformance"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,12 @@ class Trial:
 
 
 def conformance(
-    registry: Registry, device: Device, *, distribution: str = "", seed: int = 0
+    registry: Registry,
+    device: Device,
+    *,
+    distribution: str = "",
+    seed: int = 0,
+    quick: bool = False,
 ) -> Iterator[Trial]:
     """Yield a trial of every kernel and attention backend that can run on ``device``.
 
@@ -73,11 +77,12 @@ def conformance(
     Args:
         distribution: name of the only distribution to try; empty tries all.
         seed: of the cases.
+        quick: try only few cases of each op, among which every value of every axis occurs.
     """
     for name in registry.ops:
         candidates = _eligible(registry.candidates("kernel", name), device, distribution)
         if candidates:
-            yield from _kernel_trials(registry, name, candidates, device, seed)
+            yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         for label, spec in attention_specs():
@@ -88,22 +93,28 @@ def conformance(
 
 
 def _kernel_trials(
-    registry: Registry, name: str, candidates: list[Candidate], device: Device, seed: int
+    registry: Registry,
+    name: str,
+    candidates: list[Candidate],
+    device: Device,
+    seed: int,
+    quick: bool,
 ) -> Iterator[Trial]:
+    label = "cases"
     try:
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
-        cases = [(dtype, case) for dtype in _DTYPES for case in op.cases(dtype, seed)]
+        for plan in planned_cases(op, seed, quick=quick):
+            label = plan.label
+            case = plan.build()
+            request = _request("kernel", name, plan.dtype, device, case.dims)
+            for candidate in candidates:
+                check = partial(_check_candidate, candidate, op, case, device.torch_device)
+                yield Trial(candidate, request, label, candidate.judge(request), check)
     except FOREIGN_ERRORS as error:
         fault = Fault.raised("import", f"op {name!r}", error)
         request = Request("kernel", name, device.platform, device.capability)
         reference = registry.candidates("kernel", name)[0]
-        yield Trial(reference, request, "cases", Verdict.accept(), lambda: [fault])
-        return
-    for dtype, case in cases:
-        request = _request("kernel", name, dtype, device, case.dims)
-        for candidate in candidates:
-            check = partial(_check_candidate, candidate, op, case, device.torch_device)
-            yield Trial(candidate, request, case.label, candidate.judge(request), check)
+        yield Trial(reference, request, label, Verdict.accept(), lambda: [fault])
 
 
 def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:

@@ -1,0 +1,39 @@
+"""Values that are not ordinary numbers, put among those of an argument."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+__all__ = ["SPECIALS", "Special", "with_special"]
+
+Special = Literal["infinities", "NaN", "subnormals", "negative zeros"]
+SPECIALS: tuple[Special, ...] = get_args(Special)
+
+
+def with_special(tensor: torch.Tensor, special: Special) -> torch.Tensor:
+    """Return a copy of a float tensor with special values in some of its rows.
+
+    Infinities of both signs stand at the end of the first row and at the beginning of the last
+    one; a NaN in the middle of the middle row; the last row consists of subnormal numbers; every
+    third element is a negative zero.
+
+    Args:
+        tensor: ``[..., H]`` of at least one element.
+    """
+    rows = tensor.clone(memory_format=torch.contiguous_format)
+    flat = rows.view(-1, rows.shape[-1]) if rows.ndim else rows.view(1, 1)
+    match special:
+        case "infinities":
+            flat[0, -1] = torch.inf
+            flat[-1, 0] = -torch.inf
+        case "NaN":
+            flat[flat.shape[0] // 2, flat.shape[1] // 2] = torch.nan
+        case "subnormals":
+            facts = torch.finfo(rows.dtype)
+            steps = torch.arange(1, flat.shape[1] + 1, device=rows.device) % 7 - 3
+            flat[-1] = (steps * (facts.smallest_normal * facts.eps)).to(rows.dtype)
+        case "negative zeros":
+            rows.view(-1)[::3] = -0.0
+    return rows
