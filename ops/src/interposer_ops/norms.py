@@ -21,6 +21,7 @@ __all__ = ["fused_add_rms_norm", "rms_norm"]
     constants=("weight",),
     tolerance=Tolerance(roundings=3),
     sample=rms_norm_sample,
+    batched=("x",),
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each row of ``x`` to unit root mean square, then by ``weight``.
@@ -42,6 +43,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     constants=("weight",),
     tolerance=Tolerance(roundings=4),
     sample=fused_add_rms_norm_sample,
+    batched=("x", "residual"),
 )
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

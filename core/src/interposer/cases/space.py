@@ -43,6 +43,7 @@ class CaseSpace:
         strided: Mapping[str, Strides] | None = None,
         special: Mapping[str, Sequence[Special]] | None = None,
         crossed: Mapping[str, Sequence[str]] | None = None,
+        alone: Mapping[str, Sequence[str]] | None = None,
         valid: Callable[[Point, torch.dtype], bool] | None = None,
     ) -> None:
         """Describe the space.
@@ -53,9 +54,11 @@ class CaseSpace:
             special: special values that the op defines results for, by argument.
             crossed: by axis, the labels at which layouts and specials are tried; all of an axis
                 that is not named. Cases there must not be empty.
+            alone: by axis, the labels that are tried only with the first label of every other
+                axis: what is empty differs in nothing else.
             valid: says which points exist for a dtype; all without it.
 
-        Raises: RecordError: ``crossed`` names an axis or a label that is not there.
+        Raises: RecordError: ``crossed`` or ``alone`` names an axis or a label that is not there.
         """
         self.axes = axes
         self.dtypes = tuple(dtypes)
@@ -64,11 +67,12 @@ class CaseSpace:
         self._special = {name: tuple(values) for name, values in (special or {}).items()}
         self._crossed = {name: tuple(labels) for name, labels in (crossed or {}).items()}
         self._valid = valid
+        self._alone = {name: tuple(labels) for name, labels in (alone or {}).items()}
         known = {axis.name: axis.values for axis in axes}
-        for name, labels in self._crossed.items():
+        for name, labels in (*self._crossed.items(), *self._alone.items()):
             unknown = [label for label in labels if label not in known.get(name, ())]
             if name not in known or unknown:
-                raise RecordError(f"crossed names {unknown} of the axis {name!r}, not in the space")
+                raise RecordError(f"no axis {name!r} with the labels {unknown}, which were named")
 
     def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[Case]:
         """Yield the case of every point."""
@@ -123,7 +127,19 @@ class CaseSpace:
         for combination in product(*labels):
             named = {axis.name: label for axis, label in zip(self.axes, combination, strict=True)}
             values: dict[str, Any] = {a.name: a.values[named[a.name]] for a in self.axes}
-            yield Point(named, values)
+            point = Point(named, values)
+            if not self._is_redundant(point):
+                yield point
+
+    def _is_redundant(self, point: Point) -> bool:
+        """Say whether a label that is tried alone stands beside another than first labels."""
+        lonely = [n for n, labels in self._alone.items() if point.labels[n] in labels]
+        return any(
+            point.labels[axis.name] != next(iter(axis.values))
+            for name in lonely
+            for axis in self.axes
+            if axis.name != name
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from interposer import Case
+from interposer.cases import Axis, CaseSpace, Point, normal, peak
 from interposer.op import Dims
-from interposer_ops.cases.magnitude import peak
 from interposer_ops.cases.numbers import normal_numbers
 
 __all__ = [
@@ -26,36 +24,60 @@ _SHAPES = {
     "no rows": (0, 64),
     "three dimensions": (2, 3, 96),
     "wide": (2, 4096),
+    "width after a power of two": (3, 1025),
 }
+# The square of 1e-3 is a tenth of the larger eps; the squares of 5e3 are beyond float16.
+_SCALES = {"": 1.0, "zeros": 0.0, "smaller than eps": 1e-3, "large": 5e3}
+_EPS = {"": 1e-5, "small eps": 1e-6}
+_CROSSED = {"shape": ("many rows", "odd width", "three dimensions"), "scale": ("",)}
+_ALONE = {"shape": ("no rows",)}
 
 
-def rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield rows of several shapes and magnitudes: zero, below the root of eps, large."""
-    generator = torch.Generator().manual_seed(seed)
-    for label, x in _inputs(dtype, generator):
-        weight = _weight(x, generator)
-        arguments = {"x": x, "weight": weight, "eps": 1e-5}
-        yield _case(label, arguments, x, weight)
+def _rms_norm(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    x = normal(point["shape"], dtype, generator, point["scale"])
+    weight = _weight(x, generator)
+    return _case({"x": x, "weight": weight, "eps": point["eps"]}, x, weight)
 
 
-def fused_add_rms_norm_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield the inputs of ``rms_norm`` with a residual of the same magnitude, in both dtypes."""
-    generator = torch.Generator().manual_seed(seed)
-    for label, x in _inputs(dtype, generator):
-        noise = torch.randn(x.shape, generator=generator)
-        wide = noise * x.float().std() if x.numel() > 1 else noise
-        weight = _weight(x, generator)
-        for name, residual in {label: wide.to(dtype), f"{label}, float32 stream": wide}.items():
-            arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
-            yield _case(name, arguments, x.float() + residual.float(), weight)
-            if dtype == torch.float32:
-                break  # the two are one
+def _fused_add_rms_norm(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    x = normal(point["shape"], dtype, generator, point["scale"])
+    residual = normal(point["shape"], point["stream"] or dtype, generator, point["scale"])
+    weight = _weight(x, generator)
+    arguments = {"x": x, "residual": residual, "weight": weight, "eps": point["eps"]}
+    return _case(arguments, x.float() + residual.float(), weight)
+
+
+rms_norm_cases = CaseSpace(
+    _rms_norm,
+    Axis("shape", _SHAPES),
+    Axis("scale", _SCALES),
+    Axis("eps", _EPS),
+    strided={"x": "rows", "weight": "offset"},
+    special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
+    crossed=_CROSSED,
+    alone=_ALONE,
+)
+"""Rows of several shapes and magnitudes: zero, below the root of eps, large."""
+
+fused_add_rms_norm_cases = CaseSpace(
+    _fused_add_rms_norm,
+    Axis("shape", _SHAPES),
+    Axis("scale", _SCALES),
+    Axis("eps", _EPS),
+    Axis("stream", {"": None, "float32 stream": torch.float32}),
+    strided={"x": "rows", "residual": "rows", "weight": "offset"},
+    special={"x": ("infinities", "NaN", "negative zeros"), "residual": ("subnormals",)},
+    crossed=_CROSSED,
+    alone=_ALONE,
+    valid=lambda point, dtype: point["stream"] != dtype,
+)
+"""The rows of ``rms_norm`` with a residual of the same magnitude, in its dtype or in float32."""
 
 
 def rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of the hidden states."""
     x, weight, _ = _sampled(dtype, dims, num_tokens, seed)
-    return _case(f"{num_tokens} tokens", {"x": x, "weight": weight, "eps": 1e-5}, x, weight)
+    return _case({"x": x, "weight": weight, "eps": 1e-5}, x, weight, f"{num_tokens} tokens")
 
 
 def fused_add_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
@@ -64,7 +86,7 @@ def fused_add_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, s
     wide = torch.promote_types(dtype, torch.float32)
     residual = normal_numbers((num_tokens, x.shape[1]), wide, generator)
     arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
-    return _case(f"{num_tokens} tokens", arguments, x + residual, weight)
+    return _case(arguments, x + residual, weight, f"{num_tokens} tokens")
 
 
 def _sampled(
@@ -77,28 +99,15 @@ def _sampled(
     return normal_numbers((num_tokens, hidden_size), dtype, generator), weight, generator
 
 
-def _inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
-    def rows(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    for label, shape in _SHAPES.items():
-        yield label, rows(*shape).to(dtype)
-    yield "zeros", torch.zeros(3, 64, dtype=dtype)
-    # The square of 1e-3 is a tenth of eps.
-    yield "smaller than eps", (1e-3 * rows(3, 64)).to(dtype)
-    # The squares are beyond the range of float16.
-    yield "large", (5e3 * rows(3, 64)).to(dtype)
-    # Cut after the conversion, which would copy them into dense rows.
-    yield "strided rows", rows(4, 192).to(dtype)[:, 32:160]
-    yield "strided heads", rows(3, 6, 64).to(dtype)[:, :4]  # [T, N, H]
-
-
 def _weight(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (1 + 0.1 * torch.randn(x.shape[-1], generator=generator)).to(x.dtype)
 
 
 def _case(
-    label: str, arguments: dict[str, object], normalised: torch.Tensor, weight: torch.Tensor
+    arguments: dict[str, object],
+    normalised: torch.Tensor,
+    weight: torch.Tensor,
+    label: str = "",
 ) -> Case:
     """Return the case of the rows ``normalised``.
 
