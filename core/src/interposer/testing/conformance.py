@@ -76,13 +76,16 @@ def conformance(
 
     Args:
         distribution: name of the only distribution to try; empty tries all.
+        op: name of the only op to try; attention backends are left out then.
         seed: of the cases.
         quick: try only few cases of each op, among which every value of every axis occurs.
     """
-    for name in registry.ops:
+    for name in [op] if op else registry.ops:
         candidates = _eligible(registry.candidates("kernel", name), device, distribution)
         if candidates:
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
+    if op:
+        return
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         for label, spec in attention_specs():
