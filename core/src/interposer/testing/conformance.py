@@ -66,6 +66,7 @@ def conformance(
     device: Device,
     *,
     distribution: str = "",
+    op: str = "",
     seed: int = 0,
     quick: bool = False,
 ) -> Iterator[Trial]:
