@@ -85,3 +85,12 @@ def test_command_starts_without_torch(option: str) -> None:
     imported = set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE))
     assert "interposer" in imported
     assert imported.isdisjoint({"torch", "transformers"})
+
+
+def test_no_public_name_loads_the_compiler() -> None:
+    """Loading torch's takes a second, which resolving a model must not cost."""
+    program = "import sys, interposer\nfor name in interposer.__all__: getattr(interposer, name)\n"
+    done = run(
+        "-c", program + "print(sorted({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
+    )
+    assert done.stdout == "[]\n", done.stderr

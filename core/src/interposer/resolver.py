@@ -28,7 +28,6 @@ from interposer.errors import (
     described,
     nearest_first,
 )
-from interposer.fallback import Fallback
 from interposer.layer import PluggableLayer, Site, check_replacement
 from interposer.op import CustomOp
 from interposer.policy import pin_matches, policy_for
@@ -196,6 +195,9 @@ class Resolver:
         can_repeat = self.config.fallback and not (op.mutates or prepare)
         if can_repeat and policy_for(self.config, request).pin is None:
             replace = partial(self._replace, op, request)
+            # It imports the compiler, which takes a second, for those alone who ask for it.
+            from interposer.fallback import Fallback
+
             function = Fallback(function, choice.chosen, op.reference, replace)
         return BoundKernel(function, prepare, choice)
 
