@@ -22,6 +22,7 @@ import typer
 from interposer.commands.doctor import doctor
 from interposer.commands.explain import explain
 from interposer.commands.lock import lock
+from interposer.commands.ops import ops
 from interposer.commands.tune import tune
 from interposer.errors import FOREIGN_ERRORS, InterposerError, described
 
@@ -34,6 +35,7 @@ _OWN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
     "lock": lock,
+    "ops": ops,
     "tune": tune,
 }
 
