@@ -86,13 +86,16 @@ class CaseSpace:
         return [p for p in self._points if self._valid is None or self._valid(p, dtype)]
 
     def covering(self, dtype: torch.dtype) -> list[Point]:
-        """Return few points among which every label of every axis occurs."""
-        points, chosen = self.points(dtype), list[Point]()
-        missing = {pair for point in points for pair in point.coordinates()}
-        while missing:
-            best = max(points, key=lambda point: len(missing.intersection(point.coordinates())))
-            chosen.append(best)
-            missing.difference_update(best.coordinates())
+        """Return few points among which every label of every axis occurs.
+
+        They are a star: one ordinary point, then others that differ from it in as little as
+        possible, so that what one value of one axis brings out is not hidden by another.
+        """
+        chosen, covered = list[Point](), set[tuple[str, str]]()
+        for point in sorted(self.points(dtype), key=self._distance):
+            if not covered.issuperset(point.coordinates()):
+                chosen.append(point)
+                covered.update(point.coordinates())
         return chosen
 
     def build(self, point: Point, dtype: torch.dtype, seed: int) -> Case:
@@ -109,6 +112,16 @@ class CaseSpace:
         if point.layout != DENSE:
             tensors = laid_out(tensors, point.layout, self._strided)
         return replace(case, label=point.label, arguments=arguments | tensors)
+
+    def _distance(self, point: Point) -> int:
+        """Count the coordinates in which ``point`` is not an ordinary one."""
+        return sum(pair not in self._center for pair in point.coordinates())
+
+    @cached_property
+    def _center(self) -> set[tuple[str, str]]:
+        crossed = {name: labels[0] for name, labels in self._crossed.items() if labels}
+        own = {(axis.name, crossed.get(axis.name, next(iter(axis.values)))) for axis in self.axes}
+        return {*own, ("layout", DENSE), ("special", ORDINARY)}
 
     @cached_property
     def _points(self) -> list[Point]:

@@ -1,0 +1,10 @@
+"""Deliberately wrong kernels, each with the one thing that is wrong about it."""
+
+from __future__ import annotations
+
+from tests.wrong_kernels import arithmetic, memory, promises
+from tests.wrong_kernels.wrong import WRONG, Wrong
+
+__all__ = ["ALL", "Wrong", "arithmetic", "memory", "promises"]
+
+ALL: tuple[Wrong, ...] = tuple(WRONG)
