@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -212,6 +213,49 @@ def test_the_platform_asked_for_is_never_replaced(installed: Install) -> None:
         "  absent (acme in code): no such device\n"
         "Try: remove the pin; accepted here: 'host'"
     )
+
+
+class Simulator(Host):
+    name = "simulator"
+
+
+class Unasked(Host):
+    name = "unasked"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        raise AssertionError("it was probed, though nobody named it")
+
+
+def explicit(platform: type[Platform]) -> PlatformEntry:
+    return replace(entry(platform, 90.0), explicit=True)
+
+
+def test_an_explicit_platform_is_not_taken_nor_probed_unless_it_is_named(
+    installed: Install,
+) -> None:
+    installed(entry(Host, 0.0), explicit(Unasked))
+    found = place()
+    assert type(found.platform) is Host
+    assert found.choice.why == "the only one accepted"
+    assert [str(r) for r in found.choice.refusals] == [
+        "unasked (acme in code): is taken only where it is named: Config(platform='unasked')"
+    ]
+    with pytest.raises(PlatformUnavailableError, match="it was probed"):
+        place(Config(platform="unasked"))
+
+
+@pytest.mark.parametrize("name", ["simulator", "acme/simulator"])
+def test_an_explicit_platform_is_taken_where_it_is_named(name: str, installed: Install) -> None:
+    installed(entry(Host), explicit(Simulator))
+    assert type(place(Config(platform=name)).platform) is Simulator
+    assert type(place(Config(platform="host")).platform) is Host
+
+
+def test_an_explicit_platform_is_no_way_out(installed: Install) -> None:
+    installed(entry(Absent), explicit(Simulator))
+    with pytest.raises(PlatformUnavailableError, match="simulator .*only where it is named"):
+        place()
 
 
 def test_an_unknown_platform_lists_the_known(installed: Install) -> None:

@@ -1,39 +1,174 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer import CustomOp
+from interposer.cases import planned_cases
+from interposer.testing import check_kernel
+from interposer_ops.activations import (
+    fatrelu_and_mul,
+    gelu,
+    gelu_and_mul,
+    mul_and_silu,
+    quick_gelu,
+    relu2,
+    relu2_and_mul,
+    silu_and_mul,
+    swiglu_clamped_and_mul,
+    swiglu_oai_and_mul,
+)
+
+SHAPES = [(1, 2), (4, 14), (2, 3, 8), (0, 8)]
 
 
-def silu(g: float) -> float:
-    return g / (1 + math.exp(-g))
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
-def gelu(g: float) -> float:
+def by_silu(g: float) -> float:
+    return g * sigmoid(g)
+
+
+def by_gelu(g: float) -> float:
     return g * (1 + math.erf(g / math.sqrt(2))) / 2
 
 
-def gelu_tanh(g: float) -> float:
+def by_gelu_tanh(g: float) -> float:
     return g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) / 2
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (4, 14), (2, 3, 8), (0, 8)])
+def by_quick_gelu(g: float) -> float:
+    return g * sigmoid(1.702 * g)
+
+
+def by_relu2(g: float) -> float:
+    return g * g if g > 0 else 0.0
+
+
+def by_fatrelu(g: float) -> float:
+    return g if g > 0.25 else 0.0
+
+
+def numbers(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def each(activation: Callable[..., float], *tensors: torch.Tensor) -> torch.Tensor:
+    """Return a function of numbers, element by element."""
+    rows = zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True)
+    found = torch.tensor([activation(*row) for row in rows], dtype=torch.float64)
+    return found.view(tensors[0].shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_are_their_formulas(shape: tuple[int, ...]) -> None:
+    x = numbers(shape)
+    torch.testing.assert_close(gelu(x, "none"), each(by_gelu, x))
+    torch.testing.assert_close(gelu(x, "tanh"), each(by_gelu_tanh, x))
+    torch.testing.assert_close(quick_gelu(x), each(by_quick_gelu, x))
+    torch.testing.assert_close(relu2(x), each(by_relu2, x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_first_half_gates_the_second(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    x = numbers(shape)
     half = shape[-1] // 2
     gate, up = x[..., :half], x[..., half:]
     for result, activation in (
-        (silu_and_mul(x), silu),
-        (gelu_and_mul(x, "none"), gelu),
-        (gelu_and_mul(x, "tanh"), gelu_tanh),
+        (silu_and_mul(x), by_silu),
+        (gelu_and_mul(x, "none"), by_gelu),
+        (gelu_and_mul(x, "tanh"), by_gelu_tanh),
+        (relu2_and_mul(x), by_relu2),
+        (fatrelu_and_mul(x, 0.25), by_fatrelu),
     ):
-        expected = torch.tensor([activation(g) for g in gate.flatten().tolist()])
-        expected = expected.double().view(gate.shape) * up
-        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result, each(activation, gate) * up, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_second_half_gates_the_first(shape: tuple[int, ...]) -> None:
+    x = numbers(shape)
+    up, gate = x[..., : shape[-1] // 2], x[..., shape[-1] // 2 :]
+    torch.testing.assert_close(mul_and_silu(x), each(by_silu, gate) * up)
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(-50, 50), st.floats(-50, 50)),
+        min_size=1,
+        max_size=8,
+    ),
+    alpha=st.floats(0.5, 2),
+    limit=st.floats(0.125, 20),
+)
+def test_swiglu_of_gpt_oss_interleaves_shifts_and_clamps(
+    rows: list[tuple[float, float]], alpha: float, limit: float
+) -> None:
+    def by_hand(gate: float, up: float) -> float:
+        gate, up = min(gate, limit), max(-limit, min(up, limit))
+        return (up + 1) * gate * sigmoid(alpha * gate)
+
+    gate, up = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    x = torch.tensor(rows, dtype=torch.float64).flatten()
+    torch.testing.assert_close(swiglu_oai_and_mul(x, alpha, limit), each(by_hand, gate, up))
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=1, max_size=8),
+    limit=st.floats(0.125, 20),
+)
+def test_swiglu_with_a_limit_clamps_before_it_gates(
+    rows: list[tuple[float, float]], limit: float
+) -> None:
+    def by_hand(gate: float, up: float) -> float:
+        return by_silu(min(gate, limit)) * max(-limit, min(up, limit))
+
+    gate, up = torch.tensor(rows, dtype=torch.float64).unbind(-1)
+    found = swiglu_clamped_and_mul(torch.cat((gate, up)), limit)
+    torch.testing.assert_close(found, each(by_hand, gate, up))
+
+
+def test_a_limit_that_nothing_reaches_leaves_silu() -> None:
+    x = numbers((5, 16))
+    assert torch.equal(swiglu_clamped_and_mul(x, 100.0), silu_and_mul(x))
+
+
+def test_swiglu_of_gpt_oss_is_that_of_its_model() -> None:
+    module = pytest.importorskip(
+        "transformers.models.gpt_oss.modeling_gpt_oss", reason="needs transformers"
+    )
+
+    class Options:
+        alpha, limit = 1.702, 7.0
+
+    x = 3 * numbers((4, 32))
+    expected = module.GptOssExperts._apply_gate(Options(), x)
+    torch.testing.assert_close(swiglu_oai_and_mul(x, 1.702, 7.0), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("quick_gelu", quick_gelu),
+        ("relu2", relu2),
+        ("gelu", lambda x: gelu(x, "none")),
+        ("gelu_pytorch_tanh", lambda x: gelu(x, "tanh")),
+        ("gelu_new", lambda x: gelu(x, "tanh")),
+    ],
+)
+def test_activations_are_those_that_configs_name(
+    name: str, activation: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    module = pytest.importorskip("transformers.activations", reason="needs transformers")
+    x = numbers((3, 40))
+    torch.testing.assert_close(activation(x), module.ACT2FN[name](x))
 
 
 def test_far_gates_neither_overflow_nor_pass() -> None:
@@ -42,8 +177,108 @@ def test_far_gates_neither_overflow_nor_pass() -> None:
     assert gelu_and_mul(x, "none").tolist() == [[0.0, 3e4]]
 
 
+def test_the_threshold_itself_does_not_pass() -> None:
+    x = torch.tensor([[0.5, 0.5000001, 0.0, -1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert fatrelu_and_mul(x, 0.5).tolist() == [[0.0, x[0, 1].item(), 0.0, 0.0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_product_is_rounded_once(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(1))).to(dtype)
-    assert torch.equal(silu_and_mul(x), silu_and_mul(x.float()).to(dtype))
-    assert torch.equal(gelu_and_mul(x, "tanh"), gelu_and_mul(x.float(), "tanh").to(dtype))
+    for op, options in (
+        (silu_and_mul, ()),
+        (gelu_and_mul, ("tanh",)),
+        (mul_and_silu, ()),
+        (relu2_and_mul, ()),
+        (fatrelu_and_mul, (0.5,)),
+        (swiglu_oai_and_mul, (1.702, 7.0)),
+        (swiglu_clamped_and_mul, (2.0,)),
+        (gelu, ("none",)),
+        (quick_gelu, ()),
+        (relu2, ()),
+    ):
+        activation: Callable[..., torch.Tensor] = op
+        assert torch.equal(activation(x, *options), activation(x.float(), *options).to(dtype))
+
+
+def exchanged(x: torch.Tensor, *options: Any) -> torch.Tensor:
+    return silu_and_mul(x)
+
+
+def other_form(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    return gelu(x, "tanh" if approximate == "none" else "none")
+
+
+def gelu_for_quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return gelu(x, "none")
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x.square()
+
+
+def overflowing_silu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    raised = gate.exp()
+    return (gate * raised / (1 + raised) * up).to(x.dtype)
+
+
+def passing_threshold(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.where(gate >= threshold, gate, 0.0) * up
+
+
+def no_threshold(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    return fatrelu_and_mul(x, 0.0)
+
+
+def halves(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return swiglu_oai_and_mul(torch.stack((gate, up), dim=-1).flatten(-2), alpha, limit)
+
+
+def clamped_below(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    pairs = x.unflatten(-1, (-1, 2))
+    gate, up = pairs[..., :1].clamp(-limit, limit), pairs[..., 1:]
+    return swiglu_oai_and_mul(torch.cat((gate, up), dim=-1).flatten(-2), alpha, limit)
+
+
+def silu_for_alpha(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    return swiglu_oai_and_mul(x, 1.0, limit)
+
+
+def clamped_after(x: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    activated = torch.nn.functional.silu(gate).clamp(max=limit)
+    return (activated * up.clamp(-limit, limit)).to(x.dtype)
+
+
+def clamped_one_sided(x: torch.Tensor, limit: float) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    activated = torch.nn.functional.silu(gate.clamp(max=limit))
+    return (activated * up.clamp(max=limit)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [
+        (gelu, other_form),
+        (quick_gelu, gelu_for_quick_gelu),
+        (relu2, square),
+        (silu_and_mul, overflowing_silu),
+        (mul_and_silu, exchanged),
+        (relu2_and_mul, exchanged),
+        (fatrelu_and_mul, passing_threshold),
+        (fatrelu_and_mul, no_threshold),
+        (swiglu_oai_and_mul, halves),
+        (swiglu_oai_and_mul, clamped_below),
+        (swiglu_oai_and_mul, silu_for_alpha),
+        (swiglu_clamped_and_mul, exchanged),
+        (swiglu_clamped_and_mul, clamped_after),
+        (swiglu_clamped_and_mul, clamped_one_sided),
+    ],
+)
+def test_the_cases_show_a_wrong_activation(
+    op: CustomOp[..., Any], wrong: Callable[..., torch.Tensor]
+) -> None:
+    assert any(check_kernel(op, wrong, planned.build()) for planned in planned_cases(op, 0))

@@ -4,7 +4,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.kv_cache import (
+    copy_pages,
+    gather_cache,
+    reshape_and_cache,
+    slots_of_positions,
+)
 
 Shape = tuple[int, int, int, int]
 
@@ -87,3 +92,67 @@ def test_a_cache_need_not_be_contiguous() -> None:
     assert torch.equal(cache[2, 0, 3], key[0])
     assert torch.equal(cache[0, 1, 0], value[1])
     assert int(cache.count_nonzero()) == 20
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[Shape, list[tuple[int, int]], int]:
+    """Return the shape of a cache, (first position, tokens) of sequences, and rows to spare."""
+    page_size, kv_heads, head_size = (draw(st.integers(1, 5)) for _ in range(3))
+    sequences = draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4)
+    )
+    num_pages = sum(-(-(start + length) // page_size) for start, length in sequences) + 1
+    return (num_pages, page_size, kv_heads, head_size), sequences, draw(st.integers(0, 3))
+
+
+def tables(shape: Shape, totals: list[int], seed: int) -> list[torch.Tensor]:
+    """Return shuffled pages for sequences of ``totals`` tokens."""
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
+    return list(order.split([-(-n // shape[1]) for n in totals] + [1]))[:-1]
+
+
+@given(chunks(), st.integers(0, 100))
+def test_what_was_written_is_gathered(
+    drawn: tuple[Shape, list[tuple[int, int]], int], seed: int
+) -> None:
+    shape, sequences, spare = drawn
+    pages = tables(shape, [start + length for start, length in sequences], seed)
+    table = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+    cache, unused = empty(shape)
+    expected = []
+    for row, (start, length) in enumerate(sequences):
+        key, _ = step(shape, start + length, seed + row)
+        positions = torch.arange(start + length)
+        where = torch.full_like(positions, row)
+        if len(positions):
+            slots = slots_of_positions(table, where, positions, shape[1])
+            reshape_and_cache(key, key, cache, unused, slots)
+        expected.append(key[start:])
+    expected.append(torch.zeros(spare, *shape[2:]))
+    starts, lengths = (torch.tensor(column) for column in zip(*sequences, strict=True))
+    found = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
+    assert torch.equal(found, torch.cat(expected))
+
+
+def test_slots_of_narrow_tables_are_wide() -> None:
+    table = torch.tensor([[1, 300_000_000]], dtype=torch.int32)
+    slots = slots_of_positions(table, torch.tensor([0, 0]), torch.tensor([3, 17]), 16)
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [19, 4_800_000_001]
+
+
+@given(writes())
+def test_copies_of_pages_are_copies_and_nothing_else_changes(
+    write: tuple[Shape, list[int], int],
+) -> None:
+    shape, _, seed = write
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, *shape, generator=generator).unbind()
+    before = keys.clone(), values.clone()
+    pages = torch.randperm(shape[0], generator=generator)
+    targets = pages[1:3]
+    copy_pages(keys, values, pages[:1].repeat(len(targets)), targets)
+    for page in range(shape[0]):
+        source = int(pages[0]) if page in targets.tolist() else page
+        assert torch.equal(keys[page], before[0][source])
+        assert torch.equal(values[page], before[1][source])

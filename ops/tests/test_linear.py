@@ -2,8 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from interposer_ops.linear import embedding, linear
+from interposer_ops.linear import (
+    batched_linear,
+    embedding,
+    grouped_linear,
+    linear,
+    vocab_parallel_embedding,
+)
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -36,3 +44,51 @@ def test_embedding_returns_rows() -> None:
     token_ids = torch.tensor([5, 0, 0, 2])
     assert embedding(token_ids, weight).tolist() == [weight[i].tolist() for i in token_ids]
     assert embedding(token_ids[:0], weight).shape == (0, 3)
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 100),
+)
+def test_rows_meet_the_weight_of_their_group(counts: list[int], spare: int, seed: int) -> None:
+    x = numbers(sum(counts) + spare, 3, seed=seed)
+    weight = numbers(len(counts), 4, 3, seed=seed + 1)
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    parts = [
+        part @ matrix.T for part, matrix in zip(x.split([*counts, spare]), weight, strict=False)
+    ]
+    expected = torch.cat((*parts, torch.zeros(spare, 4, dtype=x.dtype)))
+    torch.testing.assert_close(grouped_linear(x, weight, starts), expected)
+
+
+def test_a_row_that_is_no_number_stays_in_its_group() -> None:
+    x = numbers(3, 2)
+    x[1] = torch.nan
+    found = grouped_linear(x, numbers(2, 4, 2), torch.tensor([0, 2, 3]))
+    assert found.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_every_head_has_its_matrix() -> None:
+    x, weight = numbers(4, 3, 5), numbers(3, 5, 2, seed=1)
+    found = batched_linear(x.transpose(0, 1), weight)
+    torch.testing.assert_close(found, torch.einsum("tni,nio->nto", x, weight))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_weights_accumulate_in_float32(dtype: torch.dtype) -> None:
+    ones = torch.ones(1, 4096, dtype=dtype)
+    assert batched_linear(ones[None], ones.T[None]).item() == 4096.0
+    assert grouped_linear(ones, ones[None], torch.tensor([0, 1])).item() == 4096.0
+
+
+@given(st.lists(st.integers(0, 11), max_size=9), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_parts_of_a_table_add_up_to_it(token_ids: list[int], parts: int) -> None:
+    weight, ids = numbers(12, 3), torch.tensor(token_ids, dtype=torch.int64)
+    size = 12 // parts
+    found = [
+        vocab_parallel_embedding(ids, weight[first : first + size], first)
+        for first in range(0, 12, size)
+    ]
+    assert torch.equal(torch.stack(found).sum(0), embedding(ids, weight))

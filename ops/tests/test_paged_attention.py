@@ -22,7 +22,7 @@ class Batch:
     """Sequences over a paged cache, and how they are attended to.
 
     ``sequences`` holds (tokens in the cache, tokens of the query); ``keys`` and ``values`` hold
-    ``[L, K, D]`` of each sequence, ``queries`` ``[Q, N, D]``.
+    ``[L, K, D]`` of each sequence, ``queries`` ``[Q, N, D]``, ``prefixes`` a number of tokens.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -30,6 +30,7 @@ class Batch:
     queries: tuple[torch.Tensor, ...]
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    prefixes: tuple[int, ...] | None
     options: dict[str, Any]
 
     def attend(self, page_seed: int = 0) -> list[torch.Tensor]:
@@ -55,6 +56,7 @@ class Batch:
             torch.tensor([0, *lengths]).cumsum(0),
             torch.tensor([length for length, _ in self.sequences]),
             max(lengths),
+            prefix_lens=None if self.prefixes is None else torch.tensor(self.prefixes),
             **self.options,
         )
         return list(result.split(lengths))
@@ -71,7 +73,15 @@ class Batch:
             queries=some(self.queries),
             keys=some(self.keys),
             values=some(self.values),
+            prefixes=None if self.prefixes is None else some(self.prefixes),
         )
+
+    def sees(self, sequence: int, position: int, other: int) -> bool:
+        """Say whether the token at ``position`` sees the one at ``other``."""
+        prefix = 0 if self.prefixes is None else self.prefixes[sequence]
+        window = self.options["window_tokens"]
+        later = not self.options["causal"] or (other < prefix and position < prefix)
+        return (later or other <= position) and (window is None or position - other < window)
 
 
 @st.composite
@@ -91,38 +101,64 @@ def batches(draw: st.DrawFn, /, **fixed: Any) -> Batch:
         "causal": draw(st.booleans()),
         "window_tokens": draw(st.one_of(st.none(), st.integers(1, 13))),
         "softcap": draw(st.sampled_from([None, 0.7, 5.0])),
+        "sinks": numbers(1, kv_heads * group)[0, :, 0] if draw(st.booleans()) else None,
+        "alibi_slopes": numbers(1, kv_heads * group)[0, :, 0].abs()
+        if draw(st.booleans())
+        else None,
+        "key_scale": draw(
+            st.sampled_from([None, numbers(1, 1)[0, :, 0], numbers(1, kv_heads)[0, :, 0]])
+        ),
+        "value_scale": draw(
+            st.sampled_from([None, numbers(1, 1)[0, :, 0], numbers(1, kv_heads)[0, :, 0]])
+        ),
     }
+    prefixes = tuple(draw(st.integers(0, 14)) for _ in sequences) if draw(st.booleans()) else None
     return Batch(
         sequences,
         draw(st.integers(1, 5)),
         tuple(numbers(tokens, kv_heads * group) for _, tokens in sequences),
         tuple(numbers(length, kv_heads) for length, _ in sequences),
         tuple(numbers(length, kv_heads) for length, _ in sequences),
+        fixed.pop("prefixes", prefixes),
         {**options, **fixed},
+    )
+
+
+def scaled(batch: Batch, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as they are after multiplication by their scales."""
+    keys, values = batch.keys[sequence], batch.values[sequence]
+    key_scale, value_scale = batch.options["key_scale"], batch.options["value_scale"]
+    return (
+        keys if key_scale is None else keys * key_scale.view(1, -1, 1),
+        values if value_scale is None else values * value_scale.view(1, -1, 1),
     )
 
 
 def attend_one_by_one(batch: Batch, sequence: int) -> torch.Tensor:
     """Return the output of one sequence from its definition, in loops."""
-    query, keys, values = (column[sequence] for column in (batch.queries, batch.keys, batch.values))
+    query = batch.queries[sequence]
+    keys, values = scaled(batch, sequence)
     length, tokens = batch.sequences[sequence]
     group = query.shape[1] // keys.shape[1]
+    cap, slopes, sinks = (batch.options[name] for name in ("softcap", "alibi_slopes", "sinks"))
     out = torch.empty_like(query)
     for row in range(tokens):
         position = length - tokens + row
         for head in range(query.shape[1]):
-            weights, total = [], torch.zeros(query.shape[2], dtype=torch.float64)
+            mixed = torch.zeros(query.shape[2], dtype=torch.float64)
+            total = 0.0 if sinks is None else math.exp(sinks[head])
             for other in range(length):
+                if not batch.sees(sequence, position, other):
+                    continue
                 score = float(query[row, head] @ keys[other, head // group])
                 score *= batch.options["scale"]
-                cap, window = batch.options["softcap"], batch.options["window_tokens"]
                 if cap is not None:
                     score = cap * math.tanh(score / cap)
-                hidden = batch.options["causal"] and other > position
-                hidden |= window is not None and position - other >= window
-                weights.append(0.0 if hidden else math.exp(score))
-                total += weights[-1] * values[other, head // group]
-            out[row, head] = total / sum(weights)
+                if slopes is not None:
+                    score -= float(slopes[head]) * abs(other - position)
+                total += math.exp(score)
+                mixed += math.exp(score) * values[other, head // group]
+            out[row, head] = mixed / total
     return out
 
 
@@ -134,16 +170,19 @@ def test_attention_is_what_its_definition_says(batch: Batch) -> None:
 
 
 @few
-@given(batches(softcap=None))
+@given(batches(softcap=None, sinks=None))
 def test_attention_is_that_of_torch(batch: Batch) -> None:
-    columns = zip(batch.sequences, batch.queries, batch.keys, batch.values, strict=True)
-    for ((length, tokens), query, key, value), output in zip(columns, batch.attend(), strict=True):
+    slopes = batch.options["alibi_slopes"]
+    for sequence, output in enumerate(batch.attend()):
+        query, (key, value) = batch.queries[sequence], scaled(batch, sequence)
+        length, tokens = batch.sequences[sequence]
+        positions = range(length - tokens, length)
+        sees = [[batch.sees(sequence, at, other) for other in range(length)] for at in positions]
         distance = torch.arange(length - tokens, length)[:, None] - torch.arange(length)
-        mask = torch.ones_like(distance, dtype=torch.bool)
-        if batch.options["causal"]:
-            mask &= distance >= 0
-        if batch.options["window_tokens"] is not None:
-            mask &= distance < batch.options["window_tokens"]
+        mask = torch.zeros(query.shape[1], tokens, length, dtype=torch.float64)
+        if slopes is not None:
+            mask -= slopes[:, None, None] * distance.abs()
+        mask.masked_fill_(~torch.tensor(sees), -torch.inf)
         expected = functional.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key.transpose(0, 1)[None],
@@ -156,7 +195,7 @@ def test_attention_is_that_of_torch(batch: Batch) -> None:
 
 
 @few
-@given(batches(causal=True), st.data())
+@given(batches(causal=True, prefixes=None), st.data())
 def test_chunks_give_what_the_whole_gives(batch: Batch, data: st.DataObject) -> None:
     """A query cut in two: the first part sees the cache as it was before the second."""
     for sequence, whole in enumerate(batch.attend()):
@@ -194,7 +233,7 @@ def test_company_does_not_matter(batch: Batch, data: st.DataObject) -> None:
 
 
 @few
-@given(batches())
+@given(batches(sinks=None, value_scale=None))
 def test_of_a_single_token_the_value_remains(batch: Batch) -> None:
     alone = replace(
         batch.part(0),
@@ -227,3 +266,43 @@ def test_scores_stay_in_float32(dtype: torch.dtype) -> None:
     assert result.dtype == dtype
     second = 1 / (1 + math.exp(-0.25))
     assert result.flatten().tolist() == pytest.approx([second, 1 - second], rel=5e-3)
+
+
+@few
+@given(batches(softcap=None, alibi_slopes=None))
+def test_a_sink_is_a_key_that_has_no_value(batch: Batch) -> None:
+    """With a sink of -inf nothing changes; a large one leaves nothing."""
+    heads = batch.queries[0].shape[1]
+    sinks = {
+        name: torch.full((heads,), score, dtype=torch.float64)
+        for name, score in (("none", -torch.inf), ("all", 1e4))
+    }
+    without = replace(batch, options={**batch.options, "sinks": None}).attend()
+    neutral, drained = (
+        replace(batch, options={**batch.options, "sinks": sink}).attend() for sink in sinks.values()
+    )
+    for one, same, nothing in zip(without, neutral, drained, strict=True):
+        torch.testing.assert_close(one, same)
+        assert not nothing.any()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cache_of_8_bits_is_read_by_its_scales(cache_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 4, 2, 8, generator=generator).mul(50).to(cache_dtype)
+    scales = torch.tensor([0.02, 0.03]), torch.tensor([0.01])
+    rest = {
+        "page_table": torch.tensor([[1, 0]]),
+        "query_starts": torch.tensor([0, 3]),
+        "seq_lens": torch.tensor([7]),
+        "max_query_tokens": 3,
+        "scale": 0.5,
+        "causal": True,
+        "window_tokens": None,
+        "softcap": None,
+    }
+    query = torch.randn(3, 4, 8, generator=generator)
+    found = paged_attention(query, keys, values, **rest, key_scale=scales[0], value_scale=scales[1])
+    read = keys.float() * scales[0][:, None], values.float() * scales[1]
+    torch.testing.assert_close(found, paged_attention(query, *read, **rest))
+    assert (found - paged_attention(query, *read, **{**rest, "scale": 0.25})).abs().max() > 1e-2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.gpt_neox.modeling_gpt_neox import (
     apply_rotary_pos_emb as apply_partial_rotary_pos_emb,
@@ -130,3 +131,48 @@ def test_a_missing_parameter_is_named(scaling: dict[str, Any], missing: str) -> 
 def test_the_size_must_be_positive_and_even(size: int) -> None:
     with pytest.raises(ConfigError, match=str(size)):
         rotary_frequencies(size, 10000.0)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.01 * i for i in range(HEAD_SIZE // 2)],
+    "long_factor": [1.0 + 0.5 * i for i in range(HEAD_SIZE // 2)],
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize("num_positions", [None, 1, 128, 129, 512])
+@pytest.mark.parametrize(
+    "options", [{"factor": 32.0}, {"factor": 0.5}, {"factor": 2.0, "attention_factor": 1.3}, {}]
+)
+def test_longrope_is_that_of_transformers(
+    num_positions: int | None, options: dict[str, float]
+) -> None:
+    config = LlamaConfig(
+        hidden_size=4 * HEAD_SIZE,
+        num_attention_heads=4,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={**LONGROPE, **options, "rope_theta": 10000.0},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=num_positions)
+    scaling = {**LONGROPE, **options, "max_position_embeddings": POSITIONS}
+    found, magnitude = rotary_frequencies(HEAD_SIZE, 10000.0, scaling, num_positions)
+    torch.testing.assert_close(found, expected)
+    assert magnitude == pytest.approx(factor)
+
+
+def test_a_table_takes_all_its_positions_from_one_set_of_factors() -> None:
+    scaling = {**LONGROPE, "factor": 4.0}
+    long, _ = rotary_frequencies(HEAD_SIZE, 10000.0, scaling, 129)
+    cos, _ = rotary_table(129, HEAD_SIZE, 10000.0, scaling)
+    magnitude = math.sqrt(1 + math.log(4) / math.log(128))
+    torch.testing.assert_close(cos[1], long.cos() * magnitude)
+    short, _ = rotary_table(128, HEAD_SIZE, 10000.0, scaling)
+    assert not torch.equal(short, cos[:128])
+
+
+@pytest.mark.parametrize("factors", [[1.0], None, "1.0", [0.0] * (HEAD_SIZE // 2)])
+def test_factors_must_be_as_many_positive_numbers_as_frequencies(factors: Any) -> None:
+    with pytest.raises(ConfigError, match="short_factor"):
+        rotary_frequencies(HEAD_SIZE, 10000.0, {**LONGROPE, "factor": 2.0, "short_factor": factors})

@@ -6,9 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_to_neighbours
 
-from interposer_ops.rope_scaling import rotary_table
-from interposer_ops.rotary import rotary_embedding
+from interposer_ops.rope_scaling import rotary_frequencies, rotary_table
+from interposer_ops.rotary import (
+    rotary_embedding,
+    rotary_embedding_interleaved,
+    rotary_tables,
+)
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -61,3 +66,51 @@ def test_results_are_contiguous_and_of_their_own_dtype(dtype: torch.dtype) -> No
     for result in rotary_embedding(fused[:, :4], fused[:, 4:6], cos, sin):
         assert result.dtype == dtype
         assert result.is_contiguous()
+
+
+def cut(whole: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return whole[:, :heads], whole[:, heads:]
+
+
+@pytest.mark.parametrize("rotary_size", [2, 6, 8])
+def test_neighbours_turn_as_in_gpt_j(rotary_size: int) -> None:
+    query, key = cut(numbers(5, 6, 8), 4)
+    angles = numbers(5, rotary_size // 2, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    found = rotary_embedding_interleaved(query, key, cos, sin)
+    for result, x in zip(found, (query, key), strict=True):
+        turned = apply_to_neighbours(x[None, ..., :rotary_size], sin[None], cos[None])
+        expected = torch.cat((turned[0], x[..., rotary_size:]), dim=-1)
+        torch.testing.assert_close(result, expected)
+
+
+def test_the_two_layouts_are_permutations_of_each_other() -> None:
+    query, key = cut(numbers(3, 3, 8), 2)
+    angles = numbers(3, 4, seed=2)
+    cos, sin = angles.cos(), angles.sin()
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # the halves, one element of each in turn
+    paired = rotary_embedding_interleaved(query[..., order], key[..., order], cos, sin)
+    halved = rotary_embedding(query, key, cos, sin)
+    for one, other in zip(paired, halved, strict=True):
+        torch.testing.assert_close(one, other[..., order])
+
+
+def test_tables_are_cosines_and_sines_of_large_angles() -> None:
+    """Angles that are float32 numbers leave nothing to be off by."""
+    positions = torch.tensor([0, 1, 4095, 131_071, 1_048_575])
+    frequencies = torch.tensor([1.0, 0.125, 2.0**-14])
+    cos, sin = rotary_tables(positions, frequencies, 1.5)
+    assert cos.dtype == sin.dtype == torch.float32
+    for row, position in enumerate(positions.tolist()):
+        for column, frequency in enumerate(frequencies.tolist()):
+            angle = position * frequency
+            assert float(cos[row, column]) == pytest.approx(1.5 * math.cos(angle), abs=3e-7)
+            assert float(sin[row, column]) == pytest.approx(1.5 * math.sin(angle), abs=3e-7)
+
+
+def test_tables_are_those_of_the_layer() -> None:
+    frequencies, magnitude = rotary_frequencies(16, 10000.0, {"rope_type": "linear", "factor": 2.0})
+    table = rotary_table(64, 16, 10000.0, {"rope_type": "linear", "factor": 2.0})
+    positions = torch.tensor([63, 0, 5])
+    found = rotary_tables(positions, frequencies, magnitude)
+    assert all(torch.equal(one, whole[positions]) for one, whole in zip(found, table, strict=True))

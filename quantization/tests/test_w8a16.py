@@ -14,8 +14,8 @@ from interposer import Config, Kernel, Resolver, Site, current_registry, hookimp
 from interposer.capability import Capability, Device
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.weight_only_linear import w8a16_linear
 from interposer_quantization.compressed_tensors import CompressedTensors
-from interposer_quantization.quantized_linear import w8a16_linear
 
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))
 
@@ -151,6 +151,7 @@ def test_request_states_the_sizes(group_size: int | None, num_groups: int) -> No
         "out_features": 48,
         "group_size": 64 // num_groups,
         "num_groups": num_groups,
+        "asymmetric": False,
     }
 
 

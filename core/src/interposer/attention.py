@@ -32,6 +32,7 @@ class AttentionSpec:
         latent: keys and values come from one latent vector (MLA).
         sparse: an indexer names the tokens that are attended to.
         prefix_lm: prompt tokens see each other in both directions.
+        alibi: a slope per head lowers the scores of distant tokens.
     """
 
     version: ClassVar[int] = 1
@@ -50,6 +51,7 @@ class AttentionSpec:
     latent: bool = False
     sparse: bool = False
     prefix_lm: bool = False
+    alibi: bool = False
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
@@ -60,6 +62,10 @@ class AttentionSpec:
             "page_size": self.page_size,
             "windowed": self.window_tokens is not None,
             "softcapped": self.softcap is not None,
+            "sinks": self.sinks,
+            "alibi": self.alibi,
+            "prefix_lm": self.prefix_lm,
+            "cache_dtype": str(self.cache_dtype).removeprefix("torch."),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +90,7 @@ class AttentionSpec:
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
         if self.cache_dtype != self.dtype:
             return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
-        for feature in ("sinks", "latent", "sparse", "prefix_lm"):
+        for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
                 return Verdict.refuse(f"does not do {feature}")
         return Verdict.accept()

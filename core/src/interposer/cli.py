@@ -24,6 +24,7 @@ from interposer.commands.explain import explain
 from interposer.commands.lock import lock
 from interposer.commands.ops import ops
 from interposer.commands.tune import tune
+from interposer.commands.verify import verify
 from interposer.errors import FOREIGN_ERRORS, InterposerError, described
 
 __all__ = ["main"]
@@ -37,6 +38,7 @@ _OWN: dict[str, Callable[..., None]] = {
     "lock": lock,
     "ops": ops,
     "tune": tune,
+    "verify": verify,
 }
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from interposer.capability import Device
-from interposer.choice import Choice
+from interposer.choice import Candidate, Choice
 from interposer.config import Config, effective_config
 from interposer.errors import (
     FOREIGN_ERRORS,
@@ -23,7 +23,7 @@ from interposer.records import PlatformEntry
 from interposer.registry import Registry, current_registry, per_registry
 from interposer.request import Request
 from interposer.selection import select
-from interposer.verdict import Refusal
+from interposer.verdict import Refusal, Verdict
 
 __all__ = ["Placement", "current_platform", "place"]
 
@@ -72,7 +72,7 @@ def _place(registry: Registry, policy: Policy) -> Placement:
         raise PlatformUnavailableError("platform", (*failures, *omitted), action)
     asked = f"platform {policy.pin!r}"
     try:
-        choice = select(_REQUEST, candidates, policy)
+        choice = select(_REQUEST, [_unless_explicit(c, policy) for c in candidates], policy)
     except UnknownNameError as error:
         if not failures:
             raise
@@ -90,6 +90,15 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     if policy.pin is None:
         _refuse_silent_fallback(registry, placement, failures)
     return placement
+
+
+def _unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
+    """Return ``candidate``, which refuses unprobed where it has to be named and is not."""
+    assert isinstance(candidate.record, PlatformEntry)
+    if not candidate.record.explicit or policy.pin in (candidate.name, candidate.qualified_name):
+        return candidate
+    reason = f"is taken only where it is named: Config(platform={candidate.name!r})"
+    return replace(candidate, judge=lambda _: Verdict.refuse(reason))
 
 
 def _opened(registry: Registry, choice: Choice) -> Placement:

@@ -35,6 +35,15 @@ class LinearMethod(ABC):
         freed here.
         """
 
+    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return the float64 weight ``[O, I]`` that the loaded parameters stand for.
+
+        It defines what the layer computes, so that the conformance suite can compare with it:
+        the product with it, plus the parameter ``bias``. None, unless overridden, leaves the
+        values unchecked. Called before ``finalize``.
+        """
+        return None
+
 
 class QuantizationScheme(ABC):
     """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""

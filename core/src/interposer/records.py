@@ -89,7 +89,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class LayerEntry:
-    """A class for a layer id: the standard one, or a replacement that subclasses it."""
+    """A class for a layer id: the standard one, or a replacement that subclasses it.
+
+    ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``, on whose cases
+    the conformance suite compares replacements with it.
+    """
 
     layer_id: str
     name: str
@@ -98,9 +102,10 @@ class LayerEntry:
     requires: Requires = field(default_factory=Requires)
     predicate: str = ""
     score: float = 10.0
+    cases: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, self.predicate)
+        _check(self, self.predicate, self.cases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +130,21 @@ class AttentionEntry:
 
 @dataclass(frozen=True, slots=True)
 class SchemeEntry:
-    """A ``QuantizationScheme`` class for one ``quant_method`` of checkpoints."""
+    """A ``QuantizationScheme`` class for one ``quant_method`` of checkpoints.
+
+    ``examples`` is the import string of a function without parameters that returns settings of
+    checkpoints by label, on which the conformance suite tries the scheme. They must quantize
+    ``model.layers.0.self_attn.q_proj``, a linear layer of 512 inputs.
+    """
 
     method: str
     name: str
     target: str
     score: float = 10.0
+    examples: str = ""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, self.examples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +152,15 @@ class PlatformEntry:
     """A ``Platform`` class; its ``probe`` says whether this machine has such a device.
 
     ``driver_files`` are absolute paths whose content changes when the driver does: verdicts and
-    measurements are kept per driver.
+    measurements are kept per driver. An ``explicit`` platform is taken only where it is named, and
+    not even probed before: nobody wants a simulator because nothing better accepts the machine.
     """
 
     name: str
     target: str
     score: float = 10.0
     driver_files: tuple[str, ...] = ()
+    explicit: bool = False
 
     def __post_init__(self) -> None:
         _check(self)

@@ -47,7 +47,7 @@ NAME_LIMIT = 100
 """How many characters a name may have."""
 
 _KINDS = get_args(Record)
-_TARGETS = ("target", "predicate", "prepare")
+_TARGETS = ("target", "predicate", "prepare", "cases", "examples")
 _TARGET_LIMIT = 300
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -165,6 +165,8 @@ def _check_field(label: str, value: object) -> str:
         case "driver_files":
             sound = type(value) is tuple and all(type(item) is str for item in value)
             return "" if sound else "driver_files that are no tuple of texts"
+        case "explicit":
+            return "" if type(value) is bool else "an explicit that is neither True nor False"
     if type(value) is not str:
         return f"a {label} that is {_kind(value)}, not a text"
     limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else NAME_LIMIT

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from interposer import Tolerance, custom_op
-from interposer_ops.cases.attention import paged_attention_cases, paged_attention_sample
+from interposer_ops.cases.paged_attention import paged_attention_cases, paged_attention_sample
+from interposer_ops.dense_attention import attend, cached, padded, unpadded
 
 __all__ = ["paged_attention"]
 
@@ -32,17 +33,24 @@ def paged_attention(
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each sequence's newest tokens to what the cache holds of that sequence.
 
-    out = softmax(cap(scale * q k^T) + mask) v with cap(s) = softcap * tanh(s / softcap), in
-    float32 or wider. Head n reads kv head n // G. The query of sequence b stands at positions
-    seq_lens[b] - query length .. seq_lens[b] - 1, its keys are already in the cache.
+    out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
+    bias = -slope * |distance|, in float32 or wider. Head n reads kv head n // G. The query of
+    sequence b stands at positions seq_lens[b] - query length .. seq_lens[b] - 1, its keys are
+    already in the cache. What an op promises of memory: tokens of ``query``, pages of the caches
+    and rows of ``page_table`` may lie apart.
 
     Args:
         query: ``[T, N, D]``, any float dtype.
-        key_cache: ``[P, S, K, D]``, dtype of ``query``.
-        value_cache: ``[P, S, K, D]``, dtype of ``query``.
+        key_cache: ``[P, S, K, D]``, dtype of ``query`` or a narrower one.
+        value_cache: ``[P, S, K, D]``, dtype of ``key_cache``.
         page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
         query_starts: ``[B + 1]`` int64, ascending, the last is T.
         seq_lens: ``[B]`` int64, each at least the query length.
@@ -51,44 +59,42 @@ def paged_attention(
         causal: a token sees itself and what is before it; False sees the whole sequence.
         window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
         softcap: bound of the scores; None leaves them.
+        sinks: ``[N]``, any float dtype: scores that join each head's softmax and have no value.
+        alibi_slopes: ``[N]`` float32, at least 0; what a token of distance costs a score.
+        prefix_lens: ``[B]`` int64: the first tokens of a sequence see each other in both
+            directions, so far as they are in the cache; the window holds for them too.
+        key_scale: ``[1]`` or ``[K]`` float32: what stored keys are multiplied by; None leaves them.
+        value_scale: ``[1]`` or ``[K]`` float32: the same of values.
     Returns: ``[T, N, D]``, dtype of ``query``.
-    Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging).
+    Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped, sinks, alibi,
+        prefix_lm, cache_dtype (the name of a torch dtype).
+    Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging);
+        arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_seqs = seq_lens.shape[0]
-    num_kv_heads = key_cache.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    device = query.device
+    keys = cached(key_cache, page_table, seq_lens, wide)  # [B, L, K, D]
+    values = cached(value_cache, page_table, seq_lens, wide)
+    if key_scale is not None:
+        keys = keys * key_scale.to(wide)[:, None]
+    if value_scale is not None:
+        values = values * value_scale.to(wide)[:, None]
 
-    # Every cached token of every sequence; slots beyond a sequence's length may hold anything.
-    keys = key_cache[page_table].flatten(1, 2).to(wide)  # [B, L, K, D]
-    values = value_cache[page_table].flatten(1, 2).to(wide)
-    key_positions = torch.arange(keys.shape[1], device=device)  # [L]
-    written = key_positions < seq_lens[:, None]  # [B, L]
-    values = torch.where(written[:, :, None, None], values, 0)
-
-    # Queries padded to one length, so that all shapes are static.
-    offsets = torch.arange(max_query_tokens, device=device)  # [Q]
-    query_lens = query_starts.diff()  # [B]
-    rows = (query_starts[:-1, None] + offsets).clamp(max=max(num_tokens - 1, 0))  # [B, Q]
-    queries = query[rows].to(wide).unflatten(2, (num_kv_heads, -1))  # [B, Q, K, G, D]
-    query_positions = (seq_lens - query_lens)[:, None] + offsets  # [B, Q]
-
-    scores = torch.einsum("bqkgd,blkd->bkgql", queries, keys) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    key_positions = torch.arange(keys.shape[1], device=query.device)  # [L]
+    offsets = torch.arange(max_query_tokens, device=query.device)  # [Q]
+    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
     distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
-    visible = written[:, None, :].expand_as(distance)
+    visible = (key_positions < seq_lens[:, None])[:, None].expand_as(distance)
     if causal:
-        visible = visible & (distance >= 0)
+        reached = distance >= 0
+        if prefix_lens is not None:
+            last = torch.maximum(query_positions[:, :, None], key_positions)
+            reached = reached | (last < prefix_lens[:, None, None])
+        visible = visible & reached
     if window_tokens is not None:
         visible = visible & (distance < window_tokens)
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    mixed = torch.einsum("bkgql,blkd->bqkgd", scores.softmax(-1), values)
-
-    sequence = torch.bucketize(
-        torch.arange(num_tokens, device=device), query_starts[1:], right=True
-    )
-    sequence = sequence.clamp(max=max(num_seqs - 1, 0))
-    offset = torch.arange(num_tokens, device=device) - query_starts[sequence]
-    return mixed[sequence, offset].reshape(num_tokens, num_heads, head_size).to(query.dtype)
+    bias = None
+    if alibi_slopes is not None:
+        bias = -alibi_slopes.to(wide)[:, None, None] * distance[:, None].abs()
+    queries = padded(query.to(wide), query_starts, max_query_tokens)
+    mixed, _ = attend(queries, keys, values, visible, scale, softcap, bias, sinks)
+    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)

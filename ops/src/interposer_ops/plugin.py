@@ -4,24 +4,99 @@ from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
 from interposer.records import AttentionEntry, LayerEntry, OpEntry, Record
+from interposer_ops.triton_records import triton_records
 
 INTERPOSER_API = ">=1.0,<2"
 
 _OPS = {
-    "norms": ("rms_norm", "fused_add_rms_norm"),
-    "activations": ("silu_and_mul", "gelu_and_mul"),
-    "rotary": ("rotary_embedding",),
-    "linear": ("linear", "embedding"),
-    "kv_cache": ("reshape_and_cache",),
+    "norms": (
+        "rms_norm",
+        "fused_add_rms_norm",
+        "gemma_rms_norm",
+        "fused_add_gemma_rms_norm",
+        "layer_norm",
+    ),
+    "head_norms": ("qk_norm", "l2_norm"),
+    "gated_norms": ("gated_rms_norm",),
+    "quantized_norms": ("rms_norm_quantize_fp8",),
+    "activations": (
+        "gelu",
+        "quick_gelu",
+        "relu2",
+        "silu_and_mul",
+        "gelu_and_mul",
+        "mul_and_silu",
+        "relu2_and_mul",
+        "fatrelu_and_mul",
+        "swiglu_oai_and_mul",
+        "swiglu_clamped_and_mul",
+    ),
+    "rotary": ("rotary_embedding", "rotary_embedding_interleaved", "rotary_tables"),
+    "rotary_sections": ("multimodal_rotary_embedding",),
+    "linear": (
+        "linear",
+        "grouped_linear",
+        "batched_linear",
+        "embedding",
+        "vocab_parallel_embedding",
+    ),
+    "lora": ("lora_shrink", "lora_expand"),
+    "fp8_linear": ("fp8_linear", "fp8_block_linear"),
+    "int8_linear": ("int8_linear",),
+    "weight_only_linear": ("w4a16_linear", "w8a16_linear"),
+    "block_scaled_linear": ("mxfp4_linear", "mxfp8_linear", "nvfp4_linear"),
+    "fp8_quantizers": (
+        "quantize_fp8_static",
+        "quantize_fp8_dynamic",
+        "quantize_fp8_per_token",
+        "quantize_fp8_blocks",
+    ),
+    "int8_quantizers": (
+        "quantize_int8_static",
+        "quantize_int8_per_token",
+        "quantize_int8_per_token_asymmetric",
+    ),
+    "mx_quantizers": ("quantize_mxfp8", "quantize_mxfp4", "dequantize_mxfp4"),
+    "nvfp4_quantizers": ("quantize_nvfp4", "dequantize_nvfp4"),
+    "scale_tiles": ("tile_scales",),
+    "kv_cache": ("reshape_and_cache", "gather_cache", "copy_pages", "slots_of_positions"),
+    "fp8_cache": ("reshape_and_cache_fp8", "gather_cache_fp8"),
+    "mla_cache": ("write_latent_cache",),
+    "token_selection": ("select_rows", "pad_rows", "unpad_rows"),
+    "softcap": ("logits_softcap",),
+    "hadamard": ("hadamard_transform",),
     "attention": ("paged_attention",),
+    "ragged_attention": ("ragged_attention", "ragged_attention_with_lse"),
+    "attention_states": ("merge_attention_states",),
+    "latent_attention": ("latent_attention_decode", "sparse_latent_attention"),
+    "sparse_attention": ("indexer_scores", "indexer_topk"),
     "sampling": ("apply_penalties", "sample_tokens"),
 }
 _PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
-# They copy, add, multiply and divide, which rounds the same way wherever an element stands. A sum
+# They copy, compare, add, multiply and divide, which rounds the same way wherever an element stands. A sum
 # over a row may be split differently for more rows, and an exponential computed differently at the
 # end of a chunk of memory.
 _BATCH_INVARIANT = frozenset(
-    {"rotary_embedding", "embedding", "reshape_and_cache", "apply_penalties"}
+    {
+        "rotary_embedding",
+        "rotary_embedding_interleaved",
+        "embedding",
+        "vocab_parallel_embedding",
+        "reshape_and_cache",
+        "reshape_and_cache_fp8",
+        "write_latent_cache",
+        "apply_penalties",
+        "quantize_fp8_per_token",
+        "quantize_fp8_blocks",
+        "quantize_int8_per_token",
+        "quantize_int8_per_token_asymmetric",
+        "quantize_mxfp8",
+        "quantize_mxfp4",
+        "quantize_nvfp4",
+        "relu2",
+        "relu2_and_mul",
+        "fatrelu_and_mul",
+    }
 )
 _LAYERS = {
     "rms_norm": "norm:RMSNorm",
@@ -34,6 +109,7 @@ _LAYERS = {
     "attention": "attention:Attention",
     "sampler": "sampler:Sampler",
 }
+_WITHOUT_CASES = frozenset({"attention", "sampler"})
 
 
 @hookimpl
@@ -49,11 +125,19 @@ def interposer_records() -> list[Record]:
         for name in names
     ]
     layers = [
-        LayerEntry(layer_id, "standard", f"interposer_ops.layers.{target}", score=0.0)
+        LayerEntry(
+            layer_id,
+            "standard",
+            f"interposer_ops.layers.{target}",
+            score=0.0,
+            cases=""
+            if layer_id in _WITHOUT_CASES
+            else f"interposer_ops.cases.layers:{layer_id}_layers",
+        )
         for layer_id, target in _LAYERS.items()
     ]
     # It adds nothing to the kernels that it binds, of which a policy requires the same.
     paged = AttentionEntry(
         "paged", "interposer_ops.layers.attention:PagedBackend", score=0.0, properties=_PLAIN
     )
-    return [*ops, *layers, paged]
+    return [*ops, *layers, paged, *triton_records()]

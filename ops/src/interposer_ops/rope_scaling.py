@@ -1,13 +1,13 @@
 """Tables of rotary angles: plain, and stretched for longer contexts.
 
 Sources: arXiv:2104.09864 (rotary), the Llama 3.1 release (frequency bands), arXiv:2309.00071
-(YaRN).
+(YaRN), arXiv:2402.13753 (LongRoPE).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from interposer.errors import ConfigError, UnknownNameError
 
 __all__ = ["ROPE_TYPES", "rotary_frequencies", "rotary_table"]
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rotary_table(
@@ -31,15 +31,24 @@ def rotary_table(
         scaling: ``rope_type`` with its parameters, by their names in Hugging Face configs.
     Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
     """
-    frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling)
+    frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
 def rotary_frequencies(
-    rotary_size: int, theta: float, scaling: Mapping[str, Any] | None = None
+    rotary_size: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    num_positions: int | None = None,
 ) -> tuple[torch.Tensor, float]:
-    """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude."""
+    """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
+
+    Args:
+        num_positions: the longest context, by which ``longrope`` chooses its factors; without it,
+            no longer than the original one. The other types don't ask.
+    Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
+    """
     if rotary_size <= 0 or rotary_size % 2:
         raise ConfigError(f"rotary_size is {rotary_size}, must be positive and even")
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
@@ -56,6 +65,8 @@ def rotary_frequencies(
             return _llama3(plain, scaling), 1.0
         if kind == "yarn":
             return _yarn(plain, rotary_size, theta, scaling)
+        if kind == "longrope":
+            return _longrope(plain, scaling, num_positions)
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs the parameter {error}") from error
     raise UnknownNameError("rope_type", kind, ROPE_TYPES)
@@ -103,6 +114,35 @@ def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return grown(_number(scaling, "mscale")) / grown(_number(scaling, "mscale_all_dim"))
     return grown(1.0)
+
+
+def _longrope(
+    plain: torch.Tensor, scaling: Mapping[str, Any], num_positions: int | None
+) -> tuple[torch.Tensor, float]:
+    """Stretch every wavelength by a factor of its own, of which there are two sets.
+
+    All positions of a table take theirs from the same set, so that distances mean the same
+    everywhere: the long one where the context can grow beyond the original.
+    """
+    original = _number(scaling, "original_max_position_embeddings")
+    is_long = num_positions is not None and num_positions > original
+    factors = _factors(scaling, "long_factor" if is_long else "short_factor", len(plain))
+    if scaling.get("attention_factor") is not None:
+        return plain / factors, _number(scaling, "attention_factor")
+    if scaling.get("factor") is not None:
+        growth = _number(scaling, "factor")
+    else:
+        growth = _number(scaling, "max_position_embeddings") / original
+    magnitude = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+    return plain / factors, magnitude
+
+
+def _factors(scaling: Mapping[str, Any], name: str, count: int) -> torch.Tensor:
+    """Return ``count`` positive factors, ``[R / 2]``."""
+    values = scaling[name]
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:
+        raise ConfigError(f"the rotary parameter {name!r} is {values!r}, must be {count} numbers")
+    return torch.tensor([_number({name: value}, name) for value in values])
 
 
 def _number(scaling: Mapping[str, Any], name: str, default: float | None = None) -> float:

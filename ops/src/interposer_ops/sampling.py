@@ -8,13 +8,15 @@ from interposer import Tolerance, custom_op
 from interposer_ops.cases.sampling import (
     apply_penalties_cases,
     apply_penalties_sample,
+    gumbel_argmax_cases,
+    gumbel_argmax_sample,
     sample_tokens_cases,
     sample_tokens_sample,
 )
 from interposer_ops.noise import gumbel_noise
 from interposer_ops.truncation import temper, truncation_threshold
 
-__all__ = ["apply_penalties", "sample_tokens"]
+__all__ = ["apply_penalties", "gumbel_argmax", "sample_tokens"]
 
 
 @custom_op(
@@ -22,6 +24,14 @@ __all__ = ["apply_penalties", "sample_tokens"]
     cases=apply_penalties_cases,
     tolerance=Tolerance(roundings=4),
     sample=apply_penalties_sample,
+    batched=(
+        "logits",
+        "prompt_mask",
+        "output_counts",
+        "repetition",
+        "presence",
+        "frequency",
+    ),
 )
 def apply_penalties(
     logits: torch.Tensor,
@@ -45,6 +55,7 @@ def apply_penalties(
         presence: ``[B]`` float32; 0 changes nothing.
         frequency: ``[B]`` float32; 0 changes nothing.
     Returns: ``[B, V]`` float32, or float64 for float64 ``logits``.
+    Dims: vocab_size.
     Source: arXiv:1909.05858 (repetition), the OpenAI API (presence, frequency).
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -62,6 +73,7 @@ def apply_penalties(
     cases=sample_tokens_cases,
     tolerance=Tolerance(roundings=4),
     sample=sample_tokens_sample,
+    batched=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "steps"),
 )
 def sample_tokens(
     logits: torch.Tensor,
@@ -91,6 +103,7 @@ def sample_tokens(
     Returns: ``(tokens, logprobs)``: ``[B]`` int64, and ``[B]`` float32 (float64 for float64
         ``logits``), the natural log of the token's probability under softmax(``logits``), before
         temperature and truncation.
+    Dims: vocab_size.
     Source: arXiv:1411.0030 (Gumbel-max), arXiv:1805.04833 (top-k), arXiv:1904.09751 (top-p),
         arXiv:2407.01082 (min-p).
     """
@@ -105,3 +118,34 @@ def sample_tokens(
         tokens = torch.where(kept, scaled + noise, float("-inf")).argmax(-1)
     chosen = wide.gather(-1, tokens[:, None]).squeeze(-1)
     return tokens, chosen - wide.logsumexp(-1)
+
+
+@custom_op(
+    "gumbel_argmax",
+    cases=gumbel_argmax_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=gumbel_argmax_sample,
+    batched=("logits", "temperature", "seeds", "steps"),
+)
+def gumbel_argmax(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
+) -> torch.Tensor:
+    """Draw one token per row from the softmax of its tempered logits.
+
+    The token of ``sample_tokens`` without truncation: the largest sum of logit / temperature and
+    ``gumbel_noise``, the largest logit where the temperature is 0; the lowest index wins ties.
+
+    Args:
+        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
+            rows may lie apart.
+        temperature: ``[B]`` float32, not negative.
+        seeds: ``[B]`` int64, of the request.
+        steps: ``[B]`` int64, how many tokens the request generated before.
+    Returns: ``[B]`` int64.
+    Dims: vocab_size.
+    Source: arXiv:1411.0030.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    noise = gumbel_noise(seeds, steps, logits.shape[-1], wide.dtype)
+    noise = torch.where(temperature[:, None] > 0, noise, 0)
+    return (temper(wide, temperature) + noise).argmax(-1)

@@ -52,7 +52,8 @@ def test_kernels_conform_where_they_take_more_than_one_call(
 
 
 def test_every_declared_dtype_is_tried() -> None:
-    accepted = {(trial.request.name, trial.request.dtype) for trial in TRIALS if trial.verdict}
+    tried = [trial for trial in TRIALS if trial.aspect == "numerics" and trial.verdict]
+    accepted = {(trial.request.name, trial.request.dtype) for trial in tried}
     ops = ("rms_norm", "fused_add_rms_norm")
     assert accepted == {(op, dtype) for op in ops for dtype in ("float32", "bfloat16")}
 

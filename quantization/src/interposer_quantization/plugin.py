@@ -1,25 +1,21 @@
-"""The plugin record of the quantized ops and the checkpoint formats."""
+"""The plugin record of the checkpoint formats."""
 
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import OpEntry, Record, SchemeEntry
+from interposer.records import Record, SchemeEntry
 
 INTERPOSER_API = ">=1.0,<2"
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the ops of quantized layers and the schemes that read checkpoints."""
+    """Return the schemes that read checkpoints."""
     return [
-        OpEntry(
-            "w8a16_linear",
-            "interposer_quantization.quantized_linear:w8a16_linear",
-            frozenset({"deterministic", "graph_safe", "traceable"}),
-        ),
         SchemeEntry(
             "compressed-tensors",
             "compressed_tensors",
             "interposer_quantization.compressed_tensors:CompressedTensors",
+            examples="interposer_quantization.examples:compressed_tensors_examples",
         ),
     ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
-from interposer_quantization.quantized_linear import w8a16_linear
+from interposer_ops.weight_only_linear import w8a16_linear
 
 __all__ = ["W8A16Linear"]
 
@@ -47,6 +47,7 @@ class W8A16Linear(LinearMethod):
             out_features=out_features,
             group_size=group_size,
             num_groups=num_groups,
+            asymmetric=False,
         )
         weight = torch.empty(out_features, in_features, dtype=torch.int8)
         scale = torch.empty(out_features, num_groups, dtype=torch.float32)
@@ -55,15 +56,19 @@ class W8A16Linear(LinearMethod):
             parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
             layer.register_parameter(name, parameter)
 
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each integer times the scale of its group."""
+        weight, scale = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
+        inputs_per_scale = weight.shape[1] // scale.shape[1]
+        return weight.double() * scale.double().repeat_interleave(inputs_per_scale, 1)
+
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Return the bound kernel with ``(weight, scale, bias)``, prepared if it wants them so."""
+        """Return the bound kernel with its constants, prepared if it wants them so."""
         names = {"weight": "weight", "scale": "weight_scale", "bias": "bias"}
         stored = {operand: layer._parameters[name] for operand, name in names.items()}
-        if self.bound.prepare is None:
-            return self.bound.function, tuple(stored.values())
-        prepared = self.bound.prepare(**stored)
+        prepared = self.bound.prepared(**stored, zero_points=None)
         for operand, name in names.items():
             if prepared[operand] is not stored[operand]:
                 # The prepared copy replaces it; held twice it would double the memory.
                 layer.register_parameter(name, None)
-        return self.bound.function, tuple(prepared[operand] for operand in names)
+        return self.bound.function, tuple(prepared[operand] for operand in (*names, "zero_points"))

@@ -14,11 +14,17 @@ __all__ = ["compare_form", "compare_value"]
 
 
 def compare_value(
-    where: str, actual: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor
+    where: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: torch.Tensor,
+    *,
+    exact: bool = False,
 ) -> Iterator[Fault]:
     """Yield a fault if an element is farther from ``expected`` than ``bound``.
 
-    NaN and infinities must stand exactly where they are expected.
+    NaN and infinities must stand exactly where they are expected, and so must the signs of zeros
+    if ``exact``.
 
     Args:
         actual: any shape and dtype.
@@ -40,6 +46,12 @@ def compare_value(
     same = (found64 == expected) | (found64.isnan() & expected.isnan())
     wrong = ~same & ~((error <= bound) & expected.isfinite())
     if not wrong.any():
+        flipped = same & (found64.signbit() != expected.signbit()) & ~expected.isnan()
+        if exact and flipped.any():
+            place = _index(flipped)
+            found, wanted = float(found64[place]), float(expected[place])
+            reason = f"{wanted} expected at {list(place)}, got {found}; {_share(flipped)}"
+            yield Fault("value", where, reason)
         return
     not_finite = wrong & ~(found64.isfinite() & expected.isfinite())
     if not_finite.any():

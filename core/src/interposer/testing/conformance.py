@@ -1,9 +1,8 @@
-"""Everything that is registered, as trials: one per candidate and case."""
+"""Everything that is registered, as trials: one per candidate, case and aspect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,54 +10,27 @@ import torch
 
 from interposer.attention import AttentionSpec
 from interposer.capability import Device
-from interposer.cases.space import planned_cases
+from interposer.cases.space import PlannedCase, planned_cases
 from interposer.choice import Candidate
 from interposer.config import Config
 from interposer.errors import FOREIGN_ERRORS
 from interposer.layer import Site
-from interposer.op import Case, CustomOp
+from interposer.op import CustomOp
 from interposer.records import AttentionEntry, Kernel, load_target
 from interposer.registry import Registry
 from interposer.request import Request
 from interposer.resolver import Resolver
 from interposer.testing.attention import attention_specs, check_attention
+from interposer.testing.declaration import declaration_trials
+from interposer.testing.exemplar import exemplars
 from interposer.testing.fault import Fault
 from interposer.testing.kernel import check_kernel
+from interposer.testing.part import layer_trials, scheme_trials
+from interposer.testing.promise import Promises
+from interposer.testing.trial import Trial
 from interposer.verdict import Verdict
 
-__all__ = ["Trial", "conformance"]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One candidate on one case.
-
-    Attributes:
-        candidate: the kernel or backend, or the reference itself.
-        request: what it would be chosen for.
-        label: of the case.
-        verdict: whether the candidate takes the request; a refused one has not run, and says why.
-    """
-
-    candidate: Candidate
-    request: Request
-    label: str
-    verdict: Verdict
-    check: Callable[[], list[Fault]]
-
-    def run(self) -> list[Fault]:
-        """Run the checks and return what is wrong; nothing is wrong with a reasoned refusal."""
-        if not self.verdict:
-            trace, reason = self.verdict.traceback, self.verdict.reason
-            return [Fault("call", "verdict", reason, traceback=trace)] if trace else []
-        try:
-            return self.check()
-        except FOREIGN_ERRORS as error:
-            return [Fault.raised("call", "call", error)]
-
-    def __str__(self) -> str:
-        parts = (self.request.name, self.candidate.qualified_name, self.request.dtype, self.label)
-        return "-".join(part for part in parts if part)
+__all__ = ["conformance"]
 
 
 def conformance(
@@ -70,16 +42,20 @@ def conformance(
     seed: int = 0,
     quick: bool = False,
 ) -> Iterator[Trial]:
-    """Yield a trial of every kernel and attention backend that can run on ``device``.
+    """Yield the trials of everything that is registered and can run on ``device``.
 
-    The references are among them, so that an op contradicting its own tolerance is found. What is
-    for another platform is left out; what refuses a case is yielded with its reason.
+    Kernels are tried on every case of their op, and what they promise on few small ones; the
+    references are among them, so that an op contradicting its own tolerance is found. Then come
+    attention backends, layers, schemes, the records themselves and the plugin modules. What is for
+    another platform is left out, but its records say so; what refuses a case is yielded with its
+    reason.
 
     Args:
         distribution: name of the only distribution to try; empty tries all.
-        op: name of the only op to try; attention backends are left out then.
+        op: name of the only op to try; everything but its kernels is left out then.
         seed: of the cases.
-        quick: try only few cases of each op, among which every value of every axis occurs.
+        quick: try only few cases of each op, among which every value of every axis occurs, the
+            dear aspects in one dtype only, and no compiler behind the tracing.
     """
     for name in [op] if op else registry.ops:
         candidates = _eligible(registry.candidates("kernel", name), device, distribution)
@@ -87,13 +63,10 @@ def conformance(
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
         return
-    resolver = Resolver(registry, device, Config())
-    for candidate in _eligible(registry.candidates("attention"), device, distribution):
-        for label, spec in attention_specs():
-            request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
-            site = Site(resolver, "conformance", spec.dtype)
-            check = partial(_check_backend, candidate, spec, site, seed)
-            yield Trial(candidate, request, label, candidate.judge(request), check)
+    yield from _attention_trials(registry, device, distribution, seed)
+    yield from layer_trials(registry, device, distribution, seed)
+    yield from scheme_trials(registry, device, distribution, seed)
+    yield from declaration_trials(registry, device, distribution)
 
 
 def _kernel_trials(
@@ -109,16 +82,31 @@ def _kernel_trials(
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
         for plan in planned_cases(op, seed, quick=quick):
             label = plan.label
-            case = plan.build()
-            request = _request("kernel", name, plan.dtype, device, case.dims)
+            request = _request("kernel", name, plan.dtype, device, plan.build().dims)
             for candidate in candidates:
-                check = partial(_check_candidate, candidate, op, case, device.torch_device)
+                # Built anew when it runs, so that a list of trials does not hold all arguments.
+                check = partial(_check_candidate, candidate, op, plan, device.torch_device)
                 yield Trial(candidate, request, label, candidate.judge(request), check)
+        promises = Promises(registry, op, device, list(exemplars(op, seed)), quick=quick)
+        for candidate in candidates:
+            yield from promises.trials(candidate)
     except FOREIGN_ERRORS as error:
         fault = Fault.raised("import", f"op {name!r}", error)
         request = Request("kernel", name, device.platform, device.capability)
         reference = registry.candidates("kernel", name)[0]
         yield Trial(reference, request, label, Verdict.accept(), lambda: [fault])
+
+
+def _attention_trials(
+    registry: Registry, device: Device, distribution: str, seed: int
+) -> Iterator[Trial]:
+    resolver = Resolver(registry, device, Config())
+    for candidate in _eligible(registry.candidates("attention"), device, distribution):
+        for label, spec in attention_specs():
+            request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
+            site = Site(resolver, "conformance", spec.dtype)
+            check = partial(_check_backend, candidate, spec, site, seed)
+            yield Trial(candidate, request, label, candidate.judge(request), check)
 
 
 def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:
@@ -144,9 +132,9 @@ def _request(
 
 
 def _check_candidate(
-    candidate: Candidate, op: CustomOp[..., Any], case: Case, device: str
+    candidate: Candidate, op: CustomOp[..., Any], plan: PlannedCase, device: str
 ) -> list[Fault]:
-    record = candidate.record
+    record, case = candidate.record, plan.build()
     if not isinstance(record, Kernel):
         return check_kernel(op, op.reference, case, device=device)
     function = load_target(record.target)

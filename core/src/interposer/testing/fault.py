@@ -11,8 +11,27 @@ from interposer.errors import described
 __all__ = ["Check", "Fault"]
 
 Check = Literal[
-    "alias", "call", "dtype", "import", "mutation", "shape", "stride", "structure", "value"
+    "alias",
+    "batch",
+    "call",
+    "compile",
+    "determinism",
+    "dtype",
+    "graph",
+    "guard",
+    "import",
+    "layer",
+    "mutation",
+    "opcheck",
+    "record",
+    "scheme",
+    "shape",
+    "stride",
+    "structure",
+    "thread",
+    "value",
 ]
+"""What was violated; ``guard`` is memory beside an argument, which was written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,18 @@ class Operand:
         self._before = bits
         self._buffer = bits.to(device, copy=True)
         start = value.storage_offset() + _MARGIN
-        self.tensor = self._buffer.view(value.dtype).as_strided(value.shape, value.stride(), start)
+        # No view of the buffer: what traces a call would see the buffer behind it.
+        empty = torch.empty(0, dtype=value.dtype, device=device)
+        storage = self._buffer.untyped_storage()
+        self.tensor = empty.set_(storage, start, value.shape, value.stride())
 
     def is_changed(self) -> bool:
         """Return whether any bit of the buffer differs from what it was."""
         return not torch.equal(self._buffer.cpu(), self._before)
+
+    def is_written(self) -> bool:
+        """Return whether any bit of the tensor itself differs from what it was."""
+        return bool((self._buffer.cpu() != self._before)[self._covered].any())
 
     def strays(self) -> int:
         """Return how many elements outside the tensor were written."""

@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from interposer import Case
+from interposer.cases import Axis, CaseSpace, Point, normal, peak, uniform
 from interposer.op import Dims
-from interposer_ops.cases.magnitude import peak
 from interposer_ops.cases.numbers import normal_numbers
 
-__all__ = ["rotary_embedding_cases", "rotary_embedding_sample"]
+__all__ = [
+    "HEADS",
+    "TOKENS",
+    "rotary_case",
+    "rotary_embedding_cases",
+    "rotary_embedding_interleaved_cases",
+    "rotary_embedding_sample",
+]
 
-# T, N, K, D, R.
-_SIZES = {
-    "one token": (1, 4, 4, 64, 64),
-    "many tokens": (33, 4, 2, 64, 64),
-    "one kv head": (5, 8, 1, 32, 32),
-    "odd head counts": (3, 5, 3, 64, 64),
-    "head size 80": (3, 4, 2, 80, 80),
-    "head size 128": (3, 4, 2, 128, 128),
-    "smallest": (2, 1, 1, 2, 2),
-    "partial": (7, 4, 2, 64, 16),
-    "partial of head size 80": (3, 4, 2, 80, 32),
-    "no tokens": (0, 4, 2, 64, 64),
+TOKENS = {"many tokens": 33, "one token": 1, "no tokens": 0}
+HEADS = {"": (4, 2), "one kv head": (8, 1), "odd head counts": (5, 3), "one head": (1, 1)}  # N, K
+_SIZES = {  # D, R
+    "": (64, 64),
+    "head size 80": (80, 80),
+    "head size 128": (128, 128),
+    "head size 256": (256, 256),
+    "smallest": (2, 2),
+    "partial": (64, 16),
+    "partial of head size 80": (80, 32),
+    "partial, odd half": (20, 6),
 }
+# YaRN and LongRoPE scale both tables, so that their squares don't add to 1.
+_FACTORS = {"": 1.0, "scaled tables": 1.4}
 
 
-def rotary_embedding_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield several sizes, and heads cut out of one fused projection."""
-    generator = torch.Generator().manual_seed(seed)
-    for label, (tokens, heads, kv_heads, head_size, rotary_size) in _SIZES.items():
-        query = torch.randn(tokens, heads, head_size, generator=generator)
-        key = torch.randn(tokens, kv_heads, head_size, generator=generator)
-        yield _case(label, query.to(dtype), key.to(dtype), rotary_size, generator)
-    fused = torch.randn(6, 4 + 2 + 2, 64, generator=generator).to(dtype)
-    query, key, _ = fused.split((4, 2, 2), dim=1)
-    yield _case("slices of one projection", query, key, 64, generator)
-    yield _case("slices of one projection, partial", query, key, 32, generator)
+def _rotary(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (heads, kv_heads), (head_size, rotary_size) = point["heads"], point["size"]
+    query = normal((point["tokens"], heads, head_size), dtype, generator)
+    key = normal((point["tokens"], kv_heads, head_size), dtype, generator)
+    angles = uniform((point["tokens"], rotary_size // 2), torch.float32, generator, 0, 100)
+    return rotary_case(query, key, angles, point["factor"])
+
+
+def _space() -> CaseSpace:
+    return CaseSpace(
+        _rotary,
+        Axis("tokens", TOKENS),
+        Axis("heads", HEADS),
+        Axis("size", _SIZES),
+        Axis("factor", _FACTORS),
+        strided={"query": "outer", "key": "outer", "cos": "offset", "sin": "offset"},
+        special={
+            "query": ("infinities", "NaN", "subnormals", "negative zeros"),
+            "key": ("infinities", "NaN", "subnormals", "negative zeros"),
+        },
+        crossed={
+            "tokens": ("many tokens",),
+            "heads": ("", "odd head counts"),
+            "size": ("", "partial", "head size 80"),
+            "factor": ("",),
+        },
+        alone={"tokens": ("no tokens",)},
+        # Sizes and heads are no different by a factor.
+        valid=lambda point, _: not point.labels["factor"] or not point.labels["heads"],
+    )
+
+
+rotary_embedding_cases = _space()
+"""Whole and partial rotation of several numbers of heads, also cut out of one projection."""
+
+rotary_embedding_interleaved_cases = _space()
+"""The same as of ``rotary_embedding``."""
 
 
 def rotary_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
@@ -46,23 +78,24 @@ def rotary_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, 16 + 4 + 4, int(dims["head_size"]))
     query, key, _ = normal_numbers(shape, dtype, generator).split((16, 4, 4), dim=1)
-    return _case(f"{num_tokens} tokens", query, key, int(dims["rotary_size"]), generator)
+    half = int(dims["rotary_size"]) // 2
+    angles = uniform((num_tokens, half), torch.float32, generator, 0, 100)
+    return rotary_case(query, key, angles, label=f"{num_tokens} tokens")
 
 
-def _case(
-    label: str,
+def rotary_case(
     query: torch.Tensor,
     key: torch.Tensor,
-    rotary_size: int,
-    generator: torch.Generator,
+    angles: torch.Tensor,
+    factor: float = 1.0,
+    label: str = "",
 ) -> Case:
-    head_size = query.shape[-1]
-    angles = 100 * torch.rand(query.shape[0], rotary_size // 2, generator=generator)
-    largest = max(peak(query), peak(key))
+    """Return the case of tables of ``angles``, ``[..., R / 2]``."""
+    largest = factor * max(peak(query), peak(key))
     return Case(
         label,
-        {"query": query, "key": key, "cos": angles.cos(), "sin": angles.sin()},
-        {"head_size": head_size, "rotary_size": rotary_size},
+        {"query": query, "key": key, "cos": factor * angles.cos(), "sin": factor * angles.sin()},
+        {"head_size": query.shape[-1], "rotary_size": 2 * angles.shape[-1]},
         reduction=2,
         magnitude=2 * largest,
         # The two products cancel where the result is small.

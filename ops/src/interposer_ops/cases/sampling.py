@@ -1,46 +1,40 @@
 """Cases of the sampling ops. Dimensions: B sequences, V vocabulary.
 
-Tokens are compared exactly, so ``sample_tokens`` gets rows only where rounding cannot change them:
+Tokens are compared exactly, so what is random gets rows only where rounding cannot change them:
 no token stands near the edge of what is kept, and the winner stands clear of the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from interposer import Case
+from interposer.cases import Axis, CaseSpace, Point, normal, peak, uniform
 from interposer.op import Dims
-from interposer.tuning.workload import typical_sequences
+from interposer_ops.cases.clearness import clear_rows, clearly_truncated, clearly_won
+from interposer_ops.cases.logits import LOGIT_SHAPES, LOGITS, num_rows, random_logits
 from interposer_ops.noise import gumbel_noise
-from interposer_ops.truncation import temper, truncation_threshold
+from interposer_ops.truncation import temper
 
 __all__ = [
     "apply_penalties_cases",
     "apply_penalties_sample",
+    "gumbel_argmax_cases",
+    "gumbel_argmax_sample",
     "sample_tokens_cases",
     "sample_tokens_sample",
 ]
 
-_SHAPES = {
-    "one row": (1, 64),
-    "many rows": (9, 257),
-    "one token": (2, 1),
-    "no rows": (0, 64),
-    "wide": (2, 32000),
-}
-_MARGIN = 1e-3  # of scaled logits with noise, which float32 rounds by about 1e-6
-_MASS_MARGIN = 1e-5  # of probabilities summed over the vocabulary
-
-# Values of every row; what a setting leaves out is None in its case.
-_KINDS: dict[str, dict[str, float]] = {
+# Values of every row; what a setting leaves out is None in its case. "mixed" makes every second
+# row greedy.
+_Setting = Mapping[str, float]
+_SETTINGS: dict[str, _Setting] = {
     "greedy": {},
     "random": {"temperature": 0.7},
     "truncated": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
-}
-_SETTINGS: dict[str, dict[str, float]] = {
     "top-k": {"temperature": 1.0, "top_k": 5},
     "top-k above the vocabulary": {"temperature": 1.0, "top_k": 10**6},
     "top-p": {"temperature": 0.9, "top_p": 0.8},
@@ -48,156 +42,201 @@ _SETTINGS: dict[str, dict[str, float]] = {
     "min-p": {"temperature": 1.5, "min_p": 0.1},
     "neutral truncations": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
     "tiny temperature": {"temperature": 1e-30, "top_p": 0.9},
+    "greedy and random rows": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "mixed": 1.0},
 }
+_TEMPERATURES: dict[str, _Setting] = {
+    "": {"temperature": 0.7},
+    "cold": {"temperature": 0.05},
+    "hot": {"temperature": 5.0},
+    "greedy": {"temperature": 0.0},
+    "greedy and random rows": {"temperature": 1.3, "mixed": 1.0},
+    "tiny temperature": {"temperature": 1e-30},
+}
+_ALONE = {"shape": ("no rows", "one token")}
+_PENALTIES = {
+    "": ("repetition", "presence", "frequency"),
+    "repetition": ("repetition",),
+    "presence": ("presence",),
+    "frequency": ("frequency",),
+    "no penalties": (),
+}
+_ROWS = {"repetition": "offset", "presence": "offset", "frequency": "offset"}
 
-Draw = Callable[[int], torch.Tensor]
+
+def _penalties(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    logits = normal(point["shape"], dtype, generator, point["scale"])
+    return _penalties_case(logits, point["penalties"], point["counts"], generator)
 
 
-def apply_penalties_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield logits of both signs with used and unused tokens, strided rows and zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    for label, shape in _SHAPES.items():
-        yield _penalties_case(label, 4 * torch.randn(shape, generator=generator), dtype, generator)
-    strided = torch.randn(3, 192, generator=generator).to(dtype)[:, 32:160]
-    yield _penalties_case("strided rows", strided, dtype, generator)
-    yield _penalties_case("zeros", torch.zeros(3, 64), dtype, generator)
+apply_penalties_cases = CaseSpace(
+    _penalties,
+    Axis("shape", {k: v for k, v in LOGIT_SHAPES.items() if k != "a word and one"}),
+    Axis("penalties", _PENALTIES),
+    Axis("scale", {"": 4.0, "zeros": 0.0, "large": 1e3}),
+    Axis("counts", {"": torch.int32, "long counts": torch.int64}),
+    strided={"logits": "rows", "prompt_mask": "rows", "output_counts": "rows", **_ROWS},  # type: ignore[dict-item]
+    special={"logits": ("infinities", "NaN", "negative zeros")},
+    crossed={
+        "shape": ("many rows", "odd vocabulary"),
+        "penalties": ("",),
+        "scale": ("",),
+        "counts": ("",),
+    },
+    alone=_ALONE,
+    valid=lambda point, _: point["shape"] != (2, 32000) or not any(list(point.labels.values())[1:]),
+)
+"""Each penalty and all of them, logits of both signs, zeros, used and unused tokens."""
 
 
-def sample_tokens_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    """Yield every way to sample, several shapes, rows of both kinds, ties, strides and -inf."""
-    generator = torch.Generator().manual_seed(seed)
+def _sampling(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    arguments = _arguments(
+        point["logits"], point["shape"], point["setting"], dtype, generator, truncating=True
+    )
+    vocab_size = point["shape"][1]
+    return Case("", arguments, {"vocab_size": vocab_size}, reduction=vocab_size)
 
-    def normal(vocab_size: int) -> Draw:
-        return lambda rows: (4 * torch.randn(rows, vocab_size, generator=generator)).to(dtype)
 
-    def tied(rows: int) -> torch.Tensor:
-        return torch.randint(-4, 4, (rows, 64), generator=generator).to(dtype)
+sample_tokens_cases = CaseSpace(
+    _sampling,
+    Axis("shape", LOGIT_SHAPES),
+    Axis("setting", _SETTINGS),
+    Axis("logits", LOGITS),
+    strided={"logits": "rows", "seeds": "offset", "steps": "offset"},
+    crossed={
+        "shape": ("many rows",),
+        "setting": ("greedy", "random", "truncated"),
+        "logits": ("",),
+    },
+    alone={"shape": ("no rows",)},
+    valid=lambda point, _: (
+        point["shape"] not in ((2, 32000), (2, 1))
+        or (not point.labels["logits"] and point.labels["setting"] in ("greedy", "truncated"))
+    ),
+)
+"""Every way to sample, several shapes, rows of both kinds, ties and ruled out tokens."""
 
-    def masked(rows: int) -> torch.Tensor:
-        dropped = torch.rand(rows, 64, generator=generator) < 0.9
-        dropped[:, 7] = False
-        return normal(64)(rows).masked_fill(dropped, float("-inf"))
 
-    def strided(rows: int) -> torch.Tensor:
-        return normal(192)(rows)[:, 32:160]
+def _gumbel(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    arguments = _arguments(
+        point["logits"], point["shape"], point["setting"], dtype, generator, truncating=False
+    )
+    return Case("", arguments, {"vocab_size": point["shape"][1]}, reduction=0)
 
-    for label, setting in _SETTINGS.items():
-        yield _sampling_case(label, normal(257), 9, setting, generator)
-    for kind, setting in _KINDS.items():
-        for label, (batch_size, vocab_size) in _SHAPES.items():
-            name = f"{label}, {kind}"
-            yield _sampling_case(name, normal(vocab_size), batch_size, setting, generator)
-        for draw in (tied, masked, strided):
-            yield _sampling_case(f"{draw.__name__}, {kind}", draw, 5, setting, generator)
-    mixed = _sampling_case("greedy and random rows", normal(257), 6, _KINDS["truncated"], generator)
-    mixed.arguments["temperature"][::2] = 0
-    yield mixed
+
+gumbel_argmax_cases = CaseSpace(
+    _gumbel,
+    Axis("shape", LOGIT_SHAPES),
+    Axis("setting", _TEMPERATURES),
+    Axis("logits", LOGITS),
+    strided={"logits": "rows", "temperature": "offset", "seeds": "offset", "steps": "offset"},
+    crossed={"shape": ("many rows", "odd vocabulary"), "logits": ("",)},
+    alone={"shape": ("no rows", "one token")},
+    valid=lambda point, _: point["shape"] != (2, 32000) or not point.labels["logits"],
+)
+"""Temperatures from 0 to high, ties and ruled out tokens."""
 
 
 def apply_penalties_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return one row of logits for every sequence of a typical step, two of them penalised."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(typical_sequences(num_tokens)), int(dims["vocab_size"]))
-    logits = 4 * torch.randn(shape, generator=generator)
-    return _penalties_case(f"{num_tokens} tokens", logits, dtype, generator)
+    shape = (num_rows(num_tokens), int(dims["vocab_size"]))
+    logits = normal(shape, dtype, generator, 4.0)
+    return _penalties_case(
+        logits, _PENALTIES[""], torch.int32, generator, label=f"{num_tokens} tokens"
+    )
 
 
 def sample_tokens_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return one row of logits for every sequence of a typical step, all of them truncated."""
     generator = torch.Generator().manual_seed(seed)
-    vocab_size = int(dims["vocab_size"])
+    shape = (num_rows(num_tokens), int(dims["vocab_size"]))
+    setting = _SETTINGS["truncated"]
+    arguments = _arguments("random", shape, setting, dtype, generator, truncating=True)
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=shape[1])
 
-    def draw(rows: int) -> torch.Tensor:
-        return (4 * torch.randn(rows, vocab_size, generator=generator)).to(dtype)
 
-    # Row by row: many long rows are hardly ever clear all at once.
-    rows = [
-        _clear_arguments(draw, 1, _KINDS["truncated"], generator)
-        for _ in typical_sequences(num_tokens)
-    ]
-    arguments = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    return Case(f"{num_tokens} tokens", arguments, dims, reduction=vocab_size)
+def gumbel_argmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return one row of logits for every sequence of a typical step, none of them greedy."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rows(num_tokens), int(dims["vocab_size"]))
+    setting = _TEMPERATURES[""]
+    arguments = _arguments("random", shape, setting, dtype, generator, truncating=False)
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
 def _penalties_case(
-    label: str, logits: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
+    logits: torch.Tensor,
+    names: tuple[str, ...],
+    counts_dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
 ) -> Case:
     batch_size, vocab_size = logits.shape
     counts = torch.randint(-3, 4, logits.shape, generator=generator).clamp(min=0)
-    repetition, presence, frequency = (
-        low + (high - low) * torch.rand(batch_size, generator=generator)
-        for low, high in ((0.5, 2), (-2, 2), (-2, 2))
-    )
-    for penalty, neutral in ((repetition, 1), (presence, 0), (frequency, 0)):
-        penalty[2:] = neutral  # the first rows have all penalties, the others none
+    penalties: dict[str, torch.Tensor] = {}
+    for name, low, neutral in (("repetition", 0.5, 1.0), ("presence", -2, 0), ("frequency", -2, 0)):
+        penalties[name] = uniform((batch_size,), torch.float32, generator, low, 2.0)
+        # Of the rows that are penalised at all, the first two; the others are left alone.
+        penalties[name][2 if name in names else 0 :] = neutral
     arguments = {
-        "logits": logits.to(dtype),
+        "logits": logits,
         "prompt_mask": torch.rand(logits.shape, generator=generator) < 0.3,
-        "output_counts": counts.to(torch.int32),
-        "repetition": repetition,
-        "presence": presence,
-        "frequency": frequency,
+        "output_counts": counts.to(counts_dtype),
+        **penalties,
     }
-    largest = float(logits.abs().max()) if logits.numel() else 0.0
-    magnitude = 2 * largest + 2 * 3 + 2
+    magnitude = 2 * peak(logits) + 2 * 3 + 2
     return Case(label, arguments, {"vocab_size": vocab_size}, magnitude=magnitude)
 
 
-def _sampling_case(
-    label: str, draw: Draw, batch_size: int, setting: dict[str, float], generator: torch.Generator
-) -> Case:
-    arguments = _clear_arguments(draw, batch_size, setting, generator)
-    vocab_size = arguments["logits"].shape[1]
-    return Case(label, arguments, {"vocab_size": vocab_size}, reduction=vocab_size)
-
-
-def _clear_arguments(
-    draw: Draw, batch_size: int, setting: dict[str, float], generator: torch.Generator
+def _arguments(
+    kind: str,
+    shape: tuple[int, int],
+    setting: _Setting,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    truncating: bool,
 ) -> dict[str, Any]:
-    while True:
-        arguments = _sampling_arguments(draw(batch_size), setting, generator)
-        if _is_clear(**arguments):
-            return arguments
-
-
-def _sampling_arguments(
-    logits: torch.Tensor, setting: dict[str, float], generator: torch.Generator
-) -> dict[str, Any]:
-    rows = (logits.shape[0],)
-    arguments: dict[str, Any] = {"logits": logits}
+    """Return the arguments of clear rows; without ``truncating``, those of ``gumbel_argmax``."""
+    rows, vocab_size = shape
+    columns: dict[str, torch.Tensor | None] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
-        dtype = torch.int64 if name == "top_k" else torch.float32
-        arguments[name] = torch.full(rows, setting[name], dtype=dtype) if name in setting else None
-    arguments["seeds"] = torch.randint(-(2**63), 2**63 - 1, rows, generator=generator)
-    arguments["steps"] = torch.randint(10_000, rows, generator=generator)
-    return arguments
+        numbers = torch.int64 if name == "top_k" else torch.float32
+        columns[name] = (
+            torch.full((rows,), setting[name], dtype=numbers) if name in setting else None
+        )
+    temperature = columns["temperature"]
+    if temperature is not None and "mixed" in setting:
+        temperature[::2] = 0
+    noise_of = {
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "steps": torch.randint(10_000, (rows,), generator=generator),
+    }
+    # One row after the other: each has a temperature and noise of its own.
+    logits = torch.empty(shape, dtype=dtype)
+    for row in range(rows):
+        at = slice(row, row + 1)
+        own = {n: None if c is None else c[at] for n, c in columns.items()}
+        gumbel = gumbel_noise(noise_of["seeds"][at], noise_of["steps"][at], vocab_size, _WIDE)
+
+        def is_clear(
+            drawn: torch.Tensor,
+            own: dict[str, torch.Tensor | None] = own,
+            gumbel: torch.Tensor = gumbel,
+        ) -> torch.Tensor:
+            if own["temperature"] is None or not own["temperature"].all():
+                return torch.ones(1, dtype=torch.bool)  # found by comparison alone
+            scaled = temper(drawn.double(), own["temperature"])
+            kept, clear = clearly_truncated(scaled, own["top_k"], own["top_p"], own["min_p"])
+            return clear & clearly_won(torch.where(kept, scaled + gumbel, float("-inf")))
+
+        def draw(count: int) -> torch.Tensor:
+            return random_logits(kind, (count, vocab_size), dtype, generator)
+
+        logits[at] = clear_rows(draw, is_clear, 1)
+    if not truncating:
+        columns = {"temperature": temperature}
+    return {"logits": logits, **columns, **noise_of}
 
 
-def _is_clear(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> bool:
-    """Say whether small errors change neither what is kept nor the winner of any row."""
-    if temperature is None or logits.numel() == 0:
-        return True  # the largest logit is found by comparison alone
-    scaled = temper(logits.double(), temperature)
-    kept, kept_loosely = (
-        scaled >= truncation_threshold(scaled, top_k, _nudged(top_p, p), _nudged(min_p, m)) - slack
-        for p, m, slack in ((-_MASS_MARGIN, _MARGIN, 0), (_MASS_MARGIN, -_MARGIN, _MARGIN))
-    )
-    noise = gumbel_noise(seeds, steps, logits.shape[1], torch.float64)
-    best = torch.where(kept, scaled + noise, float("-inf")).topk(min(2, logits.shape[1])).values
-    ahead = best[:, 0] - best[:, -1] > _MARGIN
-    return torch.equal(kept, kept_loosely) and (logits.shape[1] == 1 or bool(ahead.all()))
-
-
-def _nudged(bound: torch.Tensor | None, change: float) -> torch.Tensor | None:
-    """Return ``bound`` changed where it lies inside (0, 1); 0 and 1 are exact."""
-    if bound is None:
-        return None
-    return torch.where((bound > 0) & (bound < 1), bound + change, bound)
+_WIDE = torch.float64

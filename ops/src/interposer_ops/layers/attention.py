@@ -19,6 +19,9 @@ from interposer_ops.kv_cache import reshape_and_cache
 
 __all__ = ["Attention", "PagedBackend"]
 
+# The dims of ``reshape_and_cache``.
+_WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
+
 
 class Attention(PluggableLayer):
     """Write a step's keys and values to this layer's cache and attend to the sequence."""
@@ -47,8 +50,9 @@ class PagedBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        self.write = site.bind(reshape_and_cache, **spec.dims())
-        self.attend = site.bind(paged_attention, **spec.dims())
+        facts = spec.dims()
+        self.write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
+        self.attend = site.bind(paged_attention, **facts)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:

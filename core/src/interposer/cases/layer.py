@@ -1,0 +1,44 @@
+"""Cases of layers, which replacements are compared with the standard layer on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from interposer.op import Case, Tolerance
+
+__all__ = ["LayerCase", "LayerCaseGenerator"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCase:
+    """How to build a layer, and one call of it.
+
+    Attributes:
+        label: what is special about it, unique within its layer and dtype.
+        arguments: of the constructor by name, without the site.
+        inputs: of the method by position.
+        parameters: everything that the layer loads, by the names of its state.
+        method: what is called.
+        facts: a case whose ``reduction``, ``magnitude`` and ``rounded`` hold for the outputs; its
+            arguments don't matter.
+        tolerance: of the op behind the layer.
+    """
+
+    label: str
+    arguments: Mapping[str, Any]
+    inputs: tuple[Any, ...]
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    method: str = "forward"
+    facts: Case = field(default_factory=lambda: Case("", {}))
+    tolerance: Tolerance = field(default_factory=Tolerance)
+
+
+class LayerCaseGenerator(Protocol):
+    """Yields cases for one dtype, the same ones for the same seed."""
+
+    def __call__(self, dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+        """Return the cases with parameters and float inputs of ``dtype``."""

@@ -1,0 +1,82 @@
+"""Whether a row's result depends on what else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from interposer.op import Case
+from interposer.testing.call import Subject, differences, tensors_of
+from interposer.testing.exemplar import Exemplar, num_rows
+from interposer.testing.fault import Fault
+
+__all__ = ["check_batch_invariance"]
+
+# More rows than go into one vector or one thread's share, and no multiple of either.
+_NUM_TOKENS = 101
+_MOST_ELEMENTS = 1 << 20
+
+
+def check_batch_invariance(subject: Subject, exemplar: Exemplar) -> list[Fault]:
+    """Return where rows alone, in pairs or elsewhere give other bits than in the whole batch.
+
+    Tried are the case, and a batch of a hundred rows where the op draws samples.
+    """
+    op = subject.op
+    cases = [exemplar.build()]
+    if op.sample is not None and exemplar.num_elements <= _MOST_ELEMENTS:
+        cases.append(op.sample(exemplar.planned.dtype, exemplar.dims, _NUM_TOKENS, exemplar.seed))
+    return next(filter(None, (list(_faults(subject, case)) for case in cases)), [])
+
+
+def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
+    rows = num_rows(subject.op, case)
+    whole = _values(subject, case, rows, rows)
+    for size, name in ((1, "by itself"), (2, "in a pair")):
+        if size < rows:
+            for where, how in differences(whole, _values(subject, case, rows, size)):
+                yield Fault("batch", where, f"among {rows} rows and {name} it is {how}")
+    moved = _values(subject, _rolled(subject, case), rows, rows)
+    shared = _shared(subject)
+    back = {where: v if where in shared else v.roll(-1, 0) for where, v in moved.items()}
+    for where, how in differences(whole, back):
+        yield Fault("batch", where, f"one row further on it is {how}")
+
+
+def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, torch.Tensor]:
+    """Return the outputs and mutated arguments after all rows went through, ``size`` at a time.
+
+    What is mutated and no row of the batch, such as a cache, is handed from call to call.
+    """
+    op, given = subject.op, subject.given(case)
+    arguments: Mapping[str, Any] = {**given.arguments, **given.prepared}
+    parts: list[list[torch.Tensor]] = []
+    for start in range(0, rows, size):
+        own = {
+            name: value[start : start + size]
+            for name, value in arguments.items()
+            if name in op.batched and isinstance(value, torch.Tensor)
+        }
+        parts.append(tensors_of(subject.function(*subject.positional({**arguments, **own}))))
+    outputs = [torch.cat(column) for column in zip(*parts, strict=True)]
+    values = {f"output {number}": tensor for number, tensor in enumerate(outputs)}
+    return values | {f"argument {n!r}": given.operands[n].tensor for n in op.mutates}
+
+
+def _rolled(subject: Subject, case: Case) -> Case:
+    """Return the case with every row one further on, in memory of the same strides."""
+    given = subject.given(case)
+    moved = {
+        name: given.operands[name].tensor.copy_(case.arguments[name].roll(1, 0))
+        for name in subject.op.batched
+        if name in given.operands
+    }
+    return replace(case, arguments={**case.arguments, **moved})
+
+
+def _shared(subject: Subject) -> set[str]:
+    op = subject.op
+    return {f"argument {name!r}" for name in op.mutates if name not in op.batched}

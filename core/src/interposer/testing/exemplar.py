@@ -1,0 +1,98 @@
+"""Few small cases of an op that stand for all where a check is dear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from interposer.cases.axis import ORDINARY
+from interposer.cases.space import CaseSpace, PlannedCase, planned_cases
+from interposer.op import Case, CustomOp, Dims
+
+__all__ = ["Exemplar", "chosen", "exemplars", "num_rows", "with_rows"]
+
+# In a batch of three there is a first row, a last one, and one that is neither.
+_ENOUGH_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """A case that is not empty, has no special values, and can be built with other numbers.
+
+    Attributes:
+        num_rows: what the op's batched arguments count; 0 where it has none.
+    """
+
+    op: CustomOp[..., Any]
+    planned: PlannedCase
+    seed: int
+    dims: Dims
+    num_rows: int
+    num_elements: int
+    dense: bool
+
+    def build(self, number: int = 0) -> Case:
+        """Return the case, or another of its form whose numbers differ for every ``number``.
+
+        A generator that does not depend on the seed yields the same numbers.
+        """
+        space, planned = self.op.cases, self.planned
+        if not number:
+            return planned.build()
+        if isinstance(space, CaseSpace) and planned.point is not None:
+            return space.build(planned.point, planned.dtype, self.seed + number)
+        cases = space(planned.dtype, self.seed + number)
+        return next((case for case in cases if case.label == planned.label), planned.build())
+
+
+def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
+    """Yield the covering cases of ``op`` that are fit to stand for others."""
+    for planned in planned_cases(op, seed, quick=True):
+        if planned.point is not None and planned.point.special != ORDINARY:
+            continue
+        case = planned.build()
+        tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
+        if tensors and all(tensor.numel() for tensor in tensors):
+            dense = all(tensor.is_contiguous() for tensor in tensors)
+            size = sum(tensor.numel() for tensor in tensors)
+            yield Exemplar(op, planned, seed, case.dims, num_rows(op, case), size, dense)
+
+
+def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[list[Exemplar]]:
+    """Return for each dtype the smallest strided and the smallest dense one, the fitter first.
+
+    Those with several rows are fitter than others, then strided ones, then small ones.
+    """
+    best: dict[torch.dtype, dict[bool, Exemplar]] = {}
+    for exemplar in sorted(found, key=lambda e: (_lacks_rows(e), e.num_elements)):
+        if accepts(exemplar):
+            best.setdefault(exemplar.planned.dtype, {}).setdefault(exemplar.dense, exemplar)
+    order = list(dict.fromkeys(exemplar.planned.dtype for exemplar in found))
+    return [
+        sorted(best[dtype].values(), key=lambda e: (_lacks_rows(e), e.dense))
+        for dtype in order
+        if dtype in best
+    ]
+
+
+def num_rows(op: CustomOp[..., Any], case: Case) -> int:
+    """Return what the batched arguments count, 0 where there are none."""
+    batched = (case.arguments[name] for name in op.batched)
+    return next((len(v) for v in batched if isinstance(v, torch.Tensor) and v.ndim), 0)
+
+
+def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
+    """Return the case with the first ``num`` rows of its batched arguments."""
+    rows = {
+        name: value[:num]
+        for name in op.batched
+        if isinstance(value := case.arguments[name], torch.Tensor)
+    }
+    return replace(case, arguments={**case.arguments, **rows})
+
+
+def _lacks_rows(exemplar: Exemplar) -> bool:
+    return bool(exemplar.op.batched) and exemplar.num_rows < _ENOUGH_ROWS

@@ -1,0 +1,77 @@
+"""What the reference of an op says about a case, and the comparison of a call with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interposer.op import Case, CustomOp
+from interposer.testing.call import Call, Given, Subject, tensors_of
+from interposer.testing.comparison import compare_form, compare_value
+from interposer.testing.fault import Fault
+
+__all__ = ["Expectation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What the reference says about a case.
+
+    Attributes:
+        fake: the result's form.
+        values: outputs and mutated arguments by name, float64 where they are floats.
+        aliases: of a call with the case's own dtypes.
+    """
+
+    op: CustomOp[..., Any]
+    case: Case
+    fake: Any
+    values: Mapping[str, torch.Tensor]
+    aliases: set[tuple[str, str]]
+
+    @classmethod
+    def of(cls, op: CustomOp[..., Any], case: Case, given: Given) -> Expectation:
+        """Run the reference in float64; ``given`` is what a call got, for the form alone."""
+        reference = Subject(op, op.reference)
+        wide = {name: _widened(value) for name, value in case.arguments.items()}
+        outputs = tensors_of(op.reference(*reference.positional(wide)))
+        values = {f"output {number}": _widened(tensor) for number, tensor in enumerate(outputs)}
+        values |= {f"argument {name!r}": wide[name] for name in op.mutates}
+        own = reference.call(reference.given(case))
+        fake = op.fake(*reference.positional(given.arguments))
+        return cls(op, case, fake, values, own.aliases())
+
+    def faults(self, call: Call) -> Iterator[Fault]:
+        """Yield everything in which ``call`` departs from the reference and its declarations."""
+        yield from self.departures(call)
+        for name, operand in call.given.operands.items():
+            where = f"argument {name!r}"
+            if name not in self.op.mutates and operand.is_written():
+                yield Fault("mutation", where, "it is written, but not declared in mutates")
+            if operand.strays():
+                yield Fault("guard", where, f"{operand.strays()} elements beside it are written")
+        for one, other in sorted(call.aliases() - self.aliases):
+            yield Fault("alias", one, f"it shares memory with {other}")
+
+    def departures(self, call: Call) -> Iterator[Fault]:
+        """Yield where the form or the values of the result are not those of the reference."""
+        op, case = self.op, self.case
+        misshapen = list(compare_form(call.result, self.fake))
+        yield from misshapen
+        if any(fault.check in ("structure", "shape") for fault in misshapen):
+            return
+        exact = op.tolerance.roundings == 0 and case.reduction == 0
+        actual = call.values(op.mutates)
+        for where, expected in self.values.items():
+            bound = op.tolerance.bound(expected, actual[where].dtype, case)
+            yield from compare_value(where, actual[where], expected, bound, exact=exact)
+
+
+def _widened(value: Any) -> Any:
+    """Return a copy of float64 where the value is a float tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(torch.float64 if value.dtype.is_floating_point else value.dtype, copy=True)

@@ -1,0 +1,114 @@
+"""The check of a layer against the standard one, built from references in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer.capability import Device
+from interposer.cases.layer import LayerCase
+from interposer.choice import Candidate
+from interposer.config import Config
+from interposer.layer import PluggableLayer, Site
+from interposer.registry import Registry
+from interposer.resolver import Resolver
+from interposer.testing.call import tensors_of
+from interposer.testing.comparison import compare_form, compare_value
+from interposer.testing.fault import Fault
+from interposer.testing.operand import Operand
+
+__all__ = ["check_layer"]
+
+
+def check_layer(
+    registry: Registry,
+    device: Device,
+    standard: Candidate,
+    candidate: Candidate,
+    case: LayerCase,
+    dtype: torch.dtype,
+) -> list[Fault]:
+    """Return everything in which a layer departs from the standard one on ``case``.
+
+    Both load the same parameters. The values of the standard layer in float64 and the form of its
+    result in ``dtype`` are what is expected, both from references only. The layer under test
+    binds the kernels that are chosen without measurements, and must leave its inputs alone.
+    """
+    config = Config(layers=_pin(candidate), canary="off", tables=False)
+    plain = Config(layers=_pin(standard), kernels={"*": "reference"}, canary="off", tables=False)
+    build = _Builder(registry, standard, case)
+    layer = build.layer(device, config, dtype)
+    operands = [
+        Operand(value, device.torch_device) if isinstance(value, torch.Tensor) else value
+        for value in case.inputs
+    ]
+    found = _call(layer, case, [o.tensor if isinstance(o, Operand) else o for o in operands])
+    host = Device(device.platform, "cpu", device.name, device.capability)
+    wide = [_widened(value) for value in case.inputs]
+    expected = tensors_of(_call(build.layer(host, plain, torch.float64), case, wide))
+    form = _call(build.layer(host, plain, dtype), case, list(case.inputs))
+    faults = list(_compare(found, form, expected, case))
+    for number, operand in enumerate(operands):
+        if isinstance(operand, Operand) and operand.is_changed():
+            faults.append(Fault("mutation", f"input {number}", "it is written"))
+    return [
+        Fault("layer", fault.where, f"{fault.reason} ({fault.check})", fault.error, fault.bound)
+        for fault in faults
+    ]
+
+
+class _Builder:
+    """Builds the layer of a case as whichever class a configuration pins."""
+
+    def __init__(self, registry: Registry, standard: Candidate, case: LayerCase) -> None:
+        self.registry = registry
+        self.case = case
+        self.layer_class: type[PluggableLayer] = registry.load(standard, standard.record.target)  # type: ignore[union-attr]
+
+    def layer(self, device: Device, config: Config, dtype: torch.dtype) -> PluggableLayer:
+        site = Site(Resolver(self.registry, device, config), "conformance", dtype)
+        with torch.device(device.torch_device):
+            layer = self.layer_class(site, **self.case.arguments)
+        state = {
+            name: value.to(dtype) if value.dtype.is_floating_point else value
+            for name, value in self.case.parameters.items()
+        }
+        nn.Module.load_state_dict(layer, state, strict=True)
+        layer.finalize()
+        return layer
+
+
+def _call(layer: PluggableLayer, case: LayerCase, inputs: list[Any]) -> Any:
+    with torch.no_grad():
+        return getattr(layer, case.method)(*inputs)
+
+
+def _compare(
+    found: Any, form: Any, expected: list[torch.Tensor], case: LayerCase
+) -> Iterator[Fault]:
+    on_device = [tensor.cpu() for tensor in tensors_of(found)]
+    # A layer may return views of one product, so that its strides are its own affair.
+    misshapen = [fault for fault in compare_form(_on_host(found), form) if fault.check != "stride"]
+    yield from misshapen
+    if any(fault.check in ("structure", "shape") for fault in misshapen):
+        return
+    for number, (one, other) in enumerate(zip(on_device, expected, strict=True)):
+        bound = case.tolerance.bound(other, one.dtype, case.facts)
+        yield from compare_value(f"output {number}", one, other, bound)
+
+
+def _on_host(tree: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, tree)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+        return value.double()
+    return value
+
+
+def _pin(candidate: Candidate) -> dict[str, str]:
+    return {candidate.record.layer_id: candidate.qualified_name}  # type: ignore[union-attr]

@@ -1,0 +1,66 @@
+"""Paged caches and batches of cases.
+
+Dimensions: K kv heads, D head size, B sequences, M pages of the longest sequence, P pages, S page
+size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["SPARE_PAGES", "attention_dims", "caches", "scattered", "starts_of"]
+
+SPARE_PAGES = 3
+
+
+def attention_dims(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    page_size: int,
+    *,
+    windowed: bool = False,
+    softcapped: bool = False,
+) -> dict[str, int | bool]:
+    """Return the dims of an ``AttentionSpec`` with these facts."""
+    return {
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_size": head_size,
+        "page_size": page_size,
+        "windowed": windowed,
+        "softcapped": softcapped,
+    }
+
+
+def scattered(
+    seq_lens: list[int], page_size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a page table ``[B, M]`` of shuffled pages and the slots of all cached tokens.
+
+    Every entry has a page of its own, so that entries beyond a sequence's pages name pages that
+    hold nothing.
+    """
+    longest = max((-(-tokens // page_size) for tokens in seq_lens), default=0)
+    count = len(seq_lens) * longest
+    pages = torch.randperm(count + SPARE_PAGES, generator=generator)[:count]
+    table = pages.view(len(seq_lens), longest)
+    slots = [
+        table[b, torch.arange(tokens) // page_size] * page_size + torch.arange(tokens) % page_size
+        for b, tokens in enumerate(seq_lens)
+    ]
+    return table, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+
+
+def caches(
+    shape: tuple[int, ...], dtype: torch.dtype, *, paired: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return caches of NaN, ``[P, S, K, D]``; paired ones alternate in memory page by page."""
+    pair = (shape[0], 2, *shape[1:]) if paired else (2, *shape)
+    keys, values = torch.full(pair, torch.nan).to(dtype).unbind(1 if paired else 0)
+    return keys, values
+
+
+def starts_of(lengths: list[int]) -> torch.Tensor:
+    """Return where every sequence starts, ``[B + 1]`` int64, the total last."""
+    return torch.tensor([0, *lengths]).cumsum(0)

@@ -1,0 +1,43 @@
+"""Cases of the order of scales in tiles. M rows, C blocks per row, R rows per tile."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case
+from interposer.cases import Axis, CaseSpace, Point
+
+__all__ = ["tile_scales_cases"]
+
+_SHAPES = {
+    "several tiles": (256, 12),
+    "one tile": (128, 4),
+    "one row": (1, 16),
+    "one scale": (1, 1),
+    "odd": (37, 5),
+    "one row beyond a tile": (129, 8),
+    "one column beyond a tile": (64, 9),
+    "no rows": (0, 8),
+    "many columns": (9, 256),
+    "one short of a tile": (127, 3),
+}
+
+
+def _tiles(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    # None is a NaN of e4m3, and none a zero, as the filling is.
+    codes = torch.randint(1, 127, point["shape"], generator=generator, dtype=torch.uint8)
+    scales = codes if dtype == torch.uint8 else codes.view(dtype)
+    rows_per_tile = point["tile"]
+    arguments = {"scales": scales, "rows_per_tile": rows_per_tile}
+    return Case("", arguments, {"rows_per_tile": rows_per_tile}, reduction=0)
+
+
+tile_scales_cases = CaseSpace(
+    _tiles,
+    Axis("shape", _SHAPES),
+    Axis("tile", {"128x4": 128, "8x4": 8}),
+    dtypes=(torch.uint8, torch.float8_e4m3fn),
+    strided={"scales": "any"},
+    crossed={"shape": tuple(label for label in _SHAPES if label != "no rows")},
+)
+"""Shapes that fill tiles or not, in both directions."""

@@ -1,0 +1,52 @@
+"""Projections of int8. I input features, O output features."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.cases.quantized_linear import WITH_OUT_DTYPE
+from interposer_ops.cases.quantized_linear_int8 import int8_linear_cases, int8_linear_sample
+
+__all__ = ["int8_linear"]
+
+
+@custom_op(
+    "int8_linear",
+    cases=int8_linear_cases,
+    constants=("weight", "weight_scale", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=int8_linear_sample,
+)
+def int8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project ``x`` by int8 weights that are symmetric around zero.
+
+    y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the sum is exact, the rest
+    float32 or wider until the bias was added.
+
+    Args:
+        x: ``[..., I]`` int8.
+        weight: ``[O, I]`` int8.
+        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
+        weight_scale: ``[1]`` or, one per output, ``[O]``; float32.
+        x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
+        ("tensor" or "channel"), ``asymmetric``.
+    """
+    shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
+    # Exact: float64 holds all integers below 2^53.
+    total = functional.linear(shifted.double(), weight.double())
+    scaled = total.to(x_scale.dtype) * x_scale * weight_scale
+    return (scaled if bias is None else scaled + bias).to(out_dtype)

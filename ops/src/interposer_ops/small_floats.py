@@ -1,0 +1,108 @@
+"""Codes of floats that torch has no arithmetic for: e2m1, and e8m0 as an exponent of two.
+
+Nothing here reads the bits of a float, so that any float dtype gives the same codes.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 and 6.3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "E2M1_MAX",
+    "decode_e2m1",
+    "decode_e8m0",
+    "encode_e2m1",
+    "pack_nibbles",
+    "shared_exponents",
+    "unpack_nibbles",
+]
+
+E2M1_MAX = 6.0
+_E8M0_BIAS = 127
+_E8M0_NAN = 255
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Return the codes of the e2m1 numbers nearest to ``x``, ties to even, saturating at 6.
+
+    Bit 3 is the sign, of a zero too. The code of a magnitude counts the boundaries below it; a tie
+    goes to the code whose last bit is 0, so boundaries alternate in the side that they belong to.
+
+    Args:
+        x: any shape and float dtype; not NaN.
+    Returns: shape of ``x``, uint8 from 0 to 15.
+    """
+    a = x.abs()
+    magnitude = (
+        (a > 0.25).to(torch.uint8)
+        + (a >= 0.75)
+        + (a > 1.25)
+        + (a >= 1.75)
+        + (a > 2.5)
+        + (a >= 3.5)
+        + (a > 5)
+    )
+    return magnitude | (x.signbit().to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers that e2m1 codes stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives.
+
+    Args:
+        codes: any shape, uint8 from 0 to 15.
+    Returns: shape of ``codes``, ``dtype``.
+    """
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent.clamp(min=1) - 1))
+    magnitude = halves.to(dtype) / 2
+    return torch.where(codes >= 8, -magnitude, magnitude)
+
+
+def decode_e8m0(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return 2^(e - 127) for every biased exponent, NaN for 255.
+
+    Args:
+        exponents: any shape, uint8.
+    Returns: shape of ``exponents``, ``dtype``, float32 or wider.
+    """
+    ones = torch.ones_like(exponents, dtype=dtype)
+    powers = torch.ldexp(ones, exponents.int() - _E8M0_BIAS)
+    return powers.masked_fill(exponents == _E8M0_NAN, torch.nan)
+
+
+def shared_exponents(peaks: torch.Tensor, largest_exponent: int) -> torch.Tensor:
+    """Return the biased exponents of blocks by the floor rule.
+
+    e = floor(log2(peak)) - largest_exponent + 127, kept within 0 and 254; 0 for a block of zeros.
+
+    Args:
+        peaks: largest magnitude of each block, any shape, float32 or wider, finite.
+        largest_exponent: that of the largest normal number of the elements' format.
+    Returns: shape of ``peaks``, uint8.
+    """
+    exponents = torch.frexp(peaks).exponent  # of a mantissa in [0.5, 1): one more than the floor
+    biased = exponents - 1 - largest_exponent + _E8M0_BIAS
+    return torch.where(peaks > 0, biased, 0).clamp(0, _E8M0_NAN - 1).to(torch.uint8)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes of four bits per byte, the first one in the low nibble.
+
+    Args:
+        codes: ``[..., 2n]`` uint8 from 0 to 15.
+    Returns: ``[..., n]`` uint8.
+    """
+    pairs = codes.unflatten(-1, (codes.shape[-1] // 2, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of four bits of every byte, that of the low nibble first.
+
+    Args:
+        packed: ``[..., n]`` uint8.
+    Returns: ``[..., 2n]`` uint8 from 0 to 15.
+    """
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

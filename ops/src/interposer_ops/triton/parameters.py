@@ -1,0 +1,199 @@
+"""Launch parameters as data: one JSON file per kernel, one entry per architecture.
+
+``tuning/rms_norm.json`` says for ``rms_norm``:
+
+    {"default": {"num_warps": 8, "num_stages": 1, "blocks": {"width": 8192, "tile": 1024}},
+     "sm_90": {"num_warps": 16, "num_stages": 1, "blocks": {"width": 16384, "tile": 1024}}}
+
+``num_warps`` is a power of two up to 16, ``num_stages`` lies between 1 and 8, blocks are powers of
+two, and every entry has the block names of ``default``, which are what the kernel asks for. An
+architecture without an entry gets that of the nearest older one of its family (sm_86 that of sm_80,
+gfx90a none), else ``default``.
+
+A file is read when a kernel is first launched on a device. Another distribution may bring better
+figures for some architecture as a file of the same form: ``table_of`` merges the entries that
+it is given over those of this package, so that naming such a file in a record of its own is all
+that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import triton
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from interposer.errors import ConfigError, UnknownNameError
+
+__all__ = [
+    "ARCHITECTURES",
+    "Parameters",
+    "architecture",
+    "assumed",
+    "parameters_for",
+    "per_device",
+    "table_of",
+    "tuned_kernels",
+]
+
+ARCHITECTURES = (
+    "default",
+    *("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
+    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"),
+)
+"""The architectures that a file may have an entry for."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FOLDER = Path(__file__).parent / "tuning"
+_META = torch.device("meta")
+_assumptions: dict[torch.device, str] = {}
+_caches: list[Any] = []
+
+
+def _power_of_two(value: int) -> int:
+    if value < 1 or value & (value - 1):
+        raise ValueError("must be a power of two")
+    return value
+
+
+_PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
+
+
+class Parameters(BaseModel):
+    """How a kernel is launched on one architecture.
+
+    Attributes:
+        num_warps: the most that run one program.
+        num_stages: how many iterations of a loop are in flight.
+        blocks: sizes by name, powers of two; what they mean is the kernel's own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_warps: Annotated[_PowerOfTwo, Field(le=16)]
+    num_stages: Annotated[int, Field(ge=1, le=8)]
+    blocks: Mapping[str, _PowerOfTwo]
+
+
+def per_device(function: F) -> F:
+    """Return ``function`` with all its results remembered; one of its arguments is a device.
+
+    What depends on ``parameters_for`` is remembered this way, so that a launch looks up once.
+    """
+    cached = cache(function)
+    _caches.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+@per_device
+def parameters_for(kernel: str, device: torch.device) -> Parameters:
+    """Return the launch parameters of ``kernel`` on ``device``."""
+    table = table_of(kernel)
+    return table[_nearest(architecture(device), table)]
+
+
+def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Parameters]:
+    """Return the parameters of ``kernel`` by architecture.
+
+    Args:
+        overrides: entries in the form of a file, which replace those of this package.
+
+    Raises:
+        UnknownNameError: there is no such kernel, architecture, key or block.
+        ConfigError: a value is out of its range.
+    """
+    known = tuned_kernels()
+    if kernel not in known:
+        raise UnknownNameError("kernel", kernel, known, where="in interposer_ops/triton/tuning")
+    written = json.loads((_FOLDER / f"{kernel}.json").read_text(encoding="utf-8"))
+    entries = {**written, **(overrides or {})}
+    where = f"in the tuning of {kernel}"
+    table = {name: _checked(name, entry, where) for name, entry in entries.items()}
+    names = table["default"].blocks
+    for name, parameters in table.items():
+        for block in {*parameters.blocks} ^ {*names}:
+            if block in names:
+                raise ConfigError(f"{where}, {name} has no block {block!r}, which default has")
+            raise UnknownNameError("block", block, names, where=f"{where}, {name}")
+    return table
+
+
+def tuned_kernels() -> list[str]:
+    """Return the names of all kernels that have a file."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+def architecture(device: torch.device) -> str:
+    """Return what ``device`` is called here: sm_90, gfx942, interpreter.
+
+    A tensor on the meta device stands for the architecture that is ``assumed``.
+    """
+    if device in _assumptions:
+        return _assumptions[device]
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "cuda":
+        return f"sm_{target.arch}"
+    return target.arch.split(":")[0] if target.backend == "hip" else str(target.backend)
+
+
+@contextmanager
+def assumed(name: str) -> Iterator[None]:
+    """Let tensors on the meta device stand for the architecture ``name``."""
+    _forget()
+    _assumptions[_META] = name
+    try:
+        yield
+    finally:
+        _assumptions.pop(_META)
+        _forget()
+
+
+def _forget() -> None:
+    for cached in _caches:
+        cached.cache_clear()
+
+
+def _nearest(name: str, table: Mapping[str, Parameters]) -> str:
+    """Return the entry for the architecture, see the module's docstring."""
+    family, number = _generation(name)
+    older = [
+        (_generation(other)[1], other)
+        for other in table
+        if other != "default" and _generation(other)[0] == family
+    ]
+    return max((pair for pair in older if pair[0] <= number), default=(0, "default"))[1]
+
+
+def _generation(name: str) -> tuple[str, int]:
+    """Return family and number: sm_90a is 90 of sm, gfx942 is 0x42 of gfx9."""
+    if found := re.fullmatch(r"sm_(\d+)[af]?", name):
+        return "sm", int(found[1])
+    if found := re.fullmatch(r"(gfx\d+)([0-9a-f]{2})", name):
+        return found[1], int(found[2], 16)
+    return name, 0
+
+
+def _checked(name: str, entry: Mapping[str, Any], where: str) -> Parameters:
+    if name not in ARCHITECTURES:
+        raise UnknownNameError("architecture", name, ARCHITECTURES, where=where)
+    for key in entry:
+        if key not in Parameters.model_fields:
+            raise UnknownNameError("key", key, Parameters.model_fields, where=f"{where}, {name}")
+    try:
+        return Parameters.model_validate(entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{where}, {name} has {path}={first['input']!r}: {first['msg']}"
+        ) from error

@@ -1,0 +1,113 @@
+"""Whether a Triton kernel can be compiled for a device, said without importing torch or triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from interposer.request import Request
+from interposer.verdict import Verdict
+
+__all__ = ["INTERPRETER", "LEAST_VERSION", "judge", "judge_fp8", "judge_package"]
+
+LEAST_VERSION = (3, 6)
+"""The oldest triton that the kernels are written for, as major and minor."""
+
+INTERPRETER = "triton_interpreter"
+"""The capability feature of a device on which kernels are interpreted instead of compiled."""
+
+_INSTALL = "pip install 'interposer-ops[triton]'"
+# What the package is distributed as; builds of vendors have names of their own.
+_DISTRIBUTIONS = (
+    "triton",
+    "pytorch-triton",
+    "pytorch-triton-rocm",
+    "triton-rocm",
+    "pytorch-triton-xpu",
+    "triton-xpu",
+    "triton-windows",
+)
+# The backend of triton that compiles for an architecture. What begins otherwise is left to the
+# platform, which declares the feature "triton" where its device has a backend.
+_BACKENDS = {"sm_": "nvidia", "gfx": "amd"}
+
+
+def judge(request: Request) -> Verdict:
+    """Accept where triton is installed, new enough, and has a backend for the device."""
+    verdict = judge_package()
+    if not verdict or INTERPRETER in request.capability.features:
+        return verdict
+    architecture = request.capability.architecture
+    wanted = next((b for prefix, b in _BACKENDS.items() if architecture.startswith(prefix)), "")
+    if wanted and wanted not in _backends():
+        found = ", ".join(sorted(_backends())) or "none"
+        return Verdict.refuse(
+            f"the installed triton has no backend {wanted!r} for {architecture}; it has {found}. "
+            "Install the triton that your torch was released with"
+        )
+    return verdict
+
+
+def judge_fp8(request: Request) -> Verdict:
+    """Accept as ``judge`` does, and where triton converts to the 8-bit float that is asked for.
+
+    It is the dim ``out_dtype`` or ``cache_dtype``, or else the request's dtype.
+
+    Source: ``supported_fp8_dtypes`` of the backends of triton 3.7.1. That of nvidia has
+    float8_e4m3fn from sm_89 on, and none of the formats without infinities and negative zero
+    (fnuz). That of amd converts to all of them, in software where the hardware has others; fnuz
+    is taken only on gfx942, whose own formats these are.
+    """
+    named = [request.dims[name] for name in ("out_dtype", "cache_dtype") if name in request.dims]
+    dtype = str(named[0]) if named else request.dtype
+    architecture = request.capability.architecture
+    if INTERPRETER not in request.capability.features:
+        if dtype.endswith("fnuz") and architecture != "gfx942":
+            return Verdict.refuse(f"takes {dtype} on gfx942 only, the device is {architecture}")
+        number = architecture.removeprefix("sm_").rstrip("af")
+        if dtype == "float8_e4m3fn" and number.isdecimal() and int(number) < 89:
+            return Verdict.refuse(
+                f"triton has no {dtype} on {architecture}; it needs sm_89 or newer"
+            )
+    return judge(request)
+
+
+@cache
+def judge_package() -> Verdict:
+    """Accept where the package triton is installed and new enough."""
+    if not _folder():
+        return Verdict.refuse(f"needs the package triton, which is not installed: {_INSTALL}")
+    found = _version()
+    if not found:
+        return Verdict.accept()  # built from source, of a version that only itself knows
+    parts = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+    if parts < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        return Verdict.refuse(f"needs triton {least} or newer, found {found}: {_INSTALL}")
+    return Verdict.accept()
+
+
+def _folder() -> Path | None:
+    """Return where triton is installed; a mere folder of that name on the path does not count."""
+    spec = find_spec("triton")
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def _version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+@cache
+def _backends() -> frozenset[str]:
+    """Return the names of all backends: those in triton's own folder, and those beside it."""
+    folder = _folder()
+    inside = folder.glob("backends/*/compiler.py") if folder else ()
+    beside = {point.name for point in entry_points(group="triton.backends")}
+    return frozenset({path.parent.name for path in inside} | beside)
