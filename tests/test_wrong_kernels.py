@@ -24,7 +24,8 @@ each_wrong = pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
 
 
 def op_of(wrong: Wrong) -> CustomOp[..., Any]:
-    return load_target(Registry(Plugins.of(standard)).ops[wrong.op].target)
+    op: CustomOp[..., Any] = load_target(Registry(Plugins.of(standard)).ops[wrong.op].target)
+    return op
 
 
 def faults_of(wrong: Wrong, plan: PlannedCase) -> list[Fault]:
@@ -86,6 +87,7 @@ def test_a_wrong_kernel_is_found_out_by_the_quick_suite(wrong: Wrong) -> None:
     assert any(wrong.says in str(fault) for fault in faults), faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", [wrong for wrong in ALL if wrong.axis], ids=lambda wrong: wrong.name
 )

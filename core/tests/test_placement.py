@@ -254,7 +254,7 @@ def test_an_explicit_platform_is_taken_where_it_is_named(name: str, installed: I
 
 def test_an_explicit_platform_is_no_way_out(installed: Install) -> None:
     installed(entry(Absent), explicit(Simulator))
-    with pytest.raises(PlatformUnavailableError, match="simulator .*only where it is named"):
+    with pytest.raises(PlatformUnavailableError, match=r"simulator .*only where it is named"):
         place()
 
 

@@ -64,6 +64,8 @@ def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[interposer.plugins]\nacme = acme_plugin\n")
     (metadata / "RECORD").write_text("acme_ops.py,,\nacme_plugin.py,,\n")
+    # What is examined first is not the subject here, and takes seconds.
+    (pytester.path / "interposer.toml").write_text('isolation = "off"\n')
     monkeypatch.setenv("PYTHONPATH", str(pytester.path))
     monkeypatch.setenv("INTERPOSER_PLUGINS", "acme-kernels,interposer-cpu")
     pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
@@ -114,33 +116,24 @@ def test_an_unknown_platform_is_no_silent_skip(acme: pytest.Pytester) -> None:
     assert "Unknown platform 'cuda'" in done.stdout.str()
 
 
-@pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        (
-            '"acme-kernel"',
-            "Unknown distribution 'acme-kernel'. Known, nearest first: 'acme-kernels'",
-        ),
-        ('"acme-kernels", op="double"', "Unknown op 'double' of acme-kernels"),
-        ('"acme-kernels", ops="double"', "unexpected keyword argument 'ops'"),
-        ("", "missing 1 required positional argument: 'distribution'"),
-    ],
-)
-def test_a_wrong_marker_is_an_error_of_collection(
-    marker: str, message: str, acme: pytest.Pytester
-) -> None:
-    done = run(acme, marker)
-    done.assert_outcomes(errors=1)
-    assert message in done.stdout.str()
-    assert "Traceback" not in done.stdout.str()
+WRONG = {
+    '"acme-kernel"': "Unknown distribution 'acme-kernel'. Known, nearest first: 'acme-kernels'",
+    '"acme-kernels", op="double"': "Unknown op 'double' of acme-kernels",
+    '"acme-kernels", ops="double"': "unexpected keyword argument 'ops'",
+    "": "missing 1 required positional argument: 'distribution'",
+}
 
 
-def test_a_marked_test_without_the_argument_is_an_error(acme: pytest.Pytester) -> None:
-    source = TEST.format(marker='"acme-kernels"').replace("(trial)", "()")
-    acme.makepyfile(test_acme=source)
+def test_a_wrong_marker_is_an_error_of_collection(acme: pytest.Pytester) -> None:
+    sources = {f"test_wrong_{n}": TEST.format(marker=m) for n, m in enumerate(WRONG)}
+    sources["test_bare"] = TEST.format(marker='"acme-kernels"').replace("(trial)", "()")
+    acme.makepyfile(**sources)
     done = acme.runpytest_subprocess("-p", "no:cacheprovider")
-    done.assert_outcomes(errors=1)
-    assert "Try: def test_conformance(trial): trial.verify()" in done.stdout.str()
+    done.assert_outcomes(errors=len(sources))
+    text = done.stdout.str()
+    for message in (*WRONG.values(), "Try: def test_conformance(trial): trial.verify()"):
+        assert message in text
+    assert "Traceback" not in text
 
 
 def test_without_a_marked_test_nothing_heavy_is_imported(pytester: pytest.Pytester) -> None:

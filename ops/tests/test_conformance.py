@@ -1,4 +1,4 @@
-"""Every kernel and attention backend that is installed, through the suite of the core."""
+"""Everything that is installed, through the suite of the core: quickly here, in full when slow."""
 
 from __future__ import annotations
 
@@ -9,28 +9,55 @@ import pytest
 from interposer import current_registry, place
 from interposer.hookspecs import GROUP
 from interposer.testing import Trial, check_lightness, conformance
+from interposer.testing.conformance import attention_trials
+from interposer.testing.part import layer_trials, scheme_trials
 
-TRIALS = list(conformance(current_registry(), place().device))
-CANDIDATES = sorted({(trial.request.name, trial.candidate.qualified_name) for trial in TRIALS})
-
-
-@pytest.mark.parametrize("trial", [trial for trial in TRIALS if trial.verdict], ids=str)
-def test_what_is_accepted_conforms(trial: Trial) -> None:
-    assert trial.run() == []
+REGISTRY, DEVICE = current_registry(), place().device
+OPS = sorted(REGISTRY.ops)
 
 
-@pytest.mark.parametrize(("request_name", "candidate"), CANDIDATES)
-def test_what_is_refused_is_refused_with_a_reason(request_name: str, candidate: str) -> None:
-    """Skip what refuses everything: it was not run here, and its reasons are all there is."""
-    own = [
+def check(op: str, *, quick: bool, seed: int = 0) -> None:
+    """Run all trials of an op; fail with what is wrong, named by its trial."""
+    wrong, num_run = {}, 0
+    for trial in conformance(REGISTRY, DEVICE, op=op, quick=quick, seed=seed):
+        num_run += bool(trial.verdict) and not trial.not_run
+        faults = [str(fault) for fault in trial.run()]
+        if faults:
+            wrong[str(trial)] = faults
+    assert wrong == {}
+    assert num_run
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_references_and_kernels_conform(op: str) -> None:
+    check(op, quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_references_and_kernels_conform_on_every_case(op: str) -> None:
+    check(op, quick=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("op", OPS)
+def test_nothing_right_is_blamed_for_another_seed(op: str, seed: int) -> None:
+    check(op, quick=True, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
         trial
-        for trial in TRIALS
-        if (trial.request.name, trial.candidate.qualified_name) == (request_name, candidate)
-    ]
-    refused = [trial for trial in own if not trial.verdict]
-    assert [fault for trial in refused for fault in trial.run()] == []
-    if len(refused) == len(own):
-        pytest.skip("refuses every case: " + "; ".join(sorted({t.verdict.reason for t in own})))
+        for trials in (attention_trials, layer_trials, scheme_trials)
+        for trial in trials(REGISTRY, DEVICE, "", 0)
+        if trial.verdict
+    ],
+    ids=str,
+)
+def test_backends_layers_and_schemes_conform(trial: Trial) -> None:
+    assert trial.run() == []
 
 
 @pytest.mark.parametrize("module", sorted(point.module for point in entry_points(group=GROUP)))

@@ -95,7 +95,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *rest: object) -> torch.Te
     weight, eps, group_size, first = rest
     wide = torch.sigmoid(gate.float())
     unit = x.float() if first else x.float() * wide
-    groups = unit.unflatten(-1, (-1, group_size))  # type: ignore[arg-type]
+    groups = unit.unflatten(-1, (-1, group_size))
     y = torch.rms_norm(groups, groups.shape[-1:], None, eps).flatten(-2)  # type: ignore[arg-type]
     return (y * weight * (wide if first else 1)).to(x.dtype)  # type: ignore[operator]
 

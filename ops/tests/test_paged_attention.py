@@ -291,7 +291,7 @@ def test_a_cache_of_8_bits_is_read_by_its_scales(cache_dtype: torch.dtype) -> No
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 2, 4, 2, 8, generator=generator).mul(50).to(cache_dtype)
     scales = torch.tensor([0.02, 0.03]), torch.tensor([0.01])
-    rest = {
+    rest: dict[str, Any] = {
         "page_table": torch.tensor([[1, 0]]),
         "query_starts": torch.tensor([0, 3]),
         "seq_lens": torch.tensor([7]),

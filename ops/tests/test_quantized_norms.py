@@ -66,7 +66,7 @@ def test_the_cases_are_clear_of_what_float32_leaves_open() -> None:
 
 def unclamped(x: torch.Tensor, weight: torch.Tensor, scale: Any, *rest: Any) -> torch.Tensor:
     eps, out_dtype = rest
-    y = torch.rms_norm(x.float(), weight.shape, weight.float(), eps) / scale
+    y: torch.Tensor = torch.rms_norm(x.float(), weight.shape, weight.float(), eps) / scale
     return y.to(out_dtype)
 
 

@@ -147,11 +147,10 @@ def test_a_batch_without_padding_is_that_of_torch(causal: bool) -> None:
     query, key = torch.randn(2, 3, 6, 4, 24, generator=generator)
     value = torch.randn(3, 6, 4, 16, generator=generator)
     starts = torch.arange(0, 19, 6)
-    flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    found = ragged_attention(*flat, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
-    expected = functional.scaled_dot_product_attention(
-        *(tensor.transpose(1, 2) for tensor in (query, key, value)), is_causal=causal, scale=0.4
-    )
+    q, k, v = (tensor.flatten(0, 1) for tensor in (query, key, value))
+    found = ragged_attention(q, k, v, starts, starts, 6, 6, 0.4, causal, None, None, None, None)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.4)
     torch.testing.assert_close(found, expected.transpose(1, 2).flatten(0, 1))
 
 
@@ -160,7 +159,8 @@ def test_a_batch_without_padding_is_that_of_torch(causal: bool) -> None:
 def test_company_does_not_matter(batch: Batch) -> None:
     for index, output in enumerate(batch.attend()):
         columns = (batch.queries, batch.keys, batch.values)
-        alone = Batch(*((column[index],) for column in columns), batch.options)
+        queries, keys, values = ((column[index],) for column in columns)
+        alone = Batch(queries, keys, values, batch.options)
         torch.testing.assert_close(alone.attend()[0], output)
 
 
@@ -207,7 +207,7 @@ def test_merged_parts_are_the_whole(batch: Batch, data: st.DataObject) -> None:
     ]
     options = batch.options, {**batch.options, "sinks": None}
     left, right = (
-        ragged_attention_with_lse(**Batch(batch.queries, *half, chosen).arguments())
+        ragged_attention_with_lse(**Batch(batch.queries, half[0], half[1], chosen).arguments())
         for half, chosen in zip(halves, options, strict=True)
     )
     for one, other in ((left, right), (right, left)):

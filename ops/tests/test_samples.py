@@ -310,7 +310,7 @@ def test_residuals_are_as_wide_as_the_layer_keeps_them() -> None:
 def test_attention_is_sampled_as_it_is_asked_for() -> None:
     plain = sampled("paged_attention", torch.float32, 4).arguments
     asked = ("windowed", "softcapped", "sinks", "alibi", "prefix_lm")
-    facts = {**dict.fromkeys(asked, True), "cache_dtype": "float8_e4m3fn"}
+    facts: dict[str, Any] = {**dict.fromkeys(asked, True), "cache_dtype": "float8_e4m3fn"}
     masked = sampled("paged_attention", torch.float32, 4, **facts).arguments
     assert plain["window_tokens"] is plain["softcap"] is None
     assert masked["window_tokens"] < int(masked["seq_lens"].max())

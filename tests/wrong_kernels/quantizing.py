@@ -151,13 +151,13 @@ def grouped_topk_looks_into_all_groups(*given: Any) -> tuple[Tensor, Tensor]:
 @wrong("fused_experts", "value")
 def fused_experts_sends_strangers_to_the_first(*given: Any) -> Tensor:
     *others, expert_ids, activation = given
-    return fused_experts(*others, expert_ids.clamp(min=0), activation)
+    return fused_experts.reference(*[*others, expert_ids.clamp(min=0), activation])
 
 
 @wrong("fused_experts", "value")
 def fused_experts_ignores_the_weights(*given: Any) -> Tensor:
     *others, weights, expert_ids, activation = given
-    return fused_experts(*others, torch.ones_like(weights), expert_ids, activation)
+    return fused_experts.reference(*[*others, torch.ones_like(weights), expert_ids, activation])
 
 
 @wrong("lora_expand", "value")

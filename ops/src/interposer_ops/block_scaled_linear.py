@@ -136,4 +136,5 @@ def _scaled(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return ``[..., I]`` elements, multiplied by the ``[..., I / B]`` scales of their blocks."""
     num_blocks = scales.shape[-1]
     blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
-    return (blocks * scales.unsqueeze(-1)).flatten(-2)
+    result: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
+    return result

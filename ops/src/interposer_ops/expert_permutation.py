@@ -1,5 +1,6 @@
-"""Tokens put in the order of their experts, and back. T tokens, K chosen experts, E experts,
-H hidden size.
+"""Tokens put in the order of their experts, and back.
+
+Dimensions: T tokens, K chosen experts, E experts, H hidden size.
 
 A slot is one choice of one token: slot t K + k is the k-th expert of token t. The expert id -1
 stands for one that another rank holds: its slot is left out.
@@ -23,9 +24,7 @@ from interposer_ops.cases.expert_permutation import (
 __all__ = ["moe_align_blocks", "moe_permute", "moe_sum", "moe_unpermute"]
 
 
-@custom_op(
-    "moe_align_blocks", cases=moe_align_blocks_cases, tolerance=Tolerance(roundings=0)
-)
+@custom_op("moe_align_blocks", cases=moe_align_blocks_cases, tolerance=Tolerance(roundings=0))
 def moe_align_blocks(
     expert_ids: torch.Tensor, num_experts: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

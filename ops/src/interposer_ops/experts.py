@@ -213,7 +213,8 @@ def _scaled(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply ``[T, K, M, N]`` by ``[T, K, R, C]``, each scale for its share of a matrix."""
     rows, columns = scales.shape[-2:]
     shares = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-    return (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    result: torch.Tensor = (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    return result
 
 
 def _unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -100,7 +100,8 @@ def dequantize_mxfp4(
     """
     elements = decode_e2m1(unpack_nibbles(packed), torch.float32)
     blocks = elements.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE))
-    return (blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)).flatten(-2).to(out_dtype)
+    scaled: torch.Tensor = blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)
+    return scaled.flatten(-2).to(out_dtype)
 
 
 def _scaled(x: torch.Tensor, largest_exponent: int) -> tuple[torch.Tensor, torch.Tensor]:

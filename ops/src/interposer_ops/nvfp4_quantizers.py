@@ -87,4 +87,5 @@ def dequantize_nvfp4(
     wide = global_scale.dtype
     elements = decode_e2m1(unpack_nibbles(packed), wide)
     blocks = elements.unflatten(-1, (scales.shape[-1], NVFP4_BLOCK_SIZE))
-    return (blocks * (scales.to(wide) / global_scale).unsqueeze(-1)).flatten(-2).to(out_dtype)
+    scaled: torch.Tensor = blocks * (scales.to(wide) / global_scale).unsqueeze(-1)
+    return scaled.flatten(-2).to(out_dtype)

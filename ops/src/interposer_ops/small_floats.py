@@ -95,7 +95,8 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     Returns: ``[..., n]`` uint8.
     """
     pairs = codes.unflatten(-1, (codes.shape[-1] // 2, 2))
-    return pairs[..., 0] | pairs[..., 1] << 4
+    packed: torch.Tensor = pairs[..., 0] | pairs[..., 1] << 4
+    return packed
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:

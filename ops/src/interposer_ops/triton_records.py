@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from interposer.records import Kernel, PlatformEntry, Record
@@ -24,7 +26,7 @@ class _Row(NamedTuple):
     op: str
     module: str
     dtypes: tuple[str, ...] = _FLOATS
-    dims: dict[str, Dim] = {}
+    dims: Mapping[str, Dim] = MappingProxyType({})
     judge: str = _JUDGE
     score: float = 10.0
     promises: frozenset[str] = _PROMISES

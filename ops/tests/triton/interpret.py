@@ -15,7 +15,6 @@ from interposer.records import Kernel
 from interposer.testing import conformance
 
 
-
 def main() -> None:
     registry, device = current_registry(), place(Config(platform="interpreter")).device
     found: dict[str, dict[str, Any]] = {}
@@ -35,7 +34,10 @@ def main() -> None:
                 refusals.append(trial.verdict.reason)
         seconds = time.perf_counter() - begun
         found[record.name] = {
-            "run": run, "faults": faults, "refusals": sorted({*refusals}), "seconds": seconds
+            "run": run,
+            "faults": faults,
+            "refusals": sorted({*refusals}),
+            "seconds": seconds,
         }
     json.dump(found, sys.stdout)
 

@@ -8,12 +8,12 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
-from interposer import Capability, Request
-from interposer.judges import Direct, judge_declared
-from interposer.records import Kernel
-from interposer_ops.triton.ahead import TARGETS, Report, all_reports, table
-from interposer_ops.triton.builds import BUILDS, Build
-from interposer_ops.triton_records import triton_records
+from interposer import Capability, Request  # noqa: E402
+from interposer.judges import Direct, judge_declared  # noqa: E402
+from interposer.records import Kernel  # noqa: E402
+from interposer_ops.triton.ahead import TARGETS, Report, all_reports, table  # noqa: E402
+from interposer_ops.triton.builds import BUILDS, Build  # noqa: E402
+from interposer_ops.triton_records import triton_records  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/triton-targets.md"
 KERNELS = {r.name: r for r in triton_records() if isinstance(r, Kernel)}

@@ -101,5 +101,5 @@ def test_an_unknown_name_lists_the_known(overrides: dict[str, Any], message: str
 
 
 def test_an_unknown_kernel_lists_the_known() -> None:
-    with pytest.raises(UnknownNameError, match="Unknown kernel 'rms_norms'.* first: 'rms_norm'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown kernel 'rms_norms'.* first: 'rms_norm'"):
         table_of("rms_norms")

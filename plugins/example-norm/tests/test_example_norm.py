@@ -27,7 +27,7 @@ def site(dtype: torch.dtype = torch.bfloat16, config: Config | None = None) -> S
     return Site(Resolver(current_registry(config), DEVICE, config), "model.norm", dtype)
 
 
-TRIALS = list(conformance(current_registry(), DEVICE, distribution=DISTRIBUTION))
+TRIALS = list(conformance(current_registry(), DEVICE, distribution=DISTRIBUTION, quick=True))
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=str)

@@ -30,7 +30,7 @@ from interposer.testing.promise import Promises
 from interposer.testing.trial import Trial
 from interposer.verdict import Verdict
 
-__all__ = ["conformance"]
+__all__ = ["attention_trials", "conformance"]
 
 
 def conformance(
@@ -63,7 +63,7 @@ def conformance(
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
         return
-    yield from _attention_trials(registry, device, distribution, seed)
+    yield from attention_trials(registry, device, distribution, seed)
     yield from layer_trials(registry, device, distribution, seed)
     yield from scheme_trials(registry, device, distribution, seed)
     yield from declaration_trials(registry, device, distribution)
@@ -97,9 +97,10 @@ def _kernel_trials(
         yield Trial(reference, request, label, Verdict.accept(), lambda: [fault])
 
 
-def _attention_trials(
+def attention_trials(
     registry: Registry, device: Device, distribution: str, seed: int
 ) -> Iterator[Trial]:
+    """Yield a trial of every attention backend and spec."""
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         for label, spec in attention_specs():

@@ -78,7 +78,7 @@ def _case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    arguments = {}
+    arguments = dict[str, torch.Tensor]()
     for side, (low, high), rows in zip("ab", ranges, empty, strict=True):
         out = uniform(shape, dtype, generator)
         lse = uniform(shape[:2], torch.float32, generator, low, high)

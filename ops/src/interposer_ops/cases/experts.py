@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak
+from interposer.cases import Axis, CaseSpace, Point, Strides, normal, peak
 from interposer.op import Dims
 from interposer_ops.cases.expert_permutation import random_experts
 from interposer_ops.cases.numbers import normal_numbers
@@ -45,7 +45,7 @@ _EVEN_SHAPES = {
 }
 _ACTIVATIONS = {"": "silu", "gelu": "gelu", "swiglu_oai": "swiglu_oai"}
 _RANKS = {"": "none", "other ranks": "some", "all on other ranks": "all"}
-_STRIDED = {"x": "rows"}
+_STRIDED: dict[str, Strides] = {"x": "rows"}
 
 
 def _experts(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -284,9 +284,7 @@ def _spread(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return matrices * scales.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
 
 
-def _case(
-    arguments: dict[str, Any], gate_up: torch.Tensor, down: torch.Tensor, dims: Dims
-) -> Case:
+def _case(arguments: dict[str, Any], gate_up: torch.Tensor, down: torch.Tensor, dims: Dims) -> Case:
     """Return the case with its bounds; experts that no token chose become NaN after that."""
     num_experts, hidden, inner = down.shape
     bounds = _bounds(arguments, gate_up, down)

@@ -46,9 +46,9 @@ _FEATURES: dict[str, dict[str, Any]] = {
 # Tokens that are named at most, and how: a share of 0 names none.
 _NAMED: dict[str, tuple[int, float, str]] = {
     "": (4, 1.0, "ascending"),
-    "one": (1, 1.0, "ascending"),
-    "odd": (7, 1.0, "ascending"),
-    "all": (32, 1.0, "ascending"),
+    "one named": (1, 1.0, "ascending"),
+    "seven named": (7, 1.0, "ascending"),
+    "all named": (32, 1.0, "ascending"),
     "in any order": (8, 1.0, "shuffled"),
     "gaps": (8, 0.5, "shuffled"),
     "none in some rows": (4, 0.0, "ascending"),
@@ -96,7 +96,7 @@ sparse_latent_attention_cases = CaseSpace(
     strided=_STRIDED,
     crossed={**_CROSSED, "feature": ("",), "named": ("", "gaps")},
     alone={"batch": ("no sequences",)},
-    valid=combined(_SPARSE_AXES, {**_PAIRED, "named": ("all", "gaps", "none in some rows")}),
+    valid=combined(_SPARSE_AXES, {**_PAIRED, "named": ("all named", "gaps", "none in some rows")}),
 )
 """The batches of decoding; of the sequence of each token some positions are named, or none."""
 
@@ -232,7 +232,7 @@ def _case(
 ) -> Case:
     query, cache, factor = (arguments[name] for name in ("query", "cache", "cache_scale"))
     heads, latent_size, rotary_size = sizes
-    dims = {
+    dims: Dims = {
         "num_heads": heads,
         "latent_size": latent_size,
         "rotary_size": rotary_size,

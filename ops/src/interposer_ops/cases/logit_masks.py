@@ -131,7 +131,7 @@ suppress_tokens_until_cases = CaseSpace(
     alone=_ALONE,
     valid=lambda point, dtype: (
         _is_small_or_plain(point, dtype)
-        and not (point.labels["steps"] and (point.labels["ids"] or not point["list"][1] == 5))
+        and not (point.labels["steps"] and (point.labels["ids"] or point["list"][1] != 5))
     ),
 )
 """Lists of every length, rows before, at and after their least number of tokens."""
@@ -273,9 +273,7 @@ def mask_top_k_top_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     top_k, top_p = torch.full(shape[:1], 50), torch.full(shape[:1], 0.9)
     generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
-    return _truncated_case(
-        "random", shape, dtype, generator, top_k=top_k, top_p=top_p, label=label
-    )
+    return _truncated_case("random", shape, dtype, generator, top_k=top_k, top_p=top_p, label=label)
 
 
 def mask_min_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:

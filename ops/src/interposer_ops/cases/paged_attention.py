@@ -197,7 +197,7 @@ def _attention(
         "key_scale": key_scale,
         "value_scale": value_scale,
     }
-    dims = {
+    dims: Dims = {
         **attention_dims(heads, kv_heads, head_size, lengths.page_size),
         "windowed": options.get("window_tokens") is not None,
         "softcapped": options.get("softcap") is not None,

@@ -254,7 +254,8 @@ def _spread(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return elements ``[..., I]`` times the scales ``[..., I / B]`` of their blocks."""
     num_blocks = scales.shape[-1]
     blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
-    return (blocks * scales.unsqueeze(-1)).flatten(-2)
+    result: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
+    return result
 
 
 def _dims(in_features: int, out_features: int) -> Dims:

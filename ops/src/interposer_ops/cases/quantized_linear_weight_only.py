@@ -7,7 +7,7 @@ import math
 import torch
 
 from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, uniform
+from interposer.cases import Axis, CaseSpace, Point, Strides, normal, uniform
 from interposer.op import Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
@@ -49,7 +49,12 @@ _W8_SHAPES = {
 _W4_DEVIATION, _W8_DEVIATION = 4.6, 74.0
 _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
-_STRIDED = {"x": "rows", "weight": "offset", "scale": "offset", "bias": "offset"}
+_STRIDED: dict[str, Strides] = {
+    "x": "rows",
+    "weight": "offset",
+    "scale": "offset",
+    "bias": "offset",
+}
 
 
 def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -228,7 +233,8 @@ def _dequantized(
     """Return the float64 weights ``[O, I]``."""
     zero = torch.as_tensor(zero_points, dtype=torch.float64).unsqueeze(-1)
     grouped = codes.double().unflatten(1, (scale.shape[1], codes.shape[1] // scale.shape[1]))
-    return ((grouped - zero) * scale.double().unsqueeze(-1)).flatten(1)
+    result: torch.Tensor = ((grouped - zero) * scale.double().unsqueeze(-1)).flatten(1)
+    return result
 
 
 def _dims(

@@ -101,7 +101,7 @@ def _fits(point: Point, dtype: torch.dtype) -> bool:
 
 
 def _exceeds_float16(point: Point) -> bool:
-    return point["block scales"][1] > 0x78 and point["global scale"] < 1
+    return bool(point["block scales"][1] > 0x78 and point["global scale"] < 1)
 
 
 quantize_nvfp4_cases = CaseSpace(

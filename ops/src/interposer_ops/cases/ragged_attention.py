@@ -169,7 +169,7 @@ def _attention(
         "sinks": sinks,
         "alibi_slopes": slopes,
     }
-    dims = {
+    dims: Dims = {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_size": head_size,

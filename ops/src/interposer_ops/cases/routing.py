@@ -127,7 +127,7 @@ def _grouped_topk(point: Point, dtype: torch.dtype, generator: torch.Generator) 
     def draw(rows: int) -> torch.Tensor:
         return _logits(point, rows, num_experts, top_k, dtype, generator)
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "logits": draw(0),
         "bias": bias,
         "num_groups": num_groups,
@@ -158,8 +158,8 @@ grouped_topk_cases = CaseSpace(
     crossed={"shape": ("many tokens", "odd groups"), "weights": ("",), "logits": ("",)},
     alone={"shape": ("no tokens",)},
     # A softmax of equal logits is exact for a power of two alone.
-    valid=lambda point, dtype: not (
-        point["logits"] is None and point["bias"] is not None and point["shape"][1] == 60
+    valid=lambda point, dtype: (
+        not (point["logits"] is None and point["bias"] is not None and point["shape"][1] == 60)
     ),
 )
 """Groups of many sizes, all and few of them chosen, by their best or their two best experts."""
@@ -198,7 +198,7 @@ def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
     num_experts = int(dims["num_experts"])
     bias = 0.1 * torch.randn(num_experts, generator=generator) if dims["biased"] else None
     draw = _sampled(num_experts, dtype, generator)
-    arguments = {
+    arguments: dict[str, Any] = {
         "logits": draw(0),
         "bias": bias,
         "num_groups": int(dims["num_groups"]),

@@ -122,7 +122,7 @@ def _scores_case(
         "max_seq_tokens": lengths.longest + options.get("spare", 0),
         "key_scales": scales,
     }
-    dims = {
+    dims: Dims = {
         "num_heads": heads,
         "head_size": head_size,
         "page_size": lengths.page_size,
@@ -146,7 +146,7 @@ _ROWS = {
     "long": (2, 5000),
     "no rows": (0, 64),
 }
-_TOP_K = {"": 8, "one": 1, "odd": 13, "many": 64, "2048": 2048}
+_TOP_K = {"": 8, "top one": 1, "top 13": 13, "top 64": 64, "top 2048": 2048}
 # How many scores of a row are visible, of its length; the first ones, or spread over the row.
 _VISIBLE: dict[str, tuple[float, bool]] = {
     "": (1.0, False),
@@ -175,9 +175,11 @@ indexer_topk_cases = CaseSpace(
     _topk,
     *_TOPK_AXES,
     strided={"scores": "outer"},
-    crossed={"row": ("", "odd"), "top_k": ("", "many"), "visible": ("", "holes")},
+    crossed={"row": ("", "odd"), "top_k": ("", "top 64"), "visible": ("", "holes")},
     alone={"row": ("no rows",)},
-    valid=combined(_TOPK_AXES, {"row": ("odd", "after a power of two"), "top_k": ("one", "many")}),
+    valid=combined(
+        _TOPK_AXES, {"row": ("odd", "after a power of two"), "top_k": ("top one", "top 64")}
+    ),
 )
 """Rows longer and shorter than what is chosen, visible in part; equal scores inside the choice."""
 

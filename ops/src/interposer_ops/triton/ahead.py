@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -105,7 +104,9 @@ def launches(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
     """Return what ``function`` would launch for ``arguments`` on the meta device."""
     found: list[Launch] = []
 
-    def record(self: JITFunction[Any], *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def record(
+        self: JITFunction[Any], *given: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
         found.append(Launch(self, given, options))
 
     with patch.object(JITFunction, "run", record):
@@ -171,8 +172,8 @@ def table(found: Iterable[Report]) -> str:
     lines = [
         "# What the Triton kernels compile to",
         "",
-        f"Compiled with triton {triton.__version__}, not executed: this says nothing about races, the",
-        "numerics of the hardware or speed. Registers and what spills of them are those of one",
+        f"Compiled with triton {triton.__version__}, not executed: this says nothing about races,",
+        "the numerics of the hardware or speed. Registers and what spills of them are those of one",
         "thread, shared memory is that of one program. Written by",
         "`python -m interposer_ops.triton.ahead --write docs/triton-targets.md`.",
     ]

@@ -8,7 +8,8 @@ The interpreter of triton 3.7.1 keeps bfloat16 and float8 numbers as unsigned in
 - adds, multiplies and compares the integers where a kernel computes with such a number.
 
 Here every conversion from and to these formats is torch's, and arithmetic on them raises: a GPU
-would compute in float32, so a kernel says so with ``.to(tl.float32)`` behind each load. A ``tl.dot``
+would compute in float32, so a kernel says so with ``.to(tl.float32)`` behind each load. A
+``tl.dot``
 of them multiplies their values.
 
 Besides, it keeps the running program in globals, so that two threads disturb each other, and takes

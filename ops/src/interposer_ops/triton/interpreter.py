@@ -46,7 +46,9 @@ class InterpreterPlatform(Platform):
         # Decided when a kernel is defined, triton's own ones included: later is too late.
         if triton.knobs.runtime.interpret and isinstance(triton.language.cdiv, InterpretedFunction):
             return Verdict.accept(f"triton {triton.__version__} interprets kernels")
-        return Verdict.refuse("triton compiles kernels: set TRITON_INTERPRET=1 before Python starts")
+        return Verdict.refuse(
+            "triton compiles kernels: set TRITON_INTERPRET=1 before Python starts"
+        )
 
     def devices(self) -> Sequence[Device]:
         """Return the one device."""
@@ -64,9 +66,7 @@ class InterpreterPlatform(Platform):
     def memory(self, device: str) -> Memory:
         """Return the physical memory of this machine, all of it as free as it will get."""
         pages = os.sysconf("SC_PAGE_SIZE")
-        total, free = (
-            pages * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
-        )
+        total, free = (pages * os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
         return Memory(total, free)
 
     def synchronize(self, device: str) -> None:

@@ -121,10 +121,7 @@ def _store_rows(
 
 @triton.jit
 def _scaled(x, scale, head, there, largest, PER_HEAD: tl.constexpr):
-    if PER_HEAD:
-        divisor = tl.load(scale + head, mask=there, other=1.0)
-    else:
-        divisor = tl.load(scale)
+    divisor = tl.load(scale + head, mask=there, other=1.0) if PER_HEAD else tl.load(scale)
     wide = x.to(tl.float32)
     quotient = tl.div_rn(wide, tl.zeros_like(wide) + divisor)
     # Comparisons that a NaN fails leave it in its place.
