@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -399,6 +400,13 @@ def test_a_kernel_is_tried_in_every_dtype_that_it_takes(tried: Tried) -> None:
 def test_trials_go_by_names_of_their_own(tried: Tried) -> None:
     trials = tried(SCALED, kernel("by_weight_first", properties=ALL_BUT_OPAQUE), quick=False)
     assert len(set(map(str, trials))) == len(trials)
+
+
+def test_no_thread_is_left_behind(tried: Tried) -> None:
+    before = set(threading.enumerate())
+    for trial in tried(SCALED, kernel("by_weight_first", properties=ALL_BUT_OPAQUE)):
+        trial.run()
+    assert set(threading.enumerate()) <= before
 
 
 def test_quick_trials_of_a_small_op_are_quick(tried: Tried) -> None:

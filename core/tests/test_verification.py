@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -273,6 +274,16 @@ def test_json_holds_everything(report: Report, tmp_path: Path) -> None:
     assert (facts["format"], facts["state"], facts["date"]) == (1, "wrong", "2026-03-01T12:00:00Z")
     assert facts["ground"]["versions"]["acme"] == "in code"
     assert facts["candidates"][1]["tallies"][0]["state"] == "correct"
+
+
+def test_json_with_keys_that_were_added_later_is_read(report: Report) -> None:
+    facts = report.to_dict()
+    facts["candidates"] = [
+        {**told, "tallies": [{**row, "later": 1} for row in told["tallies"]], "later": 1}
+        for told in facts["candidates"]
+    ]
+    facts["ground"]["later"] = facts["later"] = 1
+    assert Report.from_json(json.dumps(facts)) == report
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1}'])

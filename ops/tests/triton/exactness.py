@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Compare conversions of Triton's interpreter with torch's, all as JSON.
 
 In a process of its own with TRITON_INTERPRET=1: triton decides when it is imported.
@@ -18,20 +19,20 @@ NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @triton.jit
-def convert(source, target, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def convert(source, target, COUNT: tl.constexpr):
     place = tl.arange(0, COUNT)
     tl.store(target + place, tl.load(source + place).to(target.dtype.element_ty))
 
 
 @triton.jit
-def double(source, target, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+def double(source, target, COUNT: tl.constexpr):
     place = tl.arange(0, COUNT)
     value = tl.load(source + place)
     tl.store(target + place, value + value)
 
 
 @triton.jit
-def multiply(one, other, target, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def multiply(one, other, target, SIZE: tl.constexpr):
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     place = row * SIZE + column
     product = tl.dot(tl.load(one + place), tl.load(other + place))

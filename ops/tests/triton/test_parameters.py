@@ -87,7 +87,7 @@ def test_a_value_out_of_its_range_is_refused(changed: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"sm_91": GOOD}, "Unknown architecture 'sm_91'.* first: 'sm_90'"),
+        ({"gfx943": GOOD}, "Unknown architecture 'gfx943'.* first: 'gfx942'"),
         ({"sm_90": {**GOOD, "num_warp": 4}}, "Unknown key 'num_warp'.* first: 'num_warps'"),
         (
             {"sm_90": {**GOOD, "blocks": {**GOOD["blocks"], "with": 64}}},  # type: ignore[dict-item]

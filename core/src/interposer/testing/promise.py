@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -151,8 +153,25 @@ def _run(
     else:
         function, prepare = op.reference, None
     subject = Subject(op, function, prepare, candidate.properties, device)
-    with torch.no_grad():
+    with torch.no_grad(), _no_progress_monitor():
         return check(subject, exemplar)
+
+
+@contextmanager
+def _no_progress_monitor() -> Iterator[None]:
+    """Keep torch's tracing from leaving a thread behind, which watches progress bars of tqdm.
+
+    An examination in this process would take it for one of somebody else's, and watch less.
+    """
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        yield
+        return
+    before, bars.monitor_interval = bars.monitor_interval, 0
+    try:
+        yield
+    finally:
+        bars.monitor_interval = before
 
 
 def _all(checks: list[Check], subject: Subject, exemplar: Exemplar) -> list[Fault]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Ground:
     """Where a verification ran.
 
     Attributes:
-        device: the platform's name for it, as ``"AMD EPYC 9B45"``.
+        device: the platform's name for it, as ``"EPYC 9B45"``.
         torch_device: what tensors were placed on.
         versions: of the distributions that took part, by name.
     """
@@ -249,9 +249,9 @@ class Report:
             if facts["format"] != VERSION:
                 raise ValueError(f"it has the format {facts['format']!r}, must be {VERSION}")
             return cls(
-                ground=Ground(**facts.pop("ground")),
+                ground=Ground(**_fields(Ground, facts.pop("ground"))),
                 candidates=tuple(map(_examined, facts.pop("candidates"))),
-                **_fields(facts),
+                **_fields(cls, facts),
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is no report of a verification: {error!r}") from error
@@ -296,14 +296,14 @@ def _state(tallies: Sequence[Tally]) -> State:
 
 def _examined(facts: dict[str, Any]) -> Examined:
     tallies = tuple(map(_tally, facts.pop("tallies")))
-    return Examined(dtypes=tuple(facts.pop("dtypes")), tallies=tallies, **_fields(facts))
+    return Examined(dtypes=tuple(facts.pop("dtypes")), tallies=tallies, **_fields(Examined, facts))
 
 
 def _tally(facts: dict[str, Any]) -> Tally:
-    findings = tuple(Finding(**finding) for finding in facts.pop("findings"))
-    return Tally(findings=findings, **_fields(facts))
+    findings = tuple(Finding(**_fields(Finding, f)) for f in facts.pop("findings"))
+    return Tally(findings=findings, **_fields(Tally, facts))
 
 
-def _fields(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts without what follows from others."""
-    return {name: value for name, value in facts.items() if name not in ("state", "format")}
+def _fields(kind: type, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that ``kind`` has; others follow from them, or were added later."""
+    return {field.name: facts[field.name] for field in fields(kind) if field.name in facts}

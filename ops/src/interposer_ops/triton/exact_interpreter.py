@@ -2,10 +2,11 @@
 
 The interpreter of triton 3.7.1 keeps bfloat16 and float8 numbers as unsigned integers, and
 
-- cuts float32 down to bfloat16 instead of rounding to nearest even, and drops a carry into the
-  exponent where it rounds to float8, half away from zero at that;
-- turns subnormal bfloat16 numbers into others where it widens them;
-- adds, multiplies and compares the integers where a kernel computes with such a number.
+- cuts float32 down to bfloat16 instead of rounding to nearest even; to float8 it rounds half away
+  from zero, and loses a carry into the exponent;
+- turns subnormal bfloat16 numbers, and a NaN of float8, into other numbers where it widens them;
+- adds, multiplies and compares the integers where a kernel computes with such a number, and
+  multiplies matrices of them.
 
 Here every conversion from and to these formats is torch's, and arithmetic on them raises: a GPU
 would compute in float32, so a kernel says so with ``.to(tl.float32)`` behind each load. A
