@@ -78,6 +78,53 @@ GROUPED: Dims = {
     "asymmetric": True,
 }
 DIMS: dict[str, Dims] = {
+    "topk_softmax": {"num_experts": 64, "top_k": 6},
+    "topk_sigmoid": {"num_experts": 64, "top_k": 6, "biased": True},
+    "grouped_topk": {
+        "num_groups": 8,
+        "top_groups": 3,
+        "top_k": 6,
+        "scoring": "sigmoid",
+        "num_experts": 64,
+        "biased": True,
+    },
+    "moe_permute": {"hidden_size": 64, "top_k": 4, "num_experts": 16},
+    "moe_unpermute": {"hidden_size": 64, "top_k": 4},
+    "moe_sum": {"hidden_size": 64, "top_k": 4},
+    "fused_experts": {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_experts": 8,
+        "top_k": 2,
+        "activation": "silu",
+        "biased": False,
+    },
+    "fused_experts_fp8": {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_experts": 6,
+        "top_k": 2,
+        "activation": "silu",
+        "granularity": "tensor",
+    },
+    "fused_experts_w4a16": {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_experts": 6,
+        "top_k": 2,
+        "activation": "silu",
+        "group_size": 32,
+    },
+    "token_logprobs": {"vocab_size": 4099, "num_top": 5},
+    "greedy_verify": {"vocab_size": 65, "num_draft_tokens": 4},
+    "rejection_sample": {"vocab_size": 65, "num_draft_tokens": 4, "certain_drafts": False},
+    "gumbel_argmax": {"vocab_size": 4099},
+    "apply_logit_bias": {"vocab_size": 4099},
+    "apply_token_bitmask": {"vocab_size": 4099},
+    "suppress_tokens_until": {"vocab_size": 4099},
+    "apply_temperature": {"vocab_size": 4099},
+    "mask_top_k_top_p": {"vocab_size": 4099},
+    "mask_min_p": {"vocab_size": 4099},
     "rms_norm": {"hidden_size": 688},
     "fused_add_rms_norm": {"hidden_size": 688},
     "gemma_rms_norm": {"hidden_size": 688},
@@ -182,6 +229,7 @@ NUM_TOKENS = (1, 7, 32, 101)
 # Where the rows are not those of the first tensor.
 ROWS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "batched_linear": lambda arguments: arguments["x"].shape[1],
+    "moe_unpermute": lambda arguments: len(arguments["weights"]),
     "gather_cache": lambda arguments: arguments["num_tokens"],
     "gather_cache_fp8": lambda arguments: arguments["num_tokens"],
     "slots_of_positions": lambda arguments: len(arguments["positions"]),
@@ -295,7 +343,8 @@ def test_num_tokens_are_the_rows_and_leave_the_constants(name: str, num_tokens: 
         one, same = case.arguments[constant], other.arguments[constant]
         assert one is same is None or torch.equal(one, same)
     # Only the last token of a sequence is sampled, and 256 tokens are one prompt.
-    sampling = name in ("apply_penalties", "sample_tokens")
+    modules = ("sampling", "logit_masks", "logprobs", "speculative")
+    sampling = OPS[name].reference.__module__.rpartition(".")[2] in modules
     first = next(v for v in case.arguments.values() if isinstance(v, torch.Tensor))
     found = ROWS[name](case.arguments) if name in ROWS else len(first)
     assert found == (1 if sampling and num_tokens == 256 else num_tokens)

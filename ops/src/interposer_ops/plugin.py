@@ -70,7 +70,20 @@ _OPS = {
     "attention_states": ("merge_attention_states",),
     "latent_attention": ("latent_attention_decode", "sparse_latent_attention"),
     "sparse_attention": ("indexer_scores", "indexer_topk"),
-    "sampling": ("apply_penalties", "sample_tokens"),
+    "routing": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
+    "expert_permutation": ("moe_align_blocks", "moe_permute", "moe_unpermute", "moe_sum"),
+    "experts": ("fused_experts", "fused_experts_fp8", "fused_experts_w4a16"),
+    "sampling": ("apply_penalties", "sample_tokens", "gumbel_argmax"),
+    "logit_masks": (
+        "apply_logit_bias",
+        "apply_token_bitmask",
+        "suppress_tokens_until",
+        "apply_temperature",
+        "mask_top_k_top_p",
+        "mask_min_p",
+    ),
+    "logprobs": ("token_logprobs",),
+    "speculative": ("greedy_verify", "rejection_sample"),
 }
 _PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
 # They copy, compare, add, multiply and divide, which rounds the same way wherever an element

@@ -43,8 +43,8 @@ def clearly_truncated(
         scaled: ``[B, V]`` float64, and the truncations, as of ``truncation_threshold``.
     """
     kept, kept_loosely = (
-        scaled >= truncation_threshold(scaled, top_k, _nudged(top_p, p), _nudged(min_p, m)) - slack
-        for p, m, slack in ((-_MASS_MARGIN, _MARGIN, 0), (_MASS_MARGIN, -_MARGIN, _MARGIN))
+        scaled >= truncation_threshold(scaled, top_k, _nudged(top_p, p), _scaled(min_p, m)) - slack
+        for p, m, slack in ((-_MASS_MARGIN, 1 + _MARGIN, 0), (_MASS_MARGIN, 1 - _MARGIN, _MARGIN))
     )
     return kept, (kept == kept_loosely).all(-1)
 
@@ -62,3 +62,10 @@ def _nudged(bound: torch.Tensor | None, change: float) -> torch.Tensor | None:
     if bound is None:
         return None
     return torch.where((bound > 0) & (bound < 1), bound + change, bound)
+
+
+def _scaled(ratio: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    """Return ``ratio`` times ``factor`` where it lies inside (0, 1): its logarithm is compared."""
+    if ratio is None:
+        return None
+    return torch.where((ratio > 0) & (ratio < 1), ratio * factor, ratio)
