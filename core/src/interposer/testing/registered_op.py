@@ -32,14 +32,18 @@ def check_opcheck(subject: Subject, exemplar: Exemplar) -> list[Fault]:
     """
     case = _without_nan(exemplar.build())
     arguments = subject.given(case).arguments
+    tests = list(_TESTS)
+    given = (value for value in case.arguments.values() if isinstance(value, torch.Tensor))
+    # torch's own check of the schema multiplies what it was given, which it cannot do in 8 bits.
+    if any(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in given):
+        tests.remove("test_schema")
     with registered(subject) as op:
-        tests = list(_TESTS)
         outcome = torch.library.opcheck(
             op, subject.positional(arguments), test_utils=tests, raise_exception=False
         )
         # What is NaN anyway is not equal to itself where both runs are compared.
         if any(t.isnan().any() for t in tensors_of(op(*subject.positional(arguments)))):
-            outcome.pop("test_aot_dispatch_dynamic")
+            outcome.pop("test_aot_dispatch_dynamic", None)
     return [
         Fault("opcheck", name, f"{_TESTS[name]}: {_first_lines(error)}")
         for name, error in outcome.items()
