@@ -78,7 +78,7 @@ def silu_and_mul_gates_with_the_wrong_half(x: Tensor) -> Tensor:
     return silu_and_mul(torch.cat(x.chunk(2, -1)[::-1], -1))
 
 
-@wrong("silu_and_mul", "value", axis="special")
+@wrong("silu_and_mul", "value")
 def silu_and_mul_multiplies_by_hand(x: Tensor) -> Tensor:
     """The exponential of a large negative number overflows, and inf / inf is no number."""
     gate, up = x.float().chunk(2, -1)
@@ -91,7 +91,7 @@ def gelu_and_mul_ignores_the_approximation(x: Tensor, approximate: str) -> Tenso
     return gelu_and_mul(x, "none")
 
 
-@wrong("linear", "value", axis="shape")
+@wrong("linear", "value", axis="features")
 def linear_leaves_out_the_last_block_of_a_sum(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:

@@ -89,7 +89,7 @@ def paged_attention_deals_heads_in_turns(*given: Any) -> Tensor:
     return dealt[:, order.argsort()].contiguous()
 
 
-@wrong("paged_attention", "value", axis="batch")
+@wrong("paged_attention", "value")
 def paged_attention_lets_a_chunk_begin_at_zero(*given: Any) -> Tensor:
     """Masks by the place in the query, not in the sequence; right for prompts and decodes."""
     arguments = named(*given)
