@@ -106,7 +106,9 @@ def test_a_healthy_installation_is_listed(cache: Path) -> None:
     assert (facts["version"], facts["healthy"]) == (1, True)
     assert facts["versions"]["api"].startswith("1.")
     assert facts["torch"]["version"] == torch.__version__
-    host, *_ = facts["platforms"]
+    interpreter, host = sorted(facts["platforms"], key=lambda platform: platform["score"])
+    assert not interpreter["accepted"]
+    assert interpreter["reason"].startswith("is taken only where it is named")
     assert host == {
         "name": "host",
         "provider": "host",
@@ -153,7 +155,8 @@ def test_a_platform_that_fails_is_a_problem_with_its_traceback(
     assert platform.traceback.startswith("Traceback")
     assert platform.mend
     assert "would be a silent fallback" in device.reason
-    assert [p.accepted for p in health.platforms] == [True, False]
+    accepted = {p.name: p.accepted for p in health.platforms}
+    assert accepted == {"host": True, "broken": False, "interpreter": False}
     assert health.device is None
     text = str(health)
     assert "FAILED platform 'broken' of worn in code: its own code failed" in text

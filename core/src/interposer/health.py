@@ -20,7 +20,8 @@ from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
 from interposer.errors import ConfigError, InterposerError, StorageError, UnknownNameError
 from interposer.inventory import strays
-from interposer.placement import place
+from interposer.placement import place, unless_explicit
+from interposer.policy import policy_for
 from interposer.registry import Registry, current_registry, forget_discovery
 from interposer.request import Kind, Request
 from interposer.storage import Store, default_store
@@ -267,8 +268,10 @@ def _examine_lock(health: Health, config: Config) -> bool:
 
 
 def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
+    request = Request("platform", "")
+    policy = policy_for(config, request)
     for candidate in registry.candidates("platform"):
-        verdict = candidate.judge(Request("platform", ""))
+        verdict = unless_explicit(candidate, policy).judge(request)
         health.platforms.append(
             ProbedPlatform(
                 candidate.name,

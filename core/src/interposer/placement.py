@@ -25,7 +25,7 @@ from interposer.request import Request
 from interposer.selection import select
 from interposer.verdict import Refusal, Verdict
 
-__all__ = ["Placement", "current_platform", "place"]
+__all__ = ["Placement", "current_platform", "place", "unless_explicit"]
 
 _REQUEST = Request("platform", "")
 
@@ -62,17 +62,18 @@ def place(config: Config | None = None) -> Placement:
 
 @per_registry
 def _place(registry: Registry, policy: Policy) -> Placement:
-    candidates = registry.candidates("platform")
+    candidates = [unless_explicit(c, policy) for c in registry.candidates("platform")]
     failures = registry.plugins.refusals()
-    if not candidates:
+    if policy.pin is None and all(_is_explicit(candidate) for candidate in candidates):
+        refusals = [Refusal(c.name, c.origin, c.judge(_REQUEST).reason) for c in candidates]
         omitted = registry.plugins.omissions()
         action = "pip install interposer-cpu"
         if failures or omitted:
             action = f"mend what failed, allow what the configuration leaves out, or {action}"
-        raise PlatformUnavailableError("platform", (*failures, *omitted), action)
+        raise PlatformUnavailableError("platform", (*refusals, *failures, *omitted), action)
     asked = f"platform {policy.pin!r}"
     try:
-        choice = select(_REQUEST, [_unless_explicit(c, policy) for c in candidates], policy)
+        choice = select(_REQUEST, candidates, policy)
     except UnknownNameError as error:
         if not failures:
             raise
@@ -92,13 +93,18 @@ def _place(registry: Registry, policy: Policy) -> Placement:
     return placement
 
 
-def _unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
+def unless_explicit(candidate: Candidate, policy: Policy) -> Candidate:
     """Return ``candidate``, which refuses unprobed where it has to be named and is not."""
-    assert isinstance(candidate.record, PlatformEntry)
-    if not candidate.record.explicit or policy.pin in (candidate.name, candidate.qualified_name):
+    named = policy.pin in (candidate.name, candidate.qualified_name)
+    if named or not _is_explicit(candidate):
         return candidate
     reason = f"is taken only where it is named: Config(platform={candidate.name!r})"
     return replace(candidate, judge=lambda _: Verdict.refuse(reason))
+
+
+def _is_explicit(candidate: Candidate) -> bool:
+    assert isinstance(candidate.record, PlatformEntry)
+    return candidate.record.explicit
 
 
 def _opened(registry: Registry, choice: Choice) -> Placement:

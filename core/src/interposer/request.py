@@ -80,6 +80,8 @@ class Request:
 
     def __str__(self) -> str:
         parts = [part for part in (self.dtype, self.platform) if part]
-        parts += [f"{name}={value}" for name, value in sorted(self.dims.items())]
+        # What a request does not want is the ordinary case, and goes without saying.
+        said = ((name, value) for name, value in sorted(self.dims.items()) if value is not False)
+        parts += [f"{name}={value}" for name, value in said]
         named = f"{self.kind} {self.name!r}" if self.name else self.kind
         return named + (f" [{' '.join(parts)}]" if parts else "")
