@@ -1,45 +1,64 @@
-"""Run every Triton kernel on the interpreter platform and print what is wrong as JSON.
+"""Run the Triton kernels of one module on the interpreter platform; print what is wrong as JSON.
 
 In a process of its own with TRITON_INTERPRET=1: triton decides when it is imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from interposer import Config, current_registry, place
+from interposer.choice import Candidate
 from interposer.records import Kernel
 from interposer.testing import conformance
 
+PACKAGE = "interposer_ops.triton"
 
-def main() -> None:
-    registry, device = current_registry(), place(Config(platform="interpreter")).device
-    found: dict[str, dict[str, Any]] = {}
+
+def kernels(module: str) -> Iterator[tuple[Kernel, Candidate]]:
+    """Yield the kernels whose functions stand in ``module`` of interposer_ops.triton."""
+    registry = current_registry()
     for candidate in (c for op in registry.ops for c in registry.candidates("kernel", op)):
         record = candidate.record
-        if not (isinstance(record, Kernel) and record.target.startswith("interposer_ops.triton.")):
-            continue
-        begun = time.perf_counter()
-        run, faults, refusals = 0, [], []
-        for trial in conformance(registry, device, op=record.op, quick=True):
-            if trial.candidate is not candidate or trial.aspect != "numerics":
-                continue
-            if trial.verdict:
-                run += 1
-                faults += [f"{trial}: {fault}" for fault in trial.run()]
-            else:
-                refusals.append(trial.verdict.reason)
-        seconds = time.perf_counter() - begun
-        found[record.name] = {
-            "run": run,
-            "faults": faults,
-            "refusals": sorted({*refusals}),
-            "seconds": seconds,
-        }
-    json.dump(found, sys.stdout)
+        if isinstance(record, Kernel) and record.target.startswith(f"{PACKAGE}.{module}:"):
+            yield record, candidate
+
+
+def result(op: str, candidate: Candidate, every: int, seed: int) -> dict[str, Any]:
+    """Return how every ``every``-th of the quick cases went, of those that are accepted."""
+    device = place(Config(platform="interpreter")).device
+    begun = time.perf_counter()
+    trials = [
+        trial
+        for trial in conformance(current_registry(), device, op=op, quick=True, seed=seed)
+        if trial.candidate is candidate and trial.aspect == "numerics"
+    ]
+    accepted = [trial for trial in trials if trial.verdict]
+    faults = [f"{trial}: {fault}" for trial in accepted[::every] for fault in trial.run()]
+    return {
+        "run": len(accepted[::every]),
+        "faults": faults,
+        "refusals": sorted({trial.verdict.reason for trial in trials if not trial.verdict}),
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("module", help="of interposer_ops.triton")
+    parser.add_argument("--every", type=int, default=1, help="run one of so many cases")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    found = {
+        record.name: result(record.op, candidate, asked.every, asked.seed)
+        for record, candidate in kernels(asked.module)
+    }
+    json.dump(found, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

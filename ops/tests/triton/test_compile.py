@@ -12,7 +12,8 @@ from interposer import Capability, Request  # noqa: E402
 from interposer.judges import Direct, judge_declared  # noqa: E402
 from interposer.records import Kernel  # noqa: E402
 from interposer_ops.triton.ahead import TARGETS, Report, all_reports, table  # noqa: E402
-from interposer_ops.triton.builds import BUILDS, Build  # noqa: E402
+from interposer_ops.triton.build import Build  # noqa: E402
+from interposer_ops.triton.builds import BUILDS  # noqa: E402
 from interposer_ops.triton_records import triton_records  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/triton-targets.md"

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from interposer.records import Kernel
 from interposer_ops.triton_records import triton_records
 
 RECORDS = triton_records()
-KERNELS = [record.name for record in RECORDS if isinstance(record, Kernel)]
+MODULES = sorted({r.target.split(":")[0].rsplit(".")[-1] for r in RECORDS if isinstance(r, Kernel)})
 
 
 def interpreted(*arguments: str) -> str:
@@ -33,18 +32,31 @@ def interpreted(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(interpreted(str(Path(__file__).with_name("interpret.py"))))
-    return found
+def kernels_of(module: str) -> set[str]:
+    prefix = f"interposer_ops.triton.{module}:"
+    return {r.name for r in RECORDS if isinstance(r, Kernel) and r.target.startswith(prefix)}
+
+
+def check(module: str, *arguments: str) -> None:
+    """Run the cases of a module's kernels and assert that each kernel ran and is right."""
+    script = str(Path(__file__).with_name("interpret.py"))
+    results = json.loads(interpreted(script, module, *arguments))
+    assert set(results) == kernels_of(module), "no op that they could be kernels of is declared"
+    assert {name: found["faults"] for name, found in results.items() if found["faults"]} == {}
+    idle = {name: found["refusals"] for name, found in results.items() if not found["run"]}
+    assert idle == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_compute_what_their_ops_define(module: str) -> None:
+    check(module, "--every", "8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_computes_what_its_op_defines(kernel: str, results: dict[str, Any]) -> None:
-    assert kernel in results, "no op that it could be a kernel of is declared"
-    assert results[kernel]["faults"] == []
-    assert results[kernel]["run"] > 0, results[kernel]["refusals"]
+@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_compute_what_their_ops_define_in_more_cases(module: str, seed: str) -> None:
+    check(module, "--seed", seed)
 
 
 def test_the_interpreter_has_to_be_named_and_switched_on() -> None:

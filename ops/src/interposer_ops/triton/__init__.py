@@ -17,9 +17,9 @@ To add a kernel:
    ``tl.constexpr``; counts of tokens are not, nor does a tile depend on them: results must not.
 4. Add its record to ``interposer_ops.triton_records``, and what a record cannot say to a predicate
    in ``interposer_ops.triton_availability``, which imports neither triton nor torch.
-5. Add its builds to ``builds``: calls on tensors without memory. ``ahead`` records what they would
-   launch and compiles that for every architecture; a target that the record refuses is named in
-   ``without``. Write the table anew, ``python -m interposer_ops.triton.ahead --write
+5. Add its builds to a module of ``builds``: calls on tensors without memory. ``ahead`` records what
+   they would launch and compiles that for every architecture; a target that the record refuses is
+   named in ``without``. Write the table anew, ``python -m interposer_ops.triton.ahead --write
    docs/triton-targets.md``; ``ops/tests/triton/test_compile.py`` asserts that nothing spills,
    that shared memory fits and that matrix instructions come out where they have to.
 

@@ -23,7 +23,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from interposer.records import Kernel, load_target
-from interposer_ops.triton.builds import BUILDS, Build
+from interposer_ops.triton.build import Build
+from interposer_ops.triton.builds import BUILDS
 from interposer_ops.triton.parameters import assumed
 from interposer_ops.triton_records import triton_records
 

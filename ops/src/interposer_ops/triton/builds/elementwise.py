@@ -1,49 +1,15 @@
-"""What is compiled ahead of time: for every kernel, calls of the sizes that models use.
-
-A build is a call of the kernel's own function on tensors without memory, so that what is compiled
-is what such a call would launch, tile and warps included.
-"""
+"""Builds of kernels without matrix products: norms, activations, rotary embedding, cache writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from interposer.op import Dims
+from interposer_ops.triton.build import Build, meta
 
-__all__ = ["BUILDS", "Build", "meta"]
-
-
-@dataclass(frozen=True)
-class Build:
-    """One call that is compiled.
-
-    Attributes:
-        kernel: name of the kernel's record.
-        label: what the call is like; unique for its kernel.
-        arguments: makes the op's arguments, tensors on the meta device.
-        dtype: what a request for such a call states, by torch's name.
-        dims: what such a request states besides.
-        matrix: whether matrix instructions have to come out.
-        without: architectures that the kernel's record refuses, so that nothing is compiled.
-    """
-
-    kernel: str
-    label: str
-    arguments: Callable[[], tuple[Any, ...]]
-    dtype: str = "bfloat16"
-    dims: Dims = field(default_factory=dict)
-    matrix: bool = False
-    without: frozenset[str] = frozenset()
-
-
-def meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Return a dense tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
+__all__ = ["BUILDS"]
 
 _BF16, _FP16, _FP32, _INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -121,4 +87,3 @@ BUILDS = (
         dims={"cache_dtype": "float8_e5m2"},
     ),
 )
-"""All builds, those of one kernel together."""
