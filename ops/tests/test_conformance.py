@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from interposer import current_registry, place
+from interposer import Device, current_registry, place
 from interposer.hookspecs import GROUP
 from interposer.testing import Trial, check_lightness, conformance
 from interposer.testing.conformance import attention_trials
@@ -14,6 +14,14 @@ from interposer.testing.part import layer_trials, scheme_trials
 
 REGISTRY, DEVICE = current_registry(), place().device
 OPS = sorted(REGISTRY.ops)
+
+
+@pytest.fixture
+def accelerator() -> Device:
+    """Return the device in force, if it is no processor."""
+    if DEVICE.platform == "cpu":
+        pytest.skip("needs an accelerator and the plugin of its platform")
+    return DEVICE
 
 
 def check(op: str, *, quick: bool, seed: int = 0) -> None:
@@ -44,6 +52,13 @@ def test_references_and_kernels_conform_on_every_case(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_right_is_blamed_for_another_seed(op: str, seed: int) -> None:
     check(op, quick=True, seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("op", OPS)
+def test_an_accelerator_conforms_on_every_case(op: str) -> None:
+    check(op, quick=False)
 
 
 @pytest.mark.parametrize(
