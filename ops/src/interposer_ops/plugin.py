@@ -87,9 +87,8 @@ _OPS = {
 }
 _PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
 # They copy, compare, add, multiply and divide, which rounds the same way wherever an element
-# stands. A sum
-# over a row may be split differently for more rows, and an exponential computed differently at the
-# end of a chunk of memory.
+# stands. A sum over a row may be split differently for more rows, and an exponential computed
+# differently at the end of a chunk of memory.
 _BATCH_INVARIANT = frozenset(
     {
         "rotary_embedding",
