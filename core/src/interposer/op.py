@@ -102,8 +102,9 @@ class CustomOp(Generic[P, R]):
         constants: names of the tensor arguments that don't change after the weights were loaded.
         sample: draws arguments of a given size; without it the op's kernels are not measured.
         batched: names of the arguments whose dimension 0 counts tokens or sequences that the op
-            treats one by one; dimension 0 of every output counts the same. Empty where the op has
-            no such dimension, or treats its indices together.
+            treats one by one, or is 1 where one is for all of them; dimension 0 of every output
+            counts the same. Empty where the op has no such dimension, or treats its indices
+            together.
     """
 
     def __init__(

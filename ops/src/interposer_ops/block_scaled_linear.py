@@ -30,6 +30,7 @@ __all__ = ["mxfp4_linear", "mxfp8_linear", "nvfp4_linear"]
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(roundings=2),
     sample=mxfp4_linear_sample,
+    batched=("x",),
 )
 def mxfp4_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
@@ -59,6 +60,7 @@ def mxfp4_linear(
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     sample=mxfp8_linear_sample,
+    batched=("x", "x_scales"),
 )
 def mxfp8_linear(
     x: torch.Tensor,
@@ -97,6 +99,7 @@ def mxfp8_linear(
     constants=("weight", "weight_scales", "alpha", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     sample=nvfp4_linear_sample,
+    batched=("x", "x_scales"),
 )
 def nvfp4_linear(
     x: torch.Tensor,

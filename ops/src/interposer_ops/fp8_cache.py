@@ -27,6 +27,7 @@ __all__ = ["gather_cache_fp8", "reshape_and_cache_fp8"]
     constants=("key_scale", "value_scale"),
     tolerance=Tolerance(roundings=0),
     sample=reshape_and_cache_fp8_sample,
+    batched=("key", "value", "slots"),
 )
 def reshape_and_cache_fp8(
     key: torch.Tensor,

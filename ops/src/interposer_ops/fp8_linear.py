@@ -27,6 +27,7 @@ __all__ = ["fp8_block_linear", "fp8_linear"]
     constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     sample=fp8_linear_sample,
+    batched=("x", "x_scale"),
 )
 def fp8_linear(
     x: torch.Tensor,
@@ -62,6 +63,7 @@ def fp8_linear(
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     sample=fp8_block_linear_sample,
+    batched=("x", "x_scales"),
 )
 def fp8_block_linear(
     x: torch.Tensor,

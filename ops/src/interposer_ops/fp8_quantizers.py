@@ -29,7 +29,12 @@ __all__ = [
 ]
 
 
-@custom_op("quantize_fp8_static", cases=quantize_fp8_static_cases, tolerance=Tolerance(roundings=0))
+@custom_op(
+    "quantize_fp8_static",
+    cases=quantize_fp8_static_cases,
+    tolerance=Tolerance(roundings=0),
+    batched=("x",),
+)
 def quantize_fp8_static(
     x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:

@@ -18,6 +18,7 @@ __all__ = ["int8_linear"]
     constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     sample=int8_linear_sample,
+    batched=("x", "x_scale", "x_zero_point"),
 )
 def int8_linear(
     x: torch.Tensor,

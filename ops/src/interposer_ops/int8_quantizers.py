@@ -25,7 +25,10 @@ __all__ = [
 
 
 @custom_op(
-    "quantize_int8_static", cases=quantize_int8_static_cases, tolerance=Tolerance(roundings=0)
+    "quantize_int8_static",
+    cases=quantize_int8_static_cases,
+    tolerance=Tolerance(roundings=0),
+    batched=("x",),
 )
 def quantize_int8_static(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None

@@ -28,6 +28,7 @@ __all__ = ["copy_pages", "gather_cache", "gathered_rows", "reshape_and_cache", "
     mutates=("key_cache", "value_cache"),
     tolerance=Tolerance(roundings=0),
     sample=reshape_and_cache_sample,
+    batched=("key", "value", "slots"),
 )
 def reshape_and_cache(
     key: torch.Tensor,

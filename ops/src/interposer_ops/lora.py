@@ -54,6 +54,7 @@ def lora_shrink(
     # The product may be rounded to the dtype of y before it is added.
     tolerance=Tolerance(roundings=2),
     sample=lora_expand_sample,
+    batched=("shrunk", "adapter_ids", "y"),
 )
 def lora_expand(
     shrunk: torch.Tensor,

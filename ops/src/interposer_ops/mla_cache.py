@@ -19,6 +19,7 @@ __all__ = ["write_latent_cache"]
     mutates=("cache",),
     tolerance=Tolerance(roundings=0),
     sample=write_latent_cache_sample,
+    batched=("latent", "rope_key", "slots"),
 )
 def write_latent_cache(
     latent: torch.Tensor, rope_key: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor

@@ -37,6 +37,7 @@ _E4M3_MAX = 448.0
     constants=("global_scale",),
     tolerance=Tolerance(roundings=0),
     sample=quantize_nvfp4_sample,
+    batched=("x",),
 )
 def quantize_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor

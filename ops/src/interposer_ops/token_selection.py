@@ -23,6 +23,7 @@ __all__ = ["pad_rows", "select_rows", "unpad_rows"]
     cases=select_rows_cases,
     tolerance=Tolerance(roundings=0),
     sample=select_rows_sample,
+    batched=("indices",),
 )
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``x`` at ``indices``, as of the last tokens of all sequences.

@@ -28,6 +28,7 @@ _MIDDLE = 8
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
     sample=w4a16_linear_sample,
+    batched=("x",),
 )
 def w4a16_linear(
     x: torch.Tensor,
@@ -61,6 +62,7 @@ def w4a16_linear(
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
     sample=w8a16_linear_sample,
+    batched=("x",),
 )
 def w8a16_linear(
     x: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 
 from interposer.op import Case
 from interposer.testing.call import Subject, differences, tensors_of
-from interposer.testing.exemplar import Exemplar, num_rows
+from interposer.testing.exemplar import Exemplar, num_rows, rows_of
 from interposer.testing.fault import Fault
 
 __all__ = ["check_batch_invariance"]
@@ -55,11 +55,7 @@ def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, tor
     arguments: Mapping[str, Any] = {**given.arguments, **given.prepared}
     parts: list[list[torch.Tensor]] = []
     for start in range(0, rows, size):
-        own = {
-            name: value[start : start + size]
-            for name, value in arguments.items()
-            if name in op.batched and isinstance(value, torch.Tensor)
-        }
+        own = rows_of(op, arguments, slice(start, start + size))
         parts.append(tensors_of(subject.function(*subject.positional({**arguments, **own}))))
     outputs = [torch.cat(column) for column in zip(*parts, strict=True)]
     values = {f"output {number}": tensor for number, tensor in enumerate(outputs)}

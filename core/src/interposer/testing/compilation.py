@@ -13,7 +13,7 @@ import torch
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.op import Case
 from interposer.testing.call import Subject
-from interposer.testing.exemplar import Exemplar, num_rows, with_rows
+from interposer.testing.exemplar import Exemplar, num_rows, rows_of, with_rows
 from interposer.testing.expectation import Expectation
 from interposer.testing.fault import Fault
 from interposer.testing.registered_op import registered
@@ -44,9 +44,12 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
     with _compiled(subject, backend) as compiled:
 
         def dynamic(*arguments: Any) -> Any:
-            for name, value in zip(op.signature.parameters, arguments, strict=False):
-                if name in op.batched and isinstance(value, torch.Tensor):
-                    torch._dynamo.mark_dynamic(value, 0)
+            # An argument that is left out at the end has its default, which is no tensor.
+            given = dict.fromkeys(op.batched) | dict(
+                zip(op.signature.parameters, arguments, strict=False)
+            )
+            for name in rows_of(op, given, slice(None)):
+                torch._dynamo.mark_dynamic(given[name], 0)
             return compiled(*arguments)
 
         faults = _faults(subject, first, dynamic, f"with {rows} rows")

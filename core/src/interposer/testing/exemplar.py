@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from interposer.cases.axis import ORDINARY
 from interposer.cases.space import CaseSpace, PlannedCase, planned_cases
 from interposer.op import Case, CustomOp, Dims
 
-__all__ = ["Exemplar", "chosen", "exemplars", "num_rows", "with_rows"]
+__all__ = ["Exemplar", "chosen", "exemplars", "num_rows", "rows_of", "with_rows"]
 
 # In a batch of three there is a first row, a last one, and one that is neither.
 _ENOUGH_ROWS = 3
@@ -80,18 +80,22 @@ def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[l
 
 def num_rows(op: CustomOp[..., Any], case: Case) -> int:
     """Return what the batched arguments count, 0 where there are none."""
-    batched = (case.arguments[name] for name in op.batched)
-    return next((len(v) for v in batched if isinstance(v, torch.Tensor) and v.ndim), 0)
+    return max(map(len, rows_of(op, case.arguments, slice(None)).values()), default=0)
 
 
 def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
     """Return the case with the first ``num`` rows of its batched arguments."""
-    rows = {
-        name: value[:num]
-        for name in op.batched
-        if isinstance(value := case.arguments[name], torch.Tensor)
-    }
+    rows = rows_of(op, case.arguments, slice(num))
     return replace(case, arguments={**case.arguments, **rows})
+
+
+def rows_of(
+    op: CustomOp[..., Any], arguments: Mapping[str, Any], chosen_rows: slice
+) -> dict[str, torch.Tensor]:
+    """Return these rows of the batched arguments; one row among many is there for all of them."""
+    tensors = {n: v for n in op.batched if isinstance(v := arguments[n], torch.Tensor) and v.ndim}
+    most = max(map(len, tensors.values()), default=0)
+    return {name: value[chosen_rows] for name, value in tensors.items() if len(value) == most}
 
 
 def _lacks_rows(exemplar: Exemplar) -> bool:
