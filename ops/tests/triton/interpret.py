@@ -18,6 +18,7 @@ from interposer.records import Kernel
 from interposer.testing import conformance
 
 PACKAGE = "interposer_ops.triton"
+PROMISES = ("determinism", "batch invariance")
 
 
 def kernels(module: str) -> Iterator[tuple[Kernel, Candidate]]:
@@ -29,19 +30,22 @@ def kernels(module: str) -> Iterator[tuple[Kernel, Candidate]]:
             yield record, candidate
 
 
-def result(op: str, candidate: Candidate, every: int, seed: int) -> dict[str, Any]:
+def result(op: str, candidate: Candidate, every: int, seed: int, promises: bool) -> dict[str, Any]:
     """Return how every ``every``-th of the quick cases went, of those that are accepted."""
     device = place(Config(platform="interpreter")).device
     begun = time.perf_counter()
     trials = [
         trial
         for trial in conformance(current_registry(), device, op=op, quick=True, seed=seed)
-        if trial.candidate is candidate and trial.aspect == "numerics"
+        if trial.candidate is candidate
     ]
     accepted = [trial for trial in trials if trial.verdict]
-    faults = [f"{trial}: {fault}" for trial in accepted[::every] for fault in trial.run()]
+    run = [trial for trial in accepted if trial.aspect == "numerics"][::every]
+    if promises:
+        run += [trial for trial in accepted if trial.aspect in PROMISES]
+    faults = [f"{trial}: {fault}" for trial in run for fault in trial.run()]
     return {
-        "run": len(accepted[::every]),
+        "run": len(run),
         "faults": faults,
         "refusals": sorted({trial.verdict.reason for trial in trials if not trial.verdict}),
         "seconds": round(time.perf_counter() - begun, 1),
@@ -52,10 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", help="of interposer_ops.triton")
     parser.add_argument("--every", type=int, default=1, help="run one of so many cases")
+    parser.add_argument("--promises", action="store_true", help="try what is promised of rows too")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     found = {
-        record.name: result(record.op, candidate, asked.every, asked.seed)
+        record.name: result(record.op, candidate, asked.every, asked.seed, asked.promises)
         for record, candidate in kernels(asked.module)
     }
     json.dump(found, sys.stdout, indent=1)

@@ -56,7 +56,7 @@ def test_kernels_compute_what_their_ops_define(module: str) -> None:
 @pytest.mark.parametrize("seed", ["0", "1"])
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_compute_what_their_ops_define_in_more_cases(module: str, seed: str) -> None:
-    check(module, "--seed", seed)
+    check(module, "--seed", seed, "--promises")
 
 
 def test_the_interpreter_has_to_be_named_and_switched_on() -> None:
