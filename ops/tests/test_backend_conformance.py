@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout, Site
 from interposer.testing import attention_specs, check_attention
+from interposer.testing.attention_promise import (
+    check_attention_batches,
+    check_attention_determinism,
+)
 from interposer_ops.layers.attention import PagedBackend
 
 
@@ -167,3 +172,59 @@ def test_a_wrong_dtype_is_blamed(make_site: Callable[..., Site]) -> None:
 def test_labels_are_unique_within_a_dtype() -> None:
     labels = [(label, spec.dtype) for label, spec in attention_specs()]
     assert len(set(labels)) == len(labels)
+
+
+class Unsettled(PagedBackend):
+    """Wrong: what it returns depends on how often it was called."""
+
+    calls = 0
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        Unsettled.calls += 1
+        output = super().forward(*arguments)
+        return output * (1 + 1e-6 * Unsettled.calls)
+
+
+class OneByOne(PagedBackend):
+    """Right in both respects: each sequence goes through the reference by itself."""
+
+    def forward(
+        self, query: Any, key: Any, value: Any, cache: torch.Tensor, plan: AttentionBatch
+    ) -> torch.Tensor:
+        outputs = []
+        bounds = plan.query_starts.tolist()
+        for b, (start, end) in enumerate(pairwise(bounds)):
+            length = int(plan.seq_lens[b])
+            rows, num_pages = slice(start, end), -(-length // self.spec.page_size)
+            part = AttentionBatch(
+                query_starts=torch.tensor([0, end - start]),
+                seq_lens=plan.seq_lens[b : b + 1],
+                page_table=plan.page_table[b : b + 1, :num_pages],
+                slots=plan.slots[rows],
+                max_query_tokens=end - start,
+                max_seq_tokens=length,
+            )
+            outputs.append(super().forward(query[rows], key[rows], value[rows], cache, part))
+        return torch.cat(outputs)
+
+
+class ScaledByBatch(OneByOne):
+    """Wrong: a bit more with every sequence of the batch."""
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        batch: AttentionBatch = arguments[-1]
+        return super().forward(*arguments) * (1 + 1e-6 * len(batch.seq_lens))
+
+
+def test_promises_of_backends_are_tried(make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(torch.float32, "full"), make_site("attention", torch.float32)
+    (first, *_) = check_attention_determinism(Unsettled, spec, site)
+    assert first.check == "determinism"
+    assert first.where == "output of step 0"
+    (first, *_) = check_attention_batches(ScaledByBatch, spec, site)
+    assert first.check == "batch"
+    # Step 0 is of one sequence only, which is the same by itself.
+    assert first.where == "output of step 1"
+    for check in (check_attention_determinism, check_attention_batches):
+        assert check(OneByOne, spec, site) == []
+    assert check_attention_determinism(PagedBackend, spec, site) == []

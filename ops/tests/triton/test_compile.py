@@ -53,7 +53,9 @@ def test_shared_memory_fits(reports: list[Report]) -> None:
 
 
 def test_matrix_instructions_come_out_where_they_have_to(reports: list[Report]) -> None:
-    assert [r for r in reports if r.build.matrix and not r.matrix] == []
+    multiplying = {(r.build.kernel, r.build.label, r.target) for r in reports if r.matrix}
+    wanted = {(r.build.kernel, r.build.label, r.target) for r in reports if r.build.matrix}
+    assert wanted - multiplying == set()  # of several launches, not all multiply matrices
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: f"{build.kernel}-{build.label}")

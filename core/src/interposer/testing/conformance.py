@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from interposer.attention import AttentionSpec
+from interposer.attention import AttentionBackend, AttentionSpec
 from interposer.capability import Device
 from interposer.cases.space import PlannedCase, planned_cases
 from interposer.choice import Candidate
@@ -21,16 +21,27 @@ from interposer.registry import Registry
 from interposer.request import Request
 from interposer.resolver import Resolver
 from interposer.testing.attention import attention_specs, check_attention
+from interposer.testing.attention_promise import (
+    check_attention_batches,
+    check_attention_determinism,
+)
 from interposer.testing.declaration import declaration_trials
 from interposer.testing.exemplar import exemplars
 from interposer.testing.fault import Fault
 from interposer.testing.kernel import check_kernel
 from interposer.testing.part import layer_trials, scheme_trials
 from interposer.testing.promise import Promises
-from interposer.testing.trial import Trial
+from interposer.testing.trial import Aspect, Trial
 from interposer.verdict import Verdict
 
 __all__ = ["attention_trials", "conformance"]
+
+_BackendCheck = Callable[[type[AttentionBackend], AttentionSpec, Site, int], list[Fault]]
+
+_ATTENTION_PROMISES: tuple[tuple[str, Aspect, _BackendCheck], ...] = (
+    ("deterministic", "determinism", check_attention_determinism),
+    ("batch_invariant", "batch invariance", check_attention_batches),
+)
 
 
 def conformance(
@@ -100,14 +111,23 @@ def _kernel_trials(
 def attention_trials(
     registry: Registry, device: Device, distribution: str, seed: int
 ) -> Iterator[Trial]:
-    """Yield a trial of every attention backend and spec."""
+    """Yield a trial of every attention backend and spec, and of promises once for each dtype."""
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
+        tried: set[torch.dtype] = set()
         for label, spec in attention_specs():
             request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
             site = Site(resolver, "conformance", spec.dtype)
-            check = partial(_check_backend, candidate, spec, site, seed)
-            yield Trial(candidate, request, label, candidate.judge(request), check)
+            verdict = candidate.judge(request)
+            check = partial(_check_backend, candidate, check_attention, spec, site, seed)
+            yield Trial(candidate, request, label, verdict, check)
+            if not verdict or spec.dtype in tried:
+                continue
+            tried.add(spec.dtype)
+            for promise, aspect, promised in _ATTENTION_PROMISES:
+                if promise in candidate.properties:
+                    check = partial(_check_backend, candidate, promised, spec, site, seed)
+                    yield Trial(candidate, request, label, verdict, check, aspect)
 
 
 def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:
@@ -143,6 +163,8 @@ def _check_candidate(
     return check_kernel(op, function, case, prepare=prepare, device=device)
 
 
-def _check_backend(candidate: Candidate, spec: AttentionSpec, site: Site, seed: int) -> list[Fault]:
+def _check_backend(
+    candidate: Candidate, check: _BackendCheck, spec: AttentionSpec, site: Site, seed: int
+) -> list[Fault]:
     assert isinstance(candidate.record, AttentionEntry)
-    return check_attention(load_target(candidate.record.target), spec, site, seed)
+    return check(load_target(candidate.record.target), spec, site, seed)
