@@ -12,9 +12,15 @@ from interposer.requires import Dim, Requires
 __all__ = ["triton_records"]
 
 _FLOATS = ("float32", "bfloat16", "float16")
+# What is copied as bits.
+_COPIED = (
+    *_FLOATS,
+    *("float64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+)
 _FEATURES = frozenset({"triton"})
 _JUDGE = "interposer_ops.triton_availability:judge"
 _JUDGE_FP8 = "interposer_ops.triton_availability:judge_fp8"
+_JUDGE_OPERANDS = "interposer_ops.triton_availability:judge_operands"
 # By construction: no atomic adds, sums of a row in an order that its width alone decides, no
 # synchronisation and no allocation but of the result.
 _PROMISES = frozenset({"batch_invariant", "deterministic", "graph_safe", "opaque"})
@@ -45,6 +51,22 @@ _ACTIVATIONS = (
     "swiglu_clamped_and_mul",
 )
 
+_LOGITS = (
+    "apply_penalties",
+    "apply_temperature",
+    "apply_token_bitmask",
+    "apply_logit_bias",
+    "suppress_tokens_until",
+)
+
+_ROW_COPIES = (
+    "embedding",
+    "vocab_parallel_embedding",
+    "select_rows",
+    "pad_rows",
+    "unpad_rows",
+)
+
 _ROWS = (
     _Row("rms_norm", "norms"),
     _Row("fused_add_rms_norm", "norms"),
@@ -54,8 +76,91 @@ _ROWS = (
     *(_Row(op, "activations") for op in _ACTIVATIONS),
     _Row("rotary_embedding", "rotary"),
     _Row("rotary_embedding_interleaved", "rotary"),
+    _Row("multimodal_rotary_embedding", "rotary"),
     _Row("reshape_and_cache", "kv_cache"),
-    _Row("reshape_and_cache_fp8", "kv_cache", judge=_JUDGE_FP8),
+    _Row("reshape_and_cache_fp8", "kv_cache"),
+    _Row("gather_cache", "kv_cache", _COPIED),
+    _Row("gather_cache_fp8", "kv_cache", judge=_JUDGE_FP8),
+    _Row("copy_pages", "kv_cache", _COPIED),
+    _Row("write_latent_cache", "mla_cache"),
+    _Row("latent_attention_decode", "latent_attention", judge=_JUDGE_FP8),
+    _Row("sparse_latent_attention", "latent_attention", judge=_JUDGE_FP8),
+    _Row("indexer_scores", "sparse_attention", judge=_JUDGE_FP8),
+    # The only query of a sequence takes another way than one of several.
+    _Row(
+        "paged_attention",
+        "paged_attention",
+        judge=_JUDGE_FP8,
+        promises=_PROMISES - {"batch_invariant"},
+    ),
+    _Row("ragged_attention", "ragged_attention"),
+    _Row("ragged_attention_with_lse", "ragged_attention"),
+    _Row("merge_attention_states", "attention_states"),
+    # Tiles, and with them the order of sums, depend on the number of tokens.
+    _Row("w4a16_linear", "weight_only_linear", promises=_PROMISES - {"batch_invariant"}),
+    _Row("w8a16_linear", "weight_only_linear", promises=_PROMISES - {"batch_invariant"}),
+    _Row(
+        "fp8_linear",
+        "scaled_linear",
+        judge=_JUDGE_OPERANDS,
+        promises=_PROMISES - {"batch_invariant"},
+    ),
+    _Row(
+        "fp8_block_linear",
+        "scaled_linear",
+        dims={"block_columns": Dim(multiple_of=32)},
+        judge=_JUDGE_OPERANDS,
+        promises=_PROMISES - {"batch_invariant"},
+    ),
+    # A sum of so many products, each below 2^15, is exact in int32.
+    _Row(
+        "int8_linear",
+        "scaled_linear",
+        dims={"in_features": Dim(at_most=2**16)},
+        judge=_JUDGE_OPERANDS,
+    ),
+    *(
+        _Row(
+            op,
+            "microscaled_linear",
+            judge=_JUDGE_OPERANDS,
+            promises=_PROMISES - {"batch_invariant"},
+        )
+        for op in ("mxfp4_linear", "mxfp8_linear", "nvfp4_linear")
+    ),
+    _Row("lora_shrink", "lora"),
+    _Row("lora_expand", "lora"),
+    *(_Row(op, "row_copies") for op in _ROW_COPIES),
+    _Row("logits_softcap", "softcap"),
+    *(_Row(op, "routing") for op in ("topk_softmax", "topk_sigmoid", "grouped_topk")),
+    *(_Row(op, "logits") for op in _LOGITS),
+    *(_Row(op, "truncation") for op in ("mask_min_p", "mask_top_k_top_p")),
+    *(_Row(op, "sampling") for op in ("gumbel_argmax", "sample_tokens")),
+    # The likeliest are found one after the other, and all of a row's parts fit one program.
+    _Row("token_logprobs", "logprobs", dims={"num_top": Dim(at_most=64)}),
+    *(_Row(op, "speculative") for op in ("greedy_verify", "rejection_sample")),
+    _Row("fused_experts", "experts"),
+    _Row("fused_experts_fp8", "experts"),
+    _Row("fused_experts_w4a16", "experts", dims={"group_size": Dim(multiple_of=2)}),
+    _Row("moe_align_blocks", "expert_permutation", ("int32", "int64")),
+    _Row("moe_permute", "expert_permutation"),
+    _Row("moe_unpermute", "expert_permutation"),
+    _Row("moe_sum", "expert_permutation"),
+    _Row("quantize_fp8_static", "tensor_quantizers"),
+    # The scale is that of all rows.
+    _Row("quantize_fp8_dynamic", "tensor_quantizers", promises=_PROMISES - {"batch_invariant"}),
+    _Row("quantize_int8_static", "tensor_quantizers"),
+    _Row("quantize_fp8_per_token", "quantizers"),
+    _Row("quantize_fp8_blocks", "quantizers"),
+    _Row("quantize_int8_per_token", "quantizers"),
+    _Row("quantize_int8_per_token_asymmetric", "quantizers"),
+    _Row("rms_norm_quantize_fp8", "quantized_norms"),
+    _Row("qk_norm", "head_norms"),
+    _Row("l2_norm", "head_norms"),
+    _Row("gated_rms_norm", "head_norms"),
+    *(_Row(f"quantize_{name}", "microscaling") for name in ("mxfp8", "mxfp4", "nvfp4")),
+    *(_Row(f"dequantize_{name}", "microscaling") for name in ("mxfp4", "nvfp4")),
+    _Row("tile_scales", "microscaling", ("uint8", "float8_e4m3fn")),
 )
 
 

@@ -59,6 +59,13 @@ def test_kernels_compute_what_their_ops_define_in_more_cases(module: str, seed: 
     check(module, "--seed", seed, "--promises")
 
 
+def test_kernels_draw_the_noise_of_the_ops() -> None:
+    """Bit for bit where it is uniform; its two logarithms are off by a few roundings."""
+    found = json.loads(interpreted(str(Path(__file__).with_name("drawn_noise.py"))))
+    assert found["uniform"] is True
+    assert found["gumbel error"] < 8 * 2**-24
+
+
 def test_the_interpreter_has_to_be_named_and_switched_on() -> None:
     (entry,) = (record for record in RECORDS if isinstance(record, PlatformEntry))
     assert entry.explicit

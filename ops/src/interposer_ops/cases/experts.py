@@ -5,6 +5,7 @@ What passes through the sums is bounded from a run in float64 with every term ma
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -318,60 +319,77 @@ def _sampled(
 
 # The largest slope of silu, of gelu, and of g sigmoid(1.702 g), are 1.10, 1.13 and 1.10.
 _SLOPE = 1.13
+# How many Euclidean lengths a sum of rounding errors stays below, see ``_bounds``.
+_LENGTHS = 12.0**0.5
 
 
 def _bounds(
     arguments: Mapping[str, Any], gate_up: torch.Tensor, down: torch.Tensor
 ) -> dict[str, Any]:
-    """Return how far float32 sums and values stored on the way may move the result.
+    """Return how far float32 sums, and h and y in the dtype of x, may move the result.
 
     A gate that is off by d moves h by at most slope * |u| d, and an u by d moves it by |act(g)| d,
     with u + 1 for u in swiglu_oai. In float32, d is a share of the sums G and U of absolute terms,
-    so that the terms slope * G |u| + |act(g)| U + |h| of each h pass through the second sum.
+    which H additions and a bias make up; the activation is off by few units of |g| |u|, for which
+    eight more are counted. Of the terms |h| of the second sum, I + K additions, a bias and a
+    weight are made. The magnitude is the mean of both, each times its additions.
 
-    A kernel may store g, u and h in the dtype of x: three roundings that move a result by at most
-    u * c each, with c = |w| |down| slope |g| |u|. They are independent, so that by Hoeffding's
-    inequality all of them together exceed 6 sqrt(3) u |c| once in 3e7 results, where |c| is the
-    Euclidean length over all h behind a result; three roundings of 4 |c| allow for more. What an
-    expert returns may be stored, too.
+    In between, only h is stored in the dtype of x: rounded once, it is off by at most half a step,
+    u 2^floor(log2 |h|), and moves a result by at most u c, where c is 2^floor(log2 |h|) |w| |down|.
+    All of a token's h move it by at most u times the sum of their c. Errors of rounding to nearest
+    are independent and spread evenly over a step. Of such a one, E exp(s e) is at most
+    exp(s^2 u^2 c^2 / 6), so that their sum exceeds u L times the Euclidean length of all c with a
+    probability of at most 2 exp(-3 L^2 / 2): 3e-8 for ``_LENGTHS``. With the smaller of both
+    bounds, u C, and the result's own half step u Y, u (Y + C) is allowed, as two roundings of half.
+
+    Source: Higham and Mary, SIAM Journal on Scientific Computing 41(5), 2019 (independence).
     """
     x, ids = arguments["x"].double(), arguments["expert_ids"]
     weights = arguments["weights"].double() * (ids >= 0)
-    totals: dict[str, float] = {"magnitude": 0.0, "length": 0.0, "stored": 0.0}
-    for expert in ids.unique().tolist():
+    facts = torch.finfo(arguments["x"].dtype)
+    totals: dict[str, torch.Tensor] = defaultdict(lambda: x.new_zeros(len(x), down.shape[1]))
+    for expert in ids[ids >= 0].unique().tolist():
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
-        if expert < 0:
-            continue
         first, second = gate_up[expert].double(), down[expert].double()
         sums, projected = x[tokens].abs() @ first.abs().T, x[tokens] @ first.T
-        bias = arguments.get("gate_up_bias")
+        bias, down_bias = arguments.get("gate_up_bias"), arguments.get("down_bias")
         if bias is not None:
             sums, projected = sums + bias[expert].double().abs(), projected + bias[expert].double()
         gate, up = projected.chunk(2, -1)
+        inner = _activated(gate, up, arguments["activation"])
+        up_size, act_size = up.abs(), gate.abs()
+        if arguments["activation"] == "swiglu_oai":
+            up_size, act_size = up_size.clamp(max=7.0) + 1, act_size.clamp(max=7.0)
         gate_sum, up_sum = sums.chunk(2, -1)
-        gate_size = gate.abs()
-        up_size = up.abs() + (arguments["activation"] == "swiglu_oai")
+        halves = _power_below(inner.abs(), facts)
         factor = weights[tokens, choices][:, None]
-        terms = _SLOPE * gate_sum * up_size + gate_size * up_sum + gate_size * up_size
-        lengths = (_SLOPE * gate_size * up_size).square() @ second.square().T
-        returned = (gate_size * up_size) @ second.abs().T
-        if arguments.get("down_bias") is not None:
-            returned = returned + arguments["down_bias"][expert].double().abs()
-        totals["magnitude"] = max(
-            totals["magnitude"], peak(factor * (terms @ second.abs().T + returned))
-        )
-        totals["length"] = max(totals["length"], peak(factor * lengths.sqrt()))
-        stored = (_activated(gate, up, arguments["activation"]) @ second.T).abs()
-        if arguments.get("down_bias") is not None:
-            stored = stored + arguments["down_bias"][expert].double().abs()
-        totals["stored"] = max(totals["stored"], peak(factor * stored))
-    hidden, inner, top_k = x.shape[1], down.shape[2], ids.shape[1]
+        added = {
+            "first sum": (_SLOPE * gate_sum * up_size + act_size * up_sum) @ second.abs().T,
+            "second sum": inner.abs() @ second.abs().T,
+            "largest": halves @ second.abs().T,
+            "squares": factor * (halves.square() @ second.square().T),
+            "result": inner @ second.T,
+        }
+        if down_bias is not None:
+            added["second sum"] += down_bias[expert].double().abs()
+            added["result"] += down_bias[expert].double()
+        for name, values in added.items():
+            totals[name].index_add_(0, tokens, factor * values)
+    moved = torch.minimum(totals["largest"], _LENGTHS * totals["squares"].sqrt())
+    result = totals["result"].abs() + facts.eps / 2 * moved
+    early, late = x.shape[1] + 9, down.shape[2] + ids.shape[1] + 2
+    terms = early * totals["first sum"] + late * totals["second sum"]
     return {
-        "reduction": hidden + inner + top_k + 2,
-        # Bounds of one expert; of K, lengths add up as squares.
-        "magnitude": top_k * totals["magnitude"],
-        "rounded": 4 * top_k**0.5 * totals["length"] + top_k * totals["stored"],
+        "reduction": early + late,
+        "magnitude": peak(terms) / (early + late),
+        "rounded": peak(_power_below(result, facts) + moved) / 2,
     }
+
+
+def _power_below(sizes: torch.Tensor, facts: torch.finfo) -> torch.Tensor:
+    """Return the largest powers of two not above ``sizes``, or where subnormal numbers end."""
+    # A number is its mantissa, of at least a half, times a power of two.
+    return torch.exp2(sizes.clamp(min=facts.smallest_normal).frexp().exponent.double()) / 2
 
 
 def _activated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

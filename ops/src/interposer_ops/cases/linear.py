@@ -17,6 +17,7 @@ _ROWS = {  # shape of x without its last dimension
     "few rows": (4,),
     "three dimensions": (2, 3),
     "65 rows": (65,),
+    "a row after 128": (129,),
     "no rows": (0,),
 }
 _FEATURES = {  # I, O

@@ -30,6 +30,7 @@ _SHAPES = {
     "one block": ((5,), 1, 65),
     "odd sizes": ((5,), 7, 37),
     "one output": ((2,), 2, 1),
+    "a row and a column after 128": ((129,), 2, 129),
     "no rows": ((0,), 2, 32),
     "three dimensions": ((2, 3), 3, 48),
     "long sum": ((3,), 64, 16),

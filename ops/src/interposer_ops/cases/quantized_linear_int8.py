@@ -17,6 +17,7 @@ _SHAPES = {
     "one row": ((1,), 512, 48),
     "odd sizes": ((5,), 127, 65),
     "one element": ((1,), 1, 1),
+    "a row and a column after 128": ((129,), 64, 129),
     "no rows": ((0,), 64, 32),
     "three dimensions": ((2, 3), 64, 48),
     "long sum": ((3,), 4096, 16),

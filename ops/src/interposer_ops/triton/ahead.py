@@ -11,8 +11,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +36,7 @@ __all__ = [
     "Report",
     "Target",
     "all_reports",
+    "build_reports",
     "compiled",
     "launches",
     "reports",
@@ -82,6 +85,9 @@ class Report:
     """What the compiler made of one launch.
 
     Attributes:
+        kernel: of the build.
+        label: of the build.
+        architecture: of the target.
         name: of the function that triton compiled.
         registers: of one thread; those of vectors on AMD, accumulation included.
         spilled: registers that did not fit (AMD), or bytes of local memory (NVIDIA).
@@ -90,8 +96,9 @@ class Report:
         code_bytes: size of the binary.
     """
 
-    build: Build
-    target: Target
+    kernel: str
+    label: str
+    architecture: str
     name: str
     num_warps: int
     registers: int
@@ -140,8 +147,9 @@ def reports(build: Build, target: Target) -> Iterator[Report]:
         read = _read_cuda if target.gpu.backend == "cuda" else _read_hip
         registers, spilled, matrix = read(result.asm)
         yield Report(
-            build,
-            target,
+            build.kernel,
+            build.label,
+            target.architecture,
             result.metadata.name,
             result.metadata.num_warps,
             registers,
@@ -152,8 +160,8 @@ def reports(build: Build, target: Target) -> Iterator[Report]:
         )
 
 
-def all_reports() -> list[Report]:
-    """Compile every build for every target that its kernel takes, into a folder that goes away."""
+def build_reports(build: Build) -> list[Report]:
+    """Compile ``build`` for every target that its kernel takes, into a folder that goes away."""
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         # The binary would hold the path of the source file, and be longer in a deeper folder.
@@ -161,11 +169,20 @@ def all_reports() -> list[Report]:
             triton.knobs.compilation.disable_line_info = True
             return [
                 report
-                for build in BUILDS
                 for target in TARGETS
                 if target.architecture not in build.without
                 for report in reports(build, target)
             ]
+
+
+def all_reports() -> list[Report]:
+    """Compile all builds on all processors, which takes minutes."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        return [report for found in pool.map(_reports_at, range(len(BUILDS))) for report in found]
+
+
+def _reports_at(number: int) -> list[Report]:
+    return build_reports(BUILDS[number])  # a build itself cannot be sent to another process
 
 
 def table(found: Iterable[Report]) -> str:
@@ -178,7 +195,7 @@ def table(found: Iterable[Report]) -> str:
         "thread, shared memory is that of one program. Written by",
         "`python -m interposer_ops.triton.ahead --write docs/triton-targets.md`.",
     ]
-    for kernel, own in groupby(found, key=lambda report: report.build.kernel):
+    for kernel, own in groupby(found, key=lambda report: report.kernel):
         lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, own)]
     return "\n".join(lines) + "\n"
 
@@ -191,8 +208,8 @@ _HEAD = (
 
 def _line(report: Report) -> str:
     cells = (
-        report.build.label,
-        report.target.architecture,
+        report.label,
+        report.architecture,
         report.num_warps,
         report.registers,
         report.spilled,

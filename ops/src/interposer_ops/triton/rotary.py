@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Rotary position embedding of query and key in one launch.
+"""Rotary position embedding of query and key in one launch, by one position or by three.
 
 T tokens, N heads, K kv heads, D head size, R rotated size.
 """
@@ -12,28 +12,55 @@ import triton.language as tl
 
 from interposer_ops.triton.rows import row_tile
 
-__all__ = ["rotary_embedding", "rotary_embedding_interleaved"]
+__all__ = ["multimodal_rotary_embedding", "rotary_embedding", "rotary_embedding_interleaved"]
 
 
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``rotary_embedding``."""
-    return _rotated(query, key, cos, sin, False)
+    return _rotated(query, key, cos, sin)
 
 
 def rotary_embedding_interleaved(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``rotary_embedding_interleaved``."""
-    return _rotated(query, key, cos, sin, True)
+    return _rotated(query, key, cos, sin, pairs=True)
+
+
+def multimodal_rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: list[int],
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``multimodal_rotary_embedding``."""
+    time, height, width = sections
+    layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
+    return _rotated(query, key, cos, sin, layout=layout)
 
 
 def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: bool = False,
+    layout: tuple[str, int, int] = ("one", 0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key rotated.
+
+    Args:
+        pairs: whether neighbours turn, not halves.
+        layout: how positions share the frequencies. There is but ``one``; or three have ``parts``,
+            the first two of which end at the numbers; or ``thirds`` of them in turn, up to the
+            numbers for the second and third, beyond which all are the first one's.
+    """
     num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, half = key.shape[1], cos.shape[1]
+    num_kv_heads, half = key.shape[1], cos.shape[-1]
     turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     turned_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
     if num_tokens == 0:
@@ -50,6 +77,8 @@ def _rotated(
         num_tokens,
         query.stride(0),
         key.stride(0),
+        cos.stride(-2),
+        sin.stride(-2),
         cos.stride(0),
         sin.stride(0),
         query_blocks,
@@ -58,6 +87,9 @@ def _rotated(
         HALF=half,
         HEAD_SIZE=head_size,
         PAIRS=pairs,
+        LAYOUT=layout[0],
+        END=layout[1],
+        OTHER_END=layout[2],
         ROWS=tile.rows,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -78,14 +110,29 @@ def _rotate(
     key_stride,
     cos_stride,
     sin_stride,
+    cos_position_stride,
+    sin_position_stride,
     query_blocks,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     PAIRS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    END: tl.constexpr,
+    OTHER_END: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    if LAYOUT != "one":
+        angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        if LAYOUT == "parts":
+            position = (angle >= END).to(tl.int64) + (angle >= OTHER_END).to(tl.int64)
+        else:
+            third = (angle % 3).to(tl.int64)
+            end = tl.where(third == 1, END, OTHER_END)
+            position = tl.where(angle < end, third, 0)
+        cos += position * cos_position_stride
+        sin += position * sin_position_stride
     block = tl.program_id(0)
     if block < query_blocks:
         row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

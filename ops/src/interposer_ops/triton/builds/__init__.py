@@ -6,9 +6,41 @@ is what such a call would launch, tile and warps included.
 
 from __future__ import annotations
 
-from interposer_ops.triton.builds import elementwise
+from interposer_ops.triton.builds import (
+    cache_copies,
+    elementwise,
+    experts,
+    latent_attention,
+    logits,
+    lora,
+    microscaled_linear,
+    paged_attention,
+    quantizers,
+    ragged_attention,
+    routing,
+    row_copies,
+    sampling,
+    scaled_linear,
+    weight_only_linear,
+)
 
 __all__ = ["BUILDS"]
 
-BUILDS = (*elementwise.BUILDS,)
+BUILDS = (
+    *elementwise.BUILDS,
+    *experts.BUILDS,
+    *weight_only_linear.BUILDS,
+    *scaled_linear.BUILDS,
+    *microscaled_linear.BUILDS,
+    *lora.BUILDS,
+    *quantizers.BUILDS,
+    *row_copies.BUILDS,
+    *logits.BUILDS,
+    *routing.BUILDS,
+    *sampling.BUILDS,
+    *ragged_attention.BUILDS,
+    *paged_attention.BUILDS,
+    *cache_copies.BUILDS,
+    *latent_attention.BUILDS,
+)
 """All builds, those of one kernel together."""

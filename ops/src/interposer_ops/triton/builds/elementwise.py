@@ -13,7 +13,6 @@ __all__ = ["BUILDS"]
 
 _BF16, _FP16, _FP32, _INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_NO_E4M3 = frozenset({"sm_80"})
 
 
 def _norm(dtype: torch.dtype, width: int) -> Callable[[], tuple[Any, ...]]:
@@ -36,6 +35,12 @@ def _activation(*options: object) -> Callable[[], tuple[Any, ...]]:
 def _rotary() -> tuple[Any, ...]:
     heads, kv_heads = meta(_BF16, 64, 32, 128), meta(_BF16, 64, 8, 128)
     return heads, kv_heads, meta(_FP32, 64, 64), meta(_FP32, 64, 64)
+
+
+def _multimodal() -> tuple[Any, ...]:
+    query, key, _, _ = _rotary()
+    angles = meta(_FP32, 3, 64, 64)
+    return query, key, angles, angles, [24, 20, 20], True
 
 
 def _stored(cache_dtype: torch.dtype) -> tuple[Any, ...]:
@@ -72,13 +77,13 @@ BUILDS = (
     Build("swiglu_clamped_and_mul_triton", "plain", _activation(10.0)),
     Build("rotary_embedding_triton", "32 and 8 heads of 128", _rotary),
     Build("rotary_embedding_interleaved_triton", "32 and 8 heads of 128", _rotary),
+    Build("multimodal_rotary_embedding_triton", "32 and 8 heads of 128", _multimodal),
     Build("reshape_and_cache_triton", "8 heads of 128", lambda: _stored(_BF16)),
     Build(
         "reshape_and_cache_fp8_triton",
         "float8_e4m3fn, 8 heads of 128",
         _stored_fp8(_E4M3),
         dims={"cache_dtype": "float8_e4m3fn"},
-        without=_NO_E4M3,
     ),
     Build(
         "reshape_and_cache_fp8_triton",
