@@ -14,7 +14,7 @@ import triton.language as tl
 from interposer_ops.triton.float8 import decoded
 from interposer_ops.triton.linear_tiles import linear_tile, place_of
 from interposer_ops.triton.rows import as_rows
-from interposer_ops.triton.small_floats import e4m3_numbers, unpacked
+from interposer_ops.triton.small_floats import unpacked
 
 __all__ = ["mxfp4_linear", "mxfp8_linear", "nvfp4_linear"]
 
@@ -210,7 +210,7 @@ def _scales(rows, first, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr, COUNT: 
         scale = bits.to(tl.float32, bitcast=True)
     else:
         tl.static_assert(FORMAT == "e4m3")
-        scale = e4m3_numbers(code)
+        scale = decoded(code, "e4m3").to(tl.float32)
     return scale
 
 

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops.triton.float8 import decoded
 from interposer_ops.triton.rounding import divided
 from interposer_ops.triton.rows import as_rows, row_tile
 from interposer_ops.triton.small_floats import (
     clamped,
     e2m1_codes,
     e2m1_numbers,
-    e4m3_numbers,
     fp8_codes,
     fp8_memory,
     to_fp8,
@@ -227,7 +227,7 @@ def _mx_scale(peak, LARGEST_EXPONENT: tl.constexpr):
 def _nv_scale(peak, global_scale):
     """Return the scale as a code of float8_e4m3fn, and what elements are divided by for it."""
     code = fp8_codes(tl.minimum(divided(peak * global_scale, 6.0), 448.0), 3, 7, False)
-    stored = e4m3_numbers(code)
+    stored = decoded(code, "e4m3").to(tl.float32)
     # A scale that came to zero makes zeros of its elements, with their signs.
     return code, tl.where(stored > 0, stored, float("inf"))
 
@@ -254,7 +254,7 @@ def _dequantize_blocks(
     element = e2m1_numbers(unpacked(tl.load(source + pair, mask=there, other=0), ROWS, BLOCK))
     code = tl.load(scales + row * scales_stride + number, mask=there, other=0)
     if global_scale is not None:
-        scale = divided(e4m3_numbers(code), tl.load(global_scale))
+        scale = divided(decoded(code, "e4m3").to(tl.float32), tl.load(global_scale))
     else:
         exponent = code.to(tl.int32)
         # 2^-127 is subnormal.

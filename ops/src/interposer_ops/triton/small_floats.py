@@ -25,7 +25,6 @@ __all__ = [
     "clamped",
     "e2m1_codes",
     "e2m1_numbers",
-    "e4m3_numbers",
     "fp8_codes",
     "fp8_format",
     "fp8_memory",
@@ -122,17 +121,6 @@ def fp8_codes(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNSIGNED_ZERO: 
     else:
         code = tl.where(value != value, 0x7F, code | sign)
     return code.to(tl.uint8)
-
-
-@triton.jit
-def e4m3_numbers(code):
-    """Return what codes of float8_e4m3fn stand for, as float32."""
-    wide = code.to(tl.int32)
-    exponent = (wide >> 3) & 15
-    normal = (((exponent + 120) << 23) | ((wide & 7) << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, (wide & 7).to(tl.float32) * 0.001953125, normal)
-    magnitude = tl.where((wide & 127) == 127, float("nan"), magnitude)
-    return _signed(magnitude, wide >> 7)
 
 
 @triton.jit
