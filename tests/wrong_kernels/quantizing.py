@@ -10,6 +10,7 @@ from tests.wrong_kernels.wrong import wrong
 from interposer_ops.experts import fused_experts
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_per_token, quantize_fp8_static
+from interposer_ops.int8_linear import int8_linear
 from interposer_ops.int8_quantizers import quantize_int8_per_token
 from interposer_ops.logit_masks import apply_token_bitmask
 from interposer_ops.lora import lora_expand
@@ -158,6 +159,20 @@ def fused_experts_sends_strangers_to_the_first(*given: Any) -> Tensor:
 def fused_experts_ignores_the_weights(*given: Any) -> Tensor:
     *others, weights, expert_ids, activation = given
     return fused_experts.reference(*[*others, torch.ones_like(weights), expert_ids, activation])
+
+
+@wrong("fused_experts", "value")
+def fused_experts_is_one_percent_too_large(*given: Any) -> Tensor:
+    return fused_experts.reference(*given) * 1.01
+
+
+@wrong("int8_linear", "value", axis="shape")
+def int8_linear_computes_one_tile_of_rows(
+    x: Tensor, weight: Tensor, x_scale: Tensor, *others: Any
+) -> Tensor:
+    y = int8_linear(x, weight, x_scale, *others)
+    y[128:] = 0
+    return y
 
 
 @wrong("lora_expand", "value")

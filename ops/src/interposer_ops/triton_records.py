@@ -22,7 +22,7 @@ _JUDGE = "interposer_ops.triton_availability:judge"
 _JUDGE_FP8 = "interposer_ops.triton_availability:judge_fp8"
 _JUDGE_OPERANDS = "interposer_ops.triton_availability:judge_operands"
 # By construction: no atomic adds, sums of a row in an order that its width alone decides, no
-# synchronisation and no allocation but of the result.
+# synchronisation, and no allocation whose size depends on values.
 _PROMISES = frozenset({"batch_invariant", "deterministic", "graph_safe", "opaque"})
 
 
