@@ -9,7 +9,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench clean
+.PHONY: help install demo test test-slow test-gpu lint format bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -24,6 +24,9 @@ test: lint ## Run the linters and every test that is neither slow nor for a GPU.
 
 test-slow: $(INSTALLED) ## Run the slow tests.
 	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
+	$(BIN)/python -m pytest -m gpu
 
 lint: $(INSTALLED) ## Check style, types and who imports whom.
 	$(BIN)/ruff check

@@ -26,7 +26,7 @@ def interpreted(*arguments: str) -> str:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::RuntimeWarning", *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=500, check=False
+        command, capture_output=True, text=True, env=environment, timeout=3000, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -53,10 +53,10 @@ def test_kernels_compute_what_their_ops_define(module: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("module", MODULES)
-def test_kernels_compute_what_their_ops_define_in_more_cases(module: str, seed: str) -> None:
-    check(module, "--seed", seed, "--promises")
+def test_kernels_do_so_in_all_quick_cases_and_keep_promises(module: str) -> None:
+    check(module, "--seed", "1", "--promises")
 
 
 def test_kernels_draw_the_noise_of_the_ops() -> None:
