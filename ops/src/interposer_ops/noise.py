@@ -54,7 +54,7 @@ def uniform_noise(seeds: torch.Tensor, steps: torch.Tensor, num_tokens: int) -> 
     """
     keys = _mix(_mix(seeds) + (steps + 1) * _GAMMA)
     tokens = torch.arange(1, num_tokens + 1, device=seeds.device)
-    hashes = _mix(keys[:, None] + tokens * _GAMMA)
+    hashes = _mix(keys[:, None] + _multiple(tokens))
     odd = _shifted(hashes, 64 - _BITS) | 1
     return (odd.float() * 2.0**-_BITS).clamp(max=1 - 2.0**-24)
 
@@ -64,6 +64,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shifted(x, 30)) * _FACTORS[0]
     x = (x ^ _shifted(x, 27)) * _FACTORS[1]
     return x ^ _shifted(x, 31)
+
+
+def _multiple(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens * c modulo 2^64, of tokens below 2^31, without an overflow on the way.
+
+    torch wraps around, but what inductor makes of a product is a C++ product of the loop's own
+    counter: its overflow is undefined, and compilers conclude from it that the loop ends early.
+    """
+    low = tokens * (_GAMMA & 0xFFFFFFFF)
+    return low + ((tokens * (_GAMMA >> 32 & 0xFFFFFFFF) & 0xFFFFFFFF) << 32)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
