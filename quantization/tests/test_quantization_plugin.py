@@ -13,8 +13,8 @@ def test_plugin_is_light() -> None:
 
 
 def test_records_name_what_they_promise() -> None:
-    (record,) = interposer_records()
-    assert isinstance(record, SchemeEntry)
-    target = load_target(record.target)
-    assert issubclass(target, QuantizationScheme)
-    assert target.method == record.method
+    for record in interposer_records():
+        assert isinstance(record, SchemeEntry)
+        target = load_target(record.target)
+        assert issubclass(target, QuantizationScheme)
+        assert target.method == record.method

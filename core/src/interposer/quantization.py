@@ -24,7 +24,9 @@ class LinearMethod(ABC):
         """Register the parameters under the names that checkpoints use.
 
         Rows of a fused layer lie along dimension 0 of each parameter; ``shard_dim`` of a
-        parameter overrides that.
+        parameter overrides that. A parameter whose ``per_part`` is true holds the same share
+        for each of the layers that are fused there, such as one number. Where not any number may
+        stand, ``sample`` of a parameter returns some that may, drawn from a generator.
         """
 
     @abstractmethod
@@ -43,6 +45,14 @@ class LinearMethod(ABC):
         values unchecked. Called before ``finalize``.
         """
         return None
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]`` that is multiplied by the weight for ``x``.
+
+        ``x`` itself, unless overridden by a method that quantizes activations. Called before
+        ``finalize``.
+        """
+        return x.double()
 
 
 class QuantizationScheme(ABC):

@@ -88,9 +88,11 @@ def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> dict[str, _Tar
     parent = layer.prefix.rpartition(".")[0]
     dim = getattr(parameter, "shard_dim", 0)
     total = sum(layer.parts.values())
+    per_part = getattr(parameter, "per_part", False)
     start, shards = 0, {}
     for part, size in layer.parts.items():
-        rows = size * parameter.shape[dim] // total
+        share, whole = (1, len(layer.parts)) if per_part else (size, total)
+        rows = share * parameter.shape[dim] // whole
         shards[f"{parent}.{part}.{name}"] = _Target(layer, name, dim, start, start + rows)
         start += rows
     return shards
@@ -102,12 +104,15 @@ def _place(name: str, tensor: torch.Tensor, target: _Target, path: object, devic
     expected = list(parameter.shape)
     if target.dim is not None:
         expected[target.dim] = target.stop - target.start
+    if expected == [1] and tensor.ndim == 0:
+        tensor = tensor.reshape(1)
     if list(tensor.shape) != expected:
         raise CheckpointError(
             path, f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {expected}"
         )
+    # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
     if tensor.dtype != parameter.dtype and not (
-        tensor.is_floating_point() and parameter.is_floating_point()
+        tensor.is_floating_point() and parameter.is_floating_point() and parameter.itemsize > 1
     ):
         raise CheckpointError(
             path, f"tensor {name!r} is stored as {tensor.dtype}, expected {parameter.dtype}"

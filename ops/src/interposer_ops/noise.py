@@ -53,8 +53,11 @@ def uniform_noise(seeds: torch.Tensor, steps: torch.Tensor, num_tokens: int) -> 
     Source: doi:10.1145/2660193.2660195 (SplitMix).
     """
     keys = _mix(_mix(seeds) + (steps + 1) * _GAMMA)
-    tokens = torch.arange(1, num_tokens + 1, device=seeds.device)
-    hashes = _mix(keys[:, None] + _multiple(tokens))
+    # The mask changes nothing, but hides from inductor that these are the numbers of a loop. Of a
+    # multiple of those it makes C++ that overflows, which is undefined and went beyond the end of
+    # memory, or counts in steps of 32 bits (torch 2.13.0).
+    tokens = torch.arange(1, num_tokens + 1, device=seeds.device) & 0x7FFFFFFF
+    hashes = _mix(keys[:, None] + tokens * _GAMMA)
     odd = _shifted(hashes, 64 - _BITS) | 1
     return (odd.float() * 2.0**-_BITS).clamp(max=1 - 2.0**-24)
 
@@ -64,16 +67,6 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shifted(x, 30)) * _FACTORS[0]
     x = (x ^ _shifted(x, 27)) * _FACTORS[1]
     return x ^ _shifted(x, 31)
-
-
-def _multiple(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens * c modulo 2^64, of tokens below 2^31, without an overflow on the way.
-
-    torch wraps around, but what inductor makes of a product is a C++ product of the loop's own
-    counter: its overflow is undefined, and compilers conclude from it that the loop ends early.
-    """
-    low = tokens * (_GAMMA & 0xFFFFFFFF)
-    return low + ((tokens * (_GAMMA >> 32 & 0xFFFFFFFF) & 0xFFFFFFFF) << 32)
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:

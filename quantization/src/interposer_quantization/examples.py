@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["compressed_tensors_examples"]
+__all__ = [
+    "awq_examples",
+    "compressed_tensors_examples",
+    "fbgemm_fp8_examples",
+    "fp8_examples",
+    "gptq_examples",
+]
 
 _STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "int8 per output": {"strategy": "channel"},
@@ -25,4 +31,72 @@ def compressed_tensors_examples() -> Mapping[str, Mapping[str, Any]]:
             "ignore": ["lm_head"],
         }
         for label, weights in _STRATEGIES.items()
+    }
+
+
+def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of every granularity of scales, by label, as their writers state them."""
+    blocks = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "blocks": blocks,
+        "blocks, powers of two": {**blocks, "fmt": "e4m3", "scale_fmt": "ue8m0"},
+        "blocks of 64 by 32": {**blocks, "weight_block_size": [64, 32]},
+        "per tensor": {"activation_scheme": "dynamic", "ignored_layers": ["lm_head"]},
+        "per tensor, static": {"activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        "per tensor, static, of transformers": {
+            "activation_scheme": "static",
+            "weight_block_size": None,
+            "modules_to_not_convert": ["lm_head"],
+        },
+    }
+    return {label: {"quant_method": "fp8", **rest} for label, rest in settings.items()}
+
+
+def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings with a bound that most tokens keep, and one that most exceed, by label."""
+    return {
+        label: {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": bound,
+            "modules_to_not_convert": ["lm_head"],
+        }
+        for label, bound in (("usual bound", 1200.0), ("low bound", 2.0))
+    }
+
+
+def gptq_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of both widths, with and without zero points and act order, by label."""
+    plain = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "4 bits": plain,
+        "4 bits, asymmetric": {**plain, "sym": False},
+        "4 bits, act order": {**plain, "desc_act": True, "group_size": 32},
+        "4 bits, act order, asymmetric, second format": {
+            **plain,
+            "desc_act": True,
+            "sym": False,
+            "checkpoint_format": "gptq_v2",
+        },
+        "4 bits per output": {**plain, "group_size": -1},
+        "8 bits": {**plain, "bits": 8, "group_size": 32},
+        "8 bits, asymmetric, act order": {**plain, "bits": 8, "sym": False, "desc_act": True},
+        "8 bits per output, second format": {
+            **plain,
+            "bits": 8,
+            "group_size": -1,
+            "checkpoint_format": "gptq_v2",
+        },
+        "8 bits for some": {**plain, "dynamic": {r"+:.*\.q_proj$": {"bits": 8, "sym": False}}},
+    }
+    return {label: {"quant_method": "gptq", **rest} for label, rest in settings.items()}
+
+
+def awq_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings with and without zero points, by label."""
+    plain = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
+    return {
+        "groups of 128": {**plain, "group_size": 128},
+        "groups of 32": {**plain, "group_size": 32, "modules_to_not_convert": ["lm_head"]},
+        "per output": {**plain, "group_size": -1},
+        "symmetric": {**plain, "group_size": 64, "zero_point": False},
     }

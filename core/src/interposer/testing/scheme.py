@@ -44,9 +44,9 @@ def check_scheme(
     Its parameters are filled with random numbers: integers over their whole range, floats between
     0.5 and 1.5, so that they may be scales. Results must have the shape and dtype of a projection
     and be finite. Where the method states the weight that its parameters stand for, they must be
-    the product with it in float64 besides, within the bound of a product that holds weights and
-    sums in float32; where it states none, values are not checked. What the scheme raises is passed
-    on.
+    the product with it in float64 besides, of the input that the method rounds to where it does,
+    within the bound of a product that holds weights and sums in float32; where it states none,
+    values are not checked. What the scheme raises is passed on.
     """
     scheme = scheme_class.parse(settings)
     resolver = Resolver(
@@ -77,7 +77,8 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
     with torch.device(torch_device):
         method.create_weights(layer, site, _IN_FEATURES, _OUT_FEATURES, bias)
     for parameter in layer.parameters():
-        parameter.data.copy_(_random(parameter, generator))
+        sample = getattr(parameter, "sample", None)
+        parameter.data.copy_(sample(generator) if sample else _random(parameter, generator))
     weight = method.dequantized(layer)
     offset = layer._parameters.get("bias")
     offsets = None if offset is None else offset.detach().double().cpu()
@@ -89,17 +90,32 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
         wanted = [_OUT_FEATURES, _IN_FEATURES]
         yield Fault("scheme", "dequantized", f"{wanted} expected, got {list(weight.shape)}")
         return
+    inputs = [
+        torch.randn(*shape, _IN_FEATURES, generator=generator).to(torch_device, site.dtype)
+        for shape in _SHAPES
+    ]
+    multiplied = [method.dequantized_input(layer, x).detach().double().cpu() for x in inputs]
+    shapes = [[list(x.shape) for x in listed] for listed in (inputs, multiplied)]
+    if shapes[0] != shapes[1]:
+        reason = f"{shapes[0]} expected, got {shapes[1]}"
+        yield Fault("scheme", "dequantized_input", reason)
+        return
     kernel, operands = method.finalize(layer)
-    for shape in _SHAPES:
-        x = torch.randn(*shape, _IN_FEATURES, generator=generator).to(site.dtype)
-        found = kernel(x.to(torch_device), *operands)
-        yield from _check_result(found, x, weight, offsets)
+    for x, factors in zip(inputs, multiplied, strict=True):
+        yield from _check_result(kernel(x, *operands), x, factors, weight, offsets)
 
 
 def _check_result(
-    found: Any, x: torch.Tensor, weight: torch.Tensor | None, offsets: torch.Tensor | None
+    found: Any,
+    x: torch.Tensor,
+    factors: torch.Tensor,
+    weight: torch.Tensor | None,
+    offsets: torch.Tensor | None,
 ) -> Iterator[Fault]:
-    """Yield what is wrong with the projection of ``x`` ``[..., I]``, or with its form."""
+    """Yield what is wrong with the projection of ``x`` ``[..., I]``, or with its form.
+
+    Its values are those of the product of ``factors``, which ``x`` is rounded to.
+    """
     where, shape = f"input {list(x.shape)}", (*x.shape[:-1], _OUT_FEATURES)
     if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != x.dtype:
         form = [*found.shape, found.dtype] if isinstance(found, torch.Tensor) else type(found)
@@ -109,8 +125,8 @@ def _check_result(
         yield Fault("scheme", where, "the result of finite weights and inputs is not finite")
     elif weight is not None and x.numel():
         added = torch.zeros(_OUT_FEATURES) if offsets is None else offsets
-        expected = x.double() @ weight.double().T + added
-        terms = x.double().abs() @ weight.double().abs().T + added.abs()
+        expected = factors @ weight.double().T + added
+        terms = factors.abs() @ weight.double().abs().T + added.abs()
         case = Case("", {}, reduction=_IN_FEATURES + 1, magnitude=float(terms.max()))
         bound = _TOLERANCE.bound(expected, x.dtype, case)
         for fault in compare_value(where, found, expected, bound):
