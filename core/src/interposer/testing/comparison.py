@@ -72,11 +72,14 @@ def compare_value(
     )
 
 
-def compare_form(actual: Any, fake: Any) -> Iterator[Fault]:
+def compare_form(actual: Any, fake: Any, device_type: str = "") -> Iterator[Fault]:
     """Yield a fault wherever a result differs from the fake one in structure or form.
 
     The form of a tensor is its shape, dtype, device and stride; a stride counts only along
     dimensions of more than one element.
+
+    Args:
+        device_type: where tensors have to be, if not where the fake ones are.
     """
     found, found_tree = _pytree.tree_flatten(actual)
     wanted, wanted_tree = _pytree.tree_flatten(fake)
@@ -87,17 +90,20 @@ def compare_form(actual: Any, fake: Any) -> Iterator[Fault]:
         return
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         if _is_tensor(one) and _is_tensor(other):
-            yield from _compare_tensor_form(f"output {number}", one, other)
+            wanted_type = device_type or other.device.type
+            yield from _compare_tensor_form(f"output {number}", one, other, wanted_type)
 
 
-def _compare_tensor_form(where: str, found: torch.Tensor, fake: torch.Tensor) -> Iterator[Fault]:
+def _compare_tensor_form(
+    where: str, found: torch.Tensor, fake: torch.Tensor, device_type: str
+) -> Iterator[Fault]:
     if found.shape != fake.shape:
         yield Fault("shape", where, f"{list(fake.shape)} expected, got {list(found.shape)}")
         return
     if found.dtype != fake.dtype:
         yield Fault("dtype", where, f"{fake.dtype} expected, got {found.dtype}")
-    if found.device.type != fake.device.type:
-        yield Fault("structure", where, f"on {fake.device} expected, got one on {found.device}")
+    if found.device.type != device_type:
+        yield Fault("structure", where, f"on {device_type} expected, got one on {found.device}")
     if found.numel() and _strides(found) != _strides(fake):
         yield Fault("stride", where, f"{fake.stride()} expected, got {found.stride()}")
 
