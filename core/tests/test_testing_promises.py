@@ -268,7 +268,8 @@ def test_a_healthy_kernel_is_not_blamed(
 ) -> None:
     prepared = f"{__name__}:{prepare}" if prepare else ""
     trials = tried(SCALED, kernel(target, properties=properties, prepare=prepared))
-    expected: set[Aspect] = {"numerics", "opcheck", "threads", "compile static", "compile dynamic"}
+    # One trace with a number of rows that varies stands for both where time is short.
+    expected: set[Aspect] = {"numerics", "opcheck", "threads", "compile dynamic"}
     claims: dict[str, Aspect] = {
         "deterministic": "determinism",
         "batch_invariant": "batch invariance",
@@ -297,7 +298,8 @@ def test_a_broken_promise_is_found_by_its_own_aspect(
     tried: Tried, target: str, aspect: Aspect, claims: set[str]
 ) -> None:
     wanted = {"traceable"} if aspect.startswith("compile") else set()
-    trials = tried(SCALED, kernel(target, properties=frozenset(claims | wanted)))
+    quick = aspect != "compile static"
+    trials = tried(SCALED, kernel(target, properties=frozenset(claims | wanted)), quick=quick)
     found = blamed(trials, target)
     assert aspect in found
     # A graph break is one for any number of rows.

@@ -42,7 +42,7 @@ def rms_norm_rounds_long_batches_otherwise(x: Tensor, weight: Tensor, eps: float
     return nudged(y) if x.shape[0] > 2 else y
 
 
-@wrong("rms_norm", "compile", aspect="compile static", properties=("traceable",))
+@wrong("rms_norm", "compile", aspect="compile dynamic", properties=("traceable",))
 def rms_norm_waits_for_a_value(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if weight.float().abs().sum().item() < 0:
         return x.clone()

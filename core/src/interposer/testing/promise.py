@@ -71,8 +71,11 @@ class Promises:
         by_dtype = [few[:1] for few in by_dtype[:1]] if self.quick else by_dtype
         properties = candidate.properties
         for number, exemplar in enumerate(few[0] for few in by_dtype):
-            yield self._trial(candidate, exemplar, "opcheck", check_opcheck)
-            if properties & {"traceable", "opaque"}:
+            is_traced = bool(properties & {"traceable", "opaque"})
+            # What is compiled below need not be traced here as well where time is short.
+            checked = partial(check_opcheck, traced=not (self.quick and is_traced))
+            yield self._trial(candidate, exemplar, "opcheck", checked)
+            if is_traced:
                 yield from self._compile_trials(candidate, exemplar, _TRACER)
                 if not (number or self.quick):  # it takes seconds
                     yield from self._compile_trials(candidate, exemplar, _COMPILER)
@@ -89,13 +92,18 @@ class Promises:
         self, candidate: Candidate, exemplar: Exemplar, backend: str
     ) -> Iterator[Trial]:
         absent = self.no_compiler if backend == _COMPILER else ""
-        static = partial(check_static, backend=backend)
-        yield self._trial(candidate, exemplar, "compile static", static, absent, suffix=backend)
+        fixed = ""
         if not self.op.batched:
-            absent = "the op declares no batched arguments, whose number could vary"
+            fixed = "the op declares no batched arguments, whose number could vary"
         elif exemplar.num_rows < MIN_DYNAMIC_ROWS:
-            absent = f"no small case of the op has {MIN_DYNAMIC_ROWS} rows"
+            fixed = f"no small case of the op has {MIN_DYNAMIC_ROWS} rows"
+        # What is traced with a number of rows that varies is not traced with a fixed one as well
+        # where time is short.
+        if fixed or not self.quick:
+            static = partial(check_static, backend=backend)
+            yield self._trial(candidate, exemplar, "compile static", static, absent, suffix=backend)
         dynamic = partial(check_dynamic, backend=backend)
+        absent = fixed or absent
         yield self._trial(candidate, exemplar, "compile dynamic", dynamic, absent, suffix=backend)
 
     def _batch_trial(self, candidate: Candidate, exemplar: Exemplar) -> Trial:
