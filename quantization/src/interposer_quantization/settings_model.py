@@ -1,0 +1,98 @@
+"""Settings of checkpoints as typed models, and what is said where they cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from reprlib import repr as shortened
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from interposer.errors import ConfigError, UnknownNameError
+
+__all__ = ["SEARCH_SETTINGS", "GroupSize", "SettingsModel"]
+
+SEARCH_SETTINGS = frozenset(
+    {
+        "act_group_aware",
+        "amp",
+        "autoround_version",
+        "batch_size",
+        "block_name_to_quantize",
+        "cache_block_outputs",
+        "damp_auto_increment",
+        "damp_percent",
+        "dataset",
+        "enable_minmax_tuning",
+        "enable_norm_bias_tuning",
+        "enable_quanted_input",
+        "exllama_config",
+        "gradient_accumulate_steps",
+        "iters",
+        "low_gpu_mem_usage",
+        "lr",
+        "max_input_length",
+        "meta",
+        "minmax_lr",
+        "model_seqlen",
+        "module_name_preceding_first_block",
+        "mse",
+        "nsamples",
+        "pad_token_id",
+        "provider",
+        "quant_block_list",
+        "scale_dtype",
+        "seqlen",
+        "static_groups",
+        "supported_types",
+        "tokenizer",
+        "true_sequential",
+    }
+)
+"""What transformers, GPTQModel and auto-round say about how the weights were found."""
+
+
+def _group_size(size: int) -> int:
+    if size < 1 and size != -1:
+        raise ValueError("must be positive, or -1 for one group of all inputs")
+    return size
+
+
+GroupSize = Annotated[int, AfterValidator(_group_size)]
+"""How many inputs share a scale; -1 stands for all of them."""
+
+
+class SettingsModel(BaseModel):
+    """Settings of which none is unknown and none is converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def parsed(
+        cls, settings: Mapping[str, Any], without_effect: Collection[str], supported: str
+    ) -> Self:
+        """Return the settings.
+
+        Args:
+            without_effect: names of settings that don't change what the tensors mean.
+            supported: what is supported, for the text of errors.
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        for name in settings:
+            if name not in cls.model_fields and name not in without_effect:
+                where = "in quantization_config"
+                raise UnknownNameError("setting", name, cls.model_fields, supported, where)
+        read = {name: value for name, value in settings.items() if name in cls.model_fields}
+        try:
+            return cls.model_validate(read)
+        except ValidationError as error:
+            problems = "\n".join(map(_problem, error.errors()))
+            raise ConfigError(
+                f"The quantization of this checkpoint is not supported:\n{problems}\n{supported}"
+            ) from error
+
+
+def _problem(error: Any) -> str:
+    place = ".".join(("quantization_config", *map(str, error["loc"])))
+    found = "missing" if error["type"] == "missing" else shortened(error["input"])
+    return f"  {place} = {found}: {error['msg'].removeprefix('Value error, ')}"
