@@ -152,10 +152,9 @@ gather_cache_fp8_cases = CaseSpace(
         "scale": "offset",
     },
     crossed={"batch": ("chunks",), "heads": ("odd sizes",), "page size": ("",)},
-    alone={"batch": ("no sequences",)},
     # One kv head has one scale. The scale of a number has nothing to do with where it stands.
     valid=lambda point, _: (
-        bool(point["batch"] or point["spare"])
+        bool(point["batch"] or (point["spare"] and not point.labels["heads"]))
         and not (point["scale"] and point["heads"][0] == 1)
         and not (point["scale"] and (point.labels["page size"] or point["spare"]))
         and not (point["spare"] and point.labels["page size"])

@@ -136,9 +136,11 @@ gather_cache_cases = CaseSpace(
     dtypes=(torch.float32, torch.bfloat16, torch.float16, FP8),
     strided={"cache": "outer", "page_table": "rows", "seq_lens": "offset", "starts": "offset"},
     crossed={"batch": ("chunks",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
-    # Nothing but zeros: no heads and no pages tell one of these from another.
-    alone={"batch": ("no sequences",)},
-    valid=lambda point, _: bool(point["batch"]) or bool(point["spare"]),
+    # Without sequences nothing but zeros, which no heads and no pages tell from one another.
+    valid=lambda point, _: (
+        bool(point["batch"])
+        or bool(point["spare"] and not (point.labels["heads"] or point.labels["page size"]))
+    ),
 )
 """Whole sequences and chunks on shuffled pages; slots that are not gathered hold NaN."""
 
