@@ -26,16 +26,17 @@ class Operand:
     """
 
     def __init__(self, value: torch.Tensor, device: str) -> None:
-        places = _places(value) + _MARGIN
-        extent = int(places.max()) + 1 if value.numel() else _MARGIN
-        bits = torch.full((extent + _MARGIN,), -1, dtype=torch.int64)
-        bits = bits.to(_BITS[value.dtype.itemsize])
-        bits[places] = value.detach().cpu().view(bits.dtype)
+        start = value.storage_offset() + _MARGIN
+        steps = zip(value.shape, value.stride(), strict=True)
+        extent = start + sum((size - 1) * stride for size, stride in steps) if value.numel() else 0
+        bits = torch.full((extent + 1 + _MARGIN,), -1, dtype=_BITS[value.dtype.itemsize])
+        # Elements that share one place are written once.
+        once = value.detach().cpu()[tuple(slice(0, 1 if s == 0 else None) for s in value.stride())]
+        bits.as_strided(once.shape, value.stride(), start).copy_(once.view(bits.dtype))
         self._covered = torch.zeros(bits.shape, dtype=torch.bool)
-        self._covered[places] = True
+        self._covered.as_strided(once.shape, value.stride(), start).fill_(True)
         self._before = bits
         self._buffer = bits.to(device, copy=True)
-        start = value.storage_offset() + _MARGIN
         # No view of the buffer: what traces a call would see the buffer behind it.
         empty = torch.empty(0, dtype=value.dtype, device=device)
         storage = self._buffer.untyped_storage()
@@ -53,14 +54,6 @@ class Operand:
         """Return how many elements outside the tensor were written."""
         changed = self._buffer.cpu() != self._before
         return int((changed & ~self._covered).sum())
-
-
-def _places(value: torch.Tensor) -> torch.Tensor:
-    """Return the offset of every element in its storage."""
-    places = torch.tensor(value.storage_offset())
-    for size, stride in zip(value.shape, value.stride(), strict=True):
-        places = places[..., None] + torch.arange(size) * stride
-    return places
 
 
 @contextmanager
