@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -166,6 +167,41 @@ def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_pa
     assert "in crashing" in finding.traceback
     assert crashing.failed == 1
     assert "a trial before it ended the process" in crashing.reasons("not run")
+
+
+def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> None:
+    found = {}
+    for option in ("--isolate", "--jobs=3"):
+        file = tmp_path / "out.json"
+        done = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
+        assert done.returncode == 1, done.stderr
+        candidates = json.loads(file.read_text())["candidates"]
+        for candidate in candidates:
+            for tally in candidate["tallies"]:
+                del tally["seconds"]
+        found[option] = candidates
+    assert found["--jobs=3"] == found["--isolate"]
+    tallies = [tally for candidate in candidates for tally in candidate["tallies"]]
+    run_in_all = sum(tally["passed"] + tally["failed"] for tally in tallies)
+    assert run_in_all > 16 * 2, "a third process had nothing to do"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals as of POSIX")
+def test_a_crash_in_one_of_several_processes_ends_no_other(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = run("acme-kernels", "-j2", f"--json={file}", kernels="crashing good")
+    assert done.returncode == 1, done.stderr
+    report = Report.read(file)
+    states = {c.name: c.state for c in report.candidates if c.kind == "kernel"}
+    assert states == {"reference": "correct", "crashing": "wrong", "good": "correct"}
+    (crashing,) = report.in_state("wrong")
+    assert crashing.tallies[0].findings[0].reason == "was killed by SIGSEGV"
+
+
+def test_no_process_at_all_is_refused(run: Run) -> None:
+    done = run("acme-kernels", "--jobs", "0")
+    assert done.returncode == 2
+    assert done.stderr == "error: 0 processes can run nothing. Try: --jobs 1, or more\n"
 
 
 def test_reports_are_merged(run: Run, tmp_path: Path) -> None:

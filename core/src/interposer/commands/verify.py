@@ -37,6 +37,10 @@ def verify(
         bool,
         typer.Option("--isolate", help="Run in another process, whose crash is a fault like any."),
     ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", metavar="N", help="As --isolate, in so many processes."),
+    ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Run nothing: put reports of several devices together.")
     ] = False,
@@ -63,7 +67,17 @@ def verify(
         if merge:
             reports = [_read(file) for file in targets]
         else:
-            reports = [_verified(targets, op, platform, case, quick, seed, isolate)]
+            reports = [
+                _verified(
+                    targets,
+                    op,
+                    platform,
+                    case,
+                    quick,
+                    seed,
+                    1 if isolate and jobs is None else jobs,
+                )
+            ]
         _write(reports, json, junit, html, markdown)
     except InterposerError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -79,15 +93,20 @@ def _read(file: str) -> Report:
 
 
 def _verified(
-    targets: list[str], op: str, platform: str, case: str, quick: bool, seed: int, isolate: bool
+    targets: list[str],
+    op: str,
+    platform: str,
+    case: str,
+    quick: bool,
+    seed: int,
+    jobs: int | None,
 ) -> Report:
     if len(targets) > 1:
         raise ConfigError(
             f"verify takes one distribution, got {', '.join(targets)}. Try: one after the other, "
             "and --merge with their --json files"
         )
-    from interposer.testing.isolation import Isolation
-    from interposer.testing.outcome import outcomes
+    from interposer.testing.isolation import Isolation, side_by_side
     from interposer.testing.verification import verify as verified
 
     if not faulthandler.is_enabled():
@@ -101,7 +120,7 @@ def _verified(
             seed=seed,
             quick=quick,
             progress=progress,
-            run=Isolation(platform) if isolate else outcomes,
+            run=side_by_side(platform) if jobs is None else Isolation(platform, jobs),
         )
     console = wide_terminal()
     if console is None:

@@ -34,10 +34,17 @@ _MASKS: dict[str, dict[str, Any]] = {
 _NUM_LAYERS = 2
 
 
-def attention_specs() -> Iterator[tuple[str, AttentionSpec]]:
-    """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations."""
-    axes = product(_HEADS, _MASKS, (32, 64, 80, 128), (4, 16), (torch.float32, torch.bfloat16))
-    for heads, mask, head_size, page_size, dtype in axes:
+def attention_specs(*, quick: bool = False) -> Iterator[tuple[str, AttentionSpec]]:
+    """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
+
+    Only those that differ from the first of their dtype in one axis if ``quick``.
+    """
+    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16))
+    dtypes = (torch.float32, torch.bfloat16)
+    for heads, mask, head_size, page_size, dtype in product(*axes, dtypes):
+        point = (heads, mask, head_size, page_size)
+        if quick and sum(value != axis[0] for value, axis in zip(point, axes, strict=True)) > 1:
+            continue
         num_heads, num_kv_heads = _HEADS[heads]
         spec = AttentionSpec(
             num_heads=num_heads,

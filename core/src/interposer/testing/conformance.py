@@ -15,7 +15,7 @@ from interposer.choice import Candidate
 from interposer.config import Config
 from interposer.errors import FOREIGN_ERRORS
 from interposer.layer import Site
-from interposer.op import CustomOp
+from interposer.op import Case, CustomOp
 from interposer.records import AttentionEntry, Kernel, load_target
 from interposer.registry import Registry
 from interposer.request import Request
@@ -26,7 +26,7 @@ from interposer.testing.attention_promise import (
     check_attention_determinism,
 )
 from interposer.testing.declaration import declaration_trials
-from interposer.testing.exemplar import exemplars
+from interposer.testing.exemplar import Exemplar, exemplar_of, exemplars
 from interposer.testing.fault import Fault
 from interposer.testing.kernel import check_kernel
 from interposer.testing.part import layer_trials, scheme_trials
@@ -74,7 +74,7 @@ def conformance(
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
         return
-    yield from attention_trials(registry, device, distribution, seed)
+    yield from attention_trials(registry, device, distribution, seed, quick=quick)
     yield from layer_trials(registry, device, distribution, seed)
     yield from scheme_trials(registry, device, distribution, seed)
     yield from declaration_trials(registry, device, distribution)
@@ -91,14 +91,17 @@ def _kernel_trials(
     label = "cases"
     try:
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
+        latest, found = _Latest(), list[Exemplar]()
         for plan in planned_cases(op, seed, quick=quick):
-            label = plan.label
-            request = _request("kernel", name, plan.dtype, device, plan.build().dims)
+            label, case = plan.label, latest.built(plan)
+            request = _request("kernel", name, plan.dtype, device, case.dims)
+            if quick and (exemplar := exemplar_of(op, plan, case, seed)):
+                found.append(exemplar)
             for candidate in candidates:
-                # Built anew when it runs, so that a list of trials does not hold all arguments.
-                check = partial(_check_candidate, candidate, op, plan, device.torch_device)
+                check = partial(_check_candidate, candidate, op, latest, plan, device.torch_device)
                 yield Trial(candidate, request, label, candidate.judge(request), check)
-        promises = Promises(registry, op, device, list(exemplars(op, seed)), quick=quick)
+        found = found or list(exemplars(op, seed))
+        promises = Promises(registry, op, device, found, quick=quick)
         for candidate in candidates:
             yield from promises.trials(candidate)
     except FOREIGN_ERRORS as error:
@@ -109,13 +112,13 @@ def _kernel_trials(
 
 
 def attention_trials(
-    registry: Registry, device: Device, distribution: str, seed: int
+    registry: Registry, device: Device, distribution: str, seed: int, *, quick: bool = False
 ) -> Iterator[Trial]:
     """Yield a trial of every attention backend and spec, and of promises once for each dtype."""
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         tried: set[torch.dtype] = set()
-        for label, spec in attention_specs():
+        for label, spec in attention_specs(quick=quick):
             request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
             site = Site(resolver, "conformance", spec.dtype)
             verdict = candidate.judge(request)
@@ -128,6 +131,19 @@ def attention_trials(
                 if promise in candidate.properties:
                     check = partial(_check_backend, candidate, promised, spec, site, seed)
                     yield Trial(candidate, request, label, verdict, check, aspect)
+
+
+class _Latest:
+    """Builds cases and keeps the last one, so that a list of trials does not hold them all."""
+
+    def __init__(self) -> None:
+        self._last: tuple[PlannedCase, Case] | None = None
+
+    def built(self, plan: PlannedCase) -> Case:
+        """Return the case of ``plan``, whose arguments are for reading."""
+        if self._last is None or self._last[0] is not plan:
+            self._last = plan, plan.build()
+        return self._last[1]
 
 
 def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:
@@ -153,9 +169,9 @@ def _request(
 
 
 def _check_candidate(
-    candidate: Candidate, op: CustomOp[..., Any], plan: PlannedCase, device: str
+    candidate: Candidate, op: CustomOp[..., Any], latest: _Latest, plan: PlannedCase, device: str
 ) -> list[Fault]:
-    record, case = candidate.record, plan.build()
+    record, case = candidate.record, latest.built(plan)
     if not isinstance(record, Kernel):
         return check_kernel(op, op.reference, case, device=device)
     function = load_target(record.target)

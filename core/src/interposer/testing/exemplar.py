@@ -12,7 +12,7 @@ from interposer.cases.axis import ORDINARY
 from interposer.cases.space import CaseSpace, PlannedCase, planned_cases
 from interposer.op import Case, CustomOp, Dims
 
-__all__ = ["Exemplar", "chosen", "exemplars", "num_rows", "rows_of", "with_rows"]
+__all__ = ["Exemplar", "chosen", "exemplar_of", "exemplars", "num_rows", "rows_of", "with_rows"]
 
 # In a batch of three there is a first row, a last one, and one that is neither.
 _ENOUGH_ROWS = 3
@@ -51,14 +51,22 @@ class Exemplar:
 def exemplars(op: CustomOp[..., Any], seed: int) -> Iterator[Exemplar]:
     """Yield the covering cases of ``op`` that are fit to stand for others."""
     for planned in planned_cases(op, seed, quick=True):
-        if planned.point is not None and planned.point.special != ORDINARY:
-            continue
-        case = planned.build()
-        tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
-        if tensors and all(tensor.numel() for tensor in tensors):
-            dense = all(tensor.is_contiguous() for tensor in tensors)
-            size = sum(tensor.numel() for tensor in tensors)
-            yield Exemplar(op, planned, seed, case.dims, num_rows(op, case), size, dense)
+        exemplar = exemplar_of(op, planned, planned.build(), seed)
+        if exemplar is not None:
+            yield exemplar
+
+
+def exemplar_of(
+    op: CustomOp[..., Any], planned: PlannedCase, case: Case, seed: int
+) -> Exemplar | None:
+    """Return ``case``, built as ``planned``, as an exemplar; None where it is not fit."""
+    tensors = [v for v in case.arguments.values() if isinstance(v, torch.Tensor)]
+    is_special = planned.point is not None and planned.point.special != ORDINARY
+    if is_special or not tensors or not all(tensor.numel() for tensor in tensors):
+        return None
+    dense = all(tensor.is_contiguous() for tensor in tensors)
+    size = sum(tensor.numel() for tensor in tensors)
+    return Exemplar(op, planned, seed, case.dims, num_rows(op, case), size, dense)
 
 
 def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[list[Exemplar]]:

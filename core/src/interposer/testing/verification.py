@@ -23,7 +23,7 @@ from interposer.testing.account import examined
 from interposer.testing.outcome import Outcome, Progress, Scope, outcomes
 from interposer.testing.report import NO_CASE, Examined, Ground, Report
 
-__all__ = ["Run", "absent", "known_scope", "verify"]
+__all__ = ["Run", "absent", "declared", "known_scope", "verify"]
 
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
 """What runs trials: ``outcomes`` does so in this process."""
@@ -139,7 +139,7 @@ def absent(
 ) -> Iterator[Examined]:
     """Yield what the distribution declares but no trial was of, with the reason."""
     tried = {_identity(*candidate) for candidate in seen}
-    for kind, subject, candidate in _declared(registry, scope):
+    for kind, subject, candidate in declared(registry, scope):
         if _identity(kind, subject, candidate.provider, candidate.name) in tried:
             continue
         platform = getattr(candidate.record, "platform", "")
@@ -162,7 +162,8 @@ def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, .
     return (kind, subject, provider, name) if kind == "kernel" else (kind, provider, name)
 
 
-def _declared(registry: Registry, scope: Scope) -> Iterator[tuple[str, str, Candidate]]:
+def declared(registry: Registry, scope: Scope) -> Iterator[tuple[str, str, Candidate]]:
+    """Yield the candidates in ``scope``, each with its kind and its subject."""
     for kind in ("kernel",) if scope.op else _KINDS:
         subjects = [scope.op] if scope.op else registry.subjects(kind)
         for subject in subjects:
