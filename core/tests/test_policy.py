@@ -223,3 +223,10 @@ def test_policies_that_ask_for_the_same_have_one_key() -> None:
     other = Policy(prefer=("a", "b"), forbid=frozenset({"d", "c"}))
     assert (one, hash(one)) == (other, hash(other))
     assert one != Policy(prefer=("b", "a"), forbid=frozenset({"c", "d"}))
+
+
+def test_whether_emulations_will_do_goes_for_every_request() -> None:
+    config = Config(emulation=False, kernels={"a": "k"})
+    for name in ("a", "b"):
+        assert not policy_for(config, Request("kernel", name, "bare")).emulation
+    assert policy_for(Config(), Request("kernel", "a", "bare")).emulation

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer import Candidate, Choice, Kernel, Request, Verdict, select
+from interposer import Candidate, Choice, Kernel, OpEntry, Request, Verdict, select
 from interposer.choice import Measured
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
 from interposer.policy import REQUIRABLE, Policy
@@ -492,3 +492,29 @@ def test_when_none_is_confirmed_all_reasons_are_told() -> None:
             confirm=confirming("acme/a"),
         )
     assert [r.reason for r in caught.value.refusals] == ["wrong numbers", "odd size"]
+
+
+def emulating(name: str = "reference") -> Candidate:
+    record = OpEntry("linear", "acme.ops:linear", emulation="dequantizes first")
+    return Candidate(name, "acme", "1.0", 0.0, record, lambda _: Verdict.accept())
+
+
+def test_an_emulation_is_told_where_it_is_chosen() -> None:
+    assert select(REQUEST, [emulating(), candidate("a")]).notes == ()
+    choice = select(REQUEST, [emulating(), candidate("a", refusal="odd size")])
+    assert choice.chosen.name == "reference"
+    assert choice.notes == ("an emulation: it dequantizes first",)
+    assert select(REQUEST, [emulating()], Policy("reference")).notes == choice.notes
+    wished = select(REQUEST, [emulating()], Policy(prefer=("b",)))
+    assert wished.notes == ("preferred, but refused or not there: 'b'", *choice.notes)
+
+
+def test_an_emulation_may_be_refused() -> None:
+    policy = Policy(emulation=False)
+    choice = select(REQUEST, [emulating(), candidate("a")], policy)
+    reason = "an emulation, which the configuration refuses: it dequantizes first"
+    assert [(r.candidate, r.reason) for r in choice.refusals] == [("reference", reason)]
+    for refusing in (policy, replace(policy, pin="reference")):
+        with pytest.raises(NoCandidateError) as caught:
+            select(REQUEST, [emulating(), candidate("a", refusal="odd size")], refusing)
+        assert reason in [r.reason for r in caught.value.refusals]

@@ -24,7 +24,7 @@ from transformers import GPTQConfig
 
 from interposer import Config, Resolver, Site, current_registry, explain
 from interposer.capability import Capability, Device
-from interposer.errors import CheckpointError, ConfigError, UnknownNameError
+from interposer.errors import CheckpointError, ConfigError, NoCandidateError, UnknownNameError
 from interposer.testing import conformance
 from interposer_models import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
@@ -315,6 +315,16 @@ def test_explanation_states_the_sizes(act_order: Path) -> None:
         "asymmetric": True,
         "scale_dtype": "float32",
     }
+
+
+def test_an_emulation_is_visible_and_can_be_refused(act_order: Path) -> None:
+    only = {"w4a16_linear": {"forbid": ["interposer-cpu/*", "*_triton"]}}
+    lm = load(act_order, dtype="float32", config=Config(kernels=only))
+    assert "note: an emulation: it dequantizes, then multiplies floats" in str(explain(lm))
+    with pytest.raises(NoCandidateError) as caught:
+        load(act_order, dtype="float32", config=Config(kernels=only, emulation=False))
+    reasons = {r.candidate: r.reason for r in caught.value.refusals}
+    assert reasons["reference"].startswith("an emulation, which the configuration refuses")
 
 
 def test_overrides_leave_layers_plain(tmp_path: Path) -> None:

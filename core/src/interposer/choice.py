@@ -40,6 +40,12 @@ class Candidate:
         promised: frozenset[str] = getattr(self.record, "properties", frozenset())
         return promised
 
+    @property
+    def emulation(self) -> str:
+        """How it does without the arithmetic that the op is meant for; empty for most."""
+        text: str = getattr(self.record, "emulation", "")
+        return text
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:

@@ -102,6 +102,7 @@ class Config(BaseModel):
         locked: only what the lock file lists may be loaded.
         canary: whose kernels are compared with the reference before they are bound here first.
         fallback: a kernel that fails at run time is replaced by the next best one.
+        emulation: a reference may be chosen that does without the arithmetic its op is meant for.
         tables: measured figures take part in the selection.
         isolation: whether plugin code is tried in a child process first.
         probe_seconds: how long such a trial may take.
@@ -124,6 +125,7 @@ class Config(BaseModel):
     locked: bool = False
     canary: Literal["third_party", "all", "off"] = "third_party"
     fallback: bool = False
+    emulation: bool = True
     tables: bool = True
     isolation: Literal["process", "off"] = "process"
     probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
@@ -146,6 +148,7 @@ class Config(BaseModel):
             locked: bool = False,
             canary: Literal["third_party", "all", "off"] = "third_party",
             fallback: bool = False,
+            emulation: bool = True,
             tables: bool = True,
             isolation: Literal["process", "off"] = "process",
             probe_seconds: float = 5.0,

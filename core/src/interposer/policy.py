@@ -231,7 +231,7 @@ class Policy:
     """What the configuration wants of one request; the fields are those of a ``Rule``.
 
     ``strict`` refuses what is otherwise tolerated: a preference that nothing meets, and a tie
-    that only names could decide.
+    that only names could decide. Without ``emulation`` none may be chosen.
     """
 
     pin: str | None = None
@@ -239,6 +239,7 @@ class Policy:
     forbid: frozenset[str] = frozenset()
     require: frozenset[str] = frozenset()
     strict: bool = False
+    emulation: bool = True
 
 
 def policy_for(config: Config, request: Request) -> Policy:
@@ -261,6 +262,7 @@ def policy_for(config: Config, request: Request) -> Policy:
         frozenset().union(*(rule.forbid for rule in rules)),
         required.union(*(rule.require for rule in rules)),
         config.strict,
+        config.emulation,
     )
 
 

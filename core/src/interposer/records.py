@@ -42,12 +42,17 @@ PROPERTIES = frozenset(
 class OpEntry:
     """Names a ``CustomOp``: ``target`` is the op object, defined beside its reference.
 
-    ``properties`` are what the reference promises, a subset of ``PROPERTIES``.
+    Attributes:
+        properties: what the reference promises, a subset of ``PROPERTIES``.
+        emulation: how the reference does without the arithmetic that the op is meant for, such as
+            ``"dequantizes, then multiplies floats"``. It is told where the reference is chosen,
+            and a configuration can refuse it.
     """
 
     name: str
     target: str
     properties: frozenset[str] = frozenset()
+    emulation: str = ""
 
     def __post_init__(self) -> None:
         _check(self)

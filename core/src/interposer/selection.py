@@ -171,12 +171,11 @@ class _Ranking:
                 )
 
     def notes(self, chosen: Candidate) -> tuple[str, ...]:
-        """Return a note on what the user would have preferred."""
-        if self.policy.pin is not None:
-            return ()
-        unmet = self.policy.prefer[: self.preference(chosen)]
+        """Return notes on what the user would have preferred, and on an emulation."""
+        notes = (f"an emulation: it {chosen.emulation}",) if chosen.emulation else ()
+        unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
         names = ", ".join(repr(glob) for glob in unmet)
-        return (f"preferred, but refused or not there: {names}",) if unmet else ()
+        return (f"preferred, but refused or not there: {names}", *notes) if unmet else notes
 
 
 def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:
@@ -188,6 +187,8 @@ def _excluded(candidate: Candidate, policy: Policy) -> str:
     """Return why the policy rules a candidate out, or nothing."""
     if any(_meant(glob, candidate) for glob in policy.forbid):
         return "forbidden by the configuration"
+    if candidate.emulation and not policy.emulation:
+        return f"an emulation, which the configuration refuses: it {candidate.emulation}"
     missing = ", ".join(sorted(policy.require - candidate.properties))
     return f"does not promise {missing}" if missing else ""
 

@@ -122,6 +122,18 @@ _LAYERS = {
     "attention": "attention:Attention",
     "sampler": "sampler:Sampler",
 }
+# Their references multiply in floats what was quantized to be multiplied as it is.
+_EMULATED = frozenset(
+    {
+        *_OPS["fp8_linear"],
+        *_OPS["int8_linear"],
+        *_OPS["weight_only_linear"],
+        *_OPS["block_scaled_linear"],
+        "fused_experts_fp8",
+        "fused_experts_w4a16",
+    }
+)
+_EMULATION = "dequantizes, then multiplies floats"
 _WITHOUT_CASES = frozenset({"attention", "sampler"})
 
 
@@ -133,6 +145,7 @@ def interposer_records() -> list[Record]:
             name,
             f"interposer_ops.{module}:{name}",
             _PLAIN | {"batch_invariant"} if name in _BATCH_INVARIANT else _PLAIN,
+            _EMULATION if name in _EMULATED else "",
         )
         for module, names in _OPS.items()
         for name in names
