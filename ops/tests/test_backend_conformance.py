@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout, Site
+from interposer.errors import MissingMemberError
 from interposer.testing import attention_specs, check_attention
 from interposer.testing.attention_promise import (
     check_attention_batches,
@@ -19,8 +20,8 @@ from interposer.testing.attention_promise import (
 from interposer_ops.layers.attention import PagedBackend
 
 
-def spec_of(dtype: torch.dtype, mask: str) -> AttentionSpec:
-    wanted = f"GQA {mask} head 32 page 4"
+def spec_of(dtype: torch.dtype, mask: str, cache: str = "") -> AttentionSpec:
+    wanted = f"GQA {mask} head 32 page 4 {cache}".rstrip()
     return next(s for label, s in attention_specs() if label == wanted and s.dtype == dtype)
 
 
@@ -169,9 +170,102 @@ def test_a_wrong_dtype_is_blamed(make_site: Callable[..., Site]) -> None:
     assert [fault.check for fault in faults] == ["dtype"]
 
 
-def test_labels_are_unique_within_a_dtype() -> None:
-    labels = [(label, spec.dtype) for label, spec in attention_specs()]
+@pytest.mark.parametrize("quick", [False, True])
+def test_labels_are_unique_within_a_dtype(quick: bool) -> None:
+    labels = [(label, spec.dtype) for label, spec in attention_specs(quick=quick)]
     assert len(set(labels)) == len(labels)
+
+
+def test_few_specs_have_every_value_of_all() -> None:
+    few, every = (dict(attention_specs(quick=quick)) for quick in (True, False))
+    assert len(few) * 4 < len(every)
+    for name in ("num_kv_heads", "head_size", "page_size", "window_tokens", "softcap"):
+        assert {getattr(s, name) for s in few.values()} == {
+            getattr(s, name) for s in every.values()
+        }
+    caches = [{(s.cache_dtype, s.head_scales) for s in some.values()} for some in (few, every)]
+    assert caches[0] == caches[1]
+
+
+class SwappingScales(PagedBackend):
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        return super().prepare_scales(value_scale, key_scale)
+
+
+class ScalingByTheFirstHead(PagedBackend):
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        return super().prepare_scales(key_scale[:1], value_scale[:1])
+
+
+class ForgettingScalesOnReading(PagedBackend):
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        _, _, *prepared = super().prepare_scales(key_scale, value_scale)
+        return torch.ones_like(key_scale), torch.ones_like(value_scale), *prepared
+
+
+class StoringCoarsely(PagedBackend):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, cache_dtype=torch.float8_e5m2), site)
+
+
+class StoringPrecisely(PagedBackend):
+    """Wrong: what the checkpoint was made for is the rounded cache."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(replace(spec, cache_dtype=spec.dtype), site)
+
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        return None
+
+    def forward_quantized(self, *arguments: Any) -> torch.Tensor:
+        return self.forward(*arguments[:-1])
+
+
+class PromisingTooMuch(AttentionBackend):
+    accepts = PagedBackend.accepts  # type: ignore[assignment]
+    kv_layout, plan, forward = PagedBackend.kv_layout, PagedBackend.plan, PagedBackend.forward  # type: ignore[assignment]
+
+
+CACHES = ("e4m3", "e4m3 per head", "e5m2")
+
+
+@pytest.mark.parametrize("mask", ["full", "window+softcap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_quantized_cache_is_rounded_as_its_op_says(
+    cache: str, dtype: torch.dtype, mask: str, make_site: Callable[..., Site]
+) -> None:
+    site = make_site("attention", dtype)
+    assert check_attention(PagedBackend, spec_of(dtype, mask, cache), site) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "cache"),
+    [
+        (SwappingScales, "e4m3"),
+        (SwappingScales, "e4m3 per head"),
+        (ScalingByTheFirstHead, "e4m3 per head"),
+        (ForgettingScalesOnReading, "e5m2"),
+        (StoringCoarsely, "e4m3"),
+        (StoringPrecisely, "e4m3"),
+        (StoringPrecisely, "e5m2"),
+    ],
+)
+def test_wrong_quantized_caches_are_blamed(
+    backend: type[AttentionBackend],
+    cache: str,
+    dtype: torch.dtype,
+    make_site: Callable[..., Site],
+) -> None:
+    spec, site = spec_of(dtype, "full", cache), make_site("attention", dtype)
+    assert "value" in {fault.check for fault in check_attention(backend, spec, site)}
+
+
+def test_what_accepts_a_quantized_cache_has_to_serve_it(make_site: Callable[..., Site]) -> None:
+    spec = spec_of(torch.float32, "full", "e4m3")
+    with pytest.raises(MissingMemberError, match="accepted a cache"):
+        check_attention(PromisingTooMuch, spec, make_site("attention", torch.float32))
 
 
 class Unsettled(PagedBackend):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from interposer.capability import Capability
-from interposer.errors import RecordError
+from interposer.errors import MissingMemberError, RecordError
 from interposer.layer import Site
 from interposer.request import AttentionType
 from interposer.verdict import Verdict
@@ -26,6 +26,9 @@ class AttentionSpec:
     """The static request of one attention layer.
 
     Attributes:
+        cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
+            scales and rounded when they are stored.
+        head_scales: these scales are one per kv head, not one for all.
         window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
         sinks: one learned score per head joins the softmax.
@@ -45,6 +48,7 @@ class AttentionSpec:
     page_size: int
     scale: float
     type: AttentionType = "decoder"
+    head_scales: bool = False
     window_tokens: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -52,6 +56,11 @@ class AttentionSpec:
     sparse: bool = False
     prefix_lm: bool = False
     alibi: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Say whether the cache holds rounded multiples of scales."""
+        return self.cache_dtype != self.dtype
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
@@ -88,7 +97,7 @@ class AttentionSpec:
         """
         if self.type != "decoder":
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
-        if self.cache_dtype != self.dtype:
+        if self.is_quantized:
             return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
@@ -220,3 +229,36 @@ class AttentionBackend(ABC):
             plan: of this step.
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
+
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        """Return what ``forward_quantized`` wants of the scales of one layer.
+
+        Called once for each layer, after its weights were loaded.
+
+        Args:
+            key_scale: ``[1]``, or ``[K]`` with ``head_scales``, float32, positive.
+            value_scale: shape and dtype of ``key_scale``.
+        """
+        return key_scale, value_scale
+
+    def forward_quantized(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        scales: Any,
+    ) -> torch.Tensor:
+        """Do what ``forward`` does, over a cache of another dtype than the spec's.
+
+        Only backends that accept a spec with such a cache are asked.
+
+        Args:
+            scales: of ``prepare_scales``.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a cache of {self.spec.cache_dtype} but has no "
+            "forward_quantized. Try: refuse such specs in accepts, or override it"
+        )

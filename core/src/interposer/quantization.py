@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,23 @@ from torch import nn
 
 from interposer.layer import Site
 
-__all__ = ["LinearMethod", "QuantizationScheme"]
+__all__ = ["CacheFormat", "LinearMethod", "QuantizationScheme"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How a checkpoint wants keys and values to be stored in the cache.
+
+    Attributes:
+        dtype: of what is stored: the nearest multiples of a scale.
+        head_scales: there is a scale for each kv head, not one for all.
+        scale_names: names of the tensors with the scales of keys and of values, ``[1]`` or
+            ``[K]`` float32, below the module that holds the projections.
+    """
+
+    dtype: torch.dtype
+    head_scales: bool = False
+    scale_names: tuple[str, str] = ("k_scale", "v_scale")
 
 
 class LinearMethod(ABC):
@@ -24,17 +41,27 @@ class LinearMethod(ABC):
         """Register the parameters under the names that checkpoints use.
 
         Rows of a fused layer lie along dimension 0 of each parameter; ``shard_dim`` of a
-        parameter overrides that. A parameter whose ``per_part`` is true holds the same share
-        for each of the layers that are fused there, such as one number. Where not any number may
-        stand, ``sample`` of a parameter returns some that may, drawn from a generator.
+        parameter overrides that. Where its ``parts`` names some of the fused layers, it is of
+        these alone. A parameter whose ``per_part`` is true holds the same share
+        for each of the layers that are fused there, such as one number. ``stored_as`` of a
+        parameter is the full name of the one tensor that it holds, if that is not the layer's with
+        the parameter's; where ``any_form`` is true besides, it is held in whatever shape and dtype
+        it is stored. Where not any number may stand, ``sample`` of a parameter returns some that
+        may, drawn from a generator. A parameter that a checkpoint may leave out has a ``default``:
+        a number, or a function without arguments that returns a tensor of the parameter's shape.
+        It stands where nothing is stored, also for single layers of those that are fused.
         """
 
     @abstractmethod
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return ``(kernel, operands)`` so that the layer computes ``kernel(x, *operands)``.
 
-        Called once, after all weights were loaded; parameters that the operands replace are
-        freed here.
+        Called as soon as all weights of the layer were loaded; parameters that the operands
+        replace are freed here. It is called again, for a copy of the layer with other weights,
+        whenever these are exchanged: what depends on them belongs to ``layer`` or to the
+        operands, never to the method. Operands of the same form are then written in place.
+
+        Raises: CheckpointError: a parameter holds what no weight can be computed with.
         """
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
@@ -76,3 +103,7 @@ class QuantizationScheme(ABC):
             parts: names of the checkpoint's layers that are fused there, such as
                 ``("q_proj", "k_proj", "v_proj")``; one name where nothing is fused.
         """
+
+    def cache_format(self, prefix: str) -> CacheFormat | None:
+        """Return how the attention at ``prefix`` stores keys and values; None: as they are."""
+        return None

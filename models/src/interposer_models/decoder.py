@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from interposer import AttentionSpec, PluggableLayer, Site
+from interposer import AttentionSpec, Site
 from interposer_models.decoder_config import DecoderConfig
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
@@ -44,11 +44,8 @@ class CausalLM(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def finalize(self, device: str) -> None:
-        """Prepare every layer for inference on ``device``, after the weights were loaded."""
+        """Compute on ``device`` what no checkpoint stores; layers are finalized as they load."""
         self.model.build_rotary_table(device)
-        for module in self.modules():
-            if isinstance(module, PluggableLayer):
-                module.finalize()
 
     def forward(
         self,
@@ -175,6 +172,8 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(site.at("q_norm"), size, config.rms_norm_eps)
             self.k_norm = RMSNorm(site.at("k_norm"), size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(site.at("rotary"), size, config.rotary_size)
+        scheme = site.resolver.scheme
+        stored = scheme.cache_format(site.prefix) if scheme else None
         self.attn = Attention(
             site.at("attn"),
             AttentionSpec(
@@ -182,9 +181,10 @@ class SelfAttention(nn.Module):
                 num_kv_heads=kv_heads,
                 head_size=size,
                 dtype=site.dtype,
-                cache_dtype=site.dtype,
+                cache_dtype=stored.dtype if stored else site.dtype,
                 page_size=page_size,
                 scale=size**-0.5,
+                head_scales=stored.head_scales if stored else False,
                 window_tokens=config.windows[index],
             ),
         )

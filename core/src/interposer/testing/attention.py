@@ -20,7 +20,7 @@ from interposer.testing.comparison import compare_form, compare_value
 from interposer.testing.fault import Fault
 from interposer.testing.operand import Operand, poisoned_memory
 from interposer.testing.scenario import chunked_steps, occupying_step, pages_needed
-from interposer.tuning.workload import moved_batch, random_projections
+from interposer.tuning.workload import moved_batch, random_projections, random_scales
 
 __all__ = ["attention_specs", "check_attention"]
 
@@ -31,33 +31,50 @@ _MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "window+softcap": {"window_tokens": 3, "softcap": 2.0},
 }
+_CACHES: dict[str, tuple[torch.dtype | None, bool]] = {
+    "plain": (None, False),
+    "e4m3": (torch.float8_e4m3fn, False),
+    "e4m3 per head": (torch.float8_e4m3fn, True),
+    "e5m2": (torch.float8_e5m2, False),
+}
+_DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
 
 
 def attention_specs(*, quick: bool = False) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    Only those that differ from the first of their dtype in one axis if ``quick``.
+    A quantized cache is combined with heads and masks only. Only those that differ from the first
+    of their dtype in one axis are there if ``quick``.
     """
-    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16))
-    dtypes = (torch.float32, torch.bfloat16)
-    for heads, mask, head_size, page_size, dtype in product(*axes, dtypes):
-        point = (heads, mask, head_size, page_size)
-        if quick and sum(value != axis[0] for value, axis in zip(point, axes, strict=True)) > 1:
-            continue
-        num_heads, num_kv_heads = _HEADS[heads]
-        spec = AttentionSpec(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            dtype=dtype,
-            cache_dtype=dtype,
-            page_size=page_size,
-            # Three times the usual, so that random scores differ enough to matter.
-            scale=3 * head_size**-0.5,
-            **_MASKS[mask],
-        )
-        yield f"{heads} {mask} head {head_size} page {page_size}", spec
+    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16), tuple(_CACHES))
+    for heads, mask, head_size, page_size, cache, dtype in product(*axes, _DTYPES):
+        point = (heads, mask, head_size, page_size, cache)
+        is_other = [value != axis[0] for value, axis in zip(point, axes, strict=True)]
+        is_crossed = is_other[4] and (is_other[2] or is_other[3])
+        if not is_crossed and not (quick and sum(is_other) > 1):
+            yield _spec(heads, mask, head_size, page_size, cache, dtype)
+
+
+def _spec(
+    heads: str, mask: str, head_size: int, page_size: int, cache: str, dtype: torch.dtype
+) -> tuple[str, AttentionSpec]:
+    num_heads, num_kv_heads = _HEADS[heads]
+    cache_dtype, head_scales = _CACHES[cache]
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        cache_dtype=cache_dtype or dtype,
+        page_size=page_size,
+        # Three times the usual, so that random scores differ enough to matter.
+        scale=3 * head_size**-0.5,
+        head_scales=head_scales,
+        **_MASKS[mask],
+    )
+    label = f"{heads} {mask} head {head_size} page {page_size}"
+    return f"{label} {cache}" if spec.is_quantized else label, spec
 
 
 def check_attention(
@@ -84,8 +101,8 @@ def _run_steps(
     device = site.resolver.device.torch_device
     layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
     caches = layout.allocate(_NUM_LAYERS, num_pages, device)
-    _occupy(backend, spec, caches, device)
-    layers = [_Layer(spec, cache, site) for cache in caches]
+    layers = [_Layer(spec, cache, site, generator) for cache in caches]
+    _occupy(backend, layers)
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
         plan = backend.plan(moved_batch(batch, device))
         for number, layer in enumerate(layers):
@@ -99,15 +116,33 @@ def _run_steps(
 class _Layer:
     """One layer: the backend's cache and, beside it, the reference's in float64."""
 
-    def __init__(self, spec: AttentionSpec, cache: torch.Tensor, site: Site) -> None:
+    def __init__(
+        self, spec: AttentionSpec, cache: torch.Tensor, site: Site, generator: torch.Generator
+    ) -> None:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
-        self.write: CustomOp[..., Any] = load_target(registry.ops["reshape_and_cache"].target)
+        written = "reshape_and_cache_fp8" if spec.is_quantized else "reshape_and_cache"
+        self.write: CustomOp[..., Any] = load_target(registry.ops[written].target)
         self.attend: CustomOp[..., Any] = load_target(registry.ops["paged_attention"].target)
         self.spec = spec
         self.cache = cache
         shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = self.keys.clone()
+        self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
+
+    def forward(
+        self,
+        backend: AttentionBackend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Return what the backend does for this layer."""
+        if not self.scales:
+            return backend.forward(query, key, value, self.cache, plan)
+        scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
+        return backend.forward_quantized(query, key, value, self.cache, plan, scales)
 
     def step(
         self,
@@ -126,8 +161,8 @@ class _Layer:
         given = random_projections(self.spec, num_tokens, generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
-        output = backend.forward(query, key, value, self.cache, plan)
-        expected = self._expected(batch, *(tensor.double() for tensor in given))
+        output = self.forward(backend, query, key, value, plan)
+        expected = self._expected(batch, *given)
         # The contract leaves the stride of the output to the backend.
         faults = [f for f in compare_form(output, torch.empty_like(query)) if f.check != "stride"]
         yield from faults
@@ -140,9 +175,13 @@ class _Layer:
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self.write.reference(key, value, self.keys, self.values, batch.slots)
+        """Return what the references say; what is stored is exact in either way of storing."""
+        rounding = (*self.scales, self.spec.cache_dtype) if self.scales else ()
+        if not rounding:
+            key, value = key.double(), value.double()
+        self.write.reference(key, value, self.keys, self.values, batch.slots, *rounding)
         expected: torch.Tensor = self.attend.reference(
-            query,
+            query.double(),
             self.keys,
             self.values,
             batch.page_table,
@@ -153,6 +192,7 @@ class _Layer:
             True,
             self.spec.window_tokens,
             self.spec.softcap,
+            *((None, None, None, *self.scales) if self.scales else ()),
         )
         return expected
 
@@ -170,18 +210,15 @@ class _Layer:
             magnitude=1 + spec.head_size * spec.scale,
             rounded=1.0,
         )
-        coarser = max(spec.dtype, spec.cache_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        return self.attend.tolerance.bound(expected, coarser, case)
+        return self.attend.tolerance.bound(expected, spec.dtype, case)
 
 
-def _occupy(
-    backend: AttentionBackend, spec: AttentionSpec, caches: list[torch.Tensor], device: str
-) -> None:
+def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
     """Let a step of NaN go through every page, so that reading a stale slot shows."""
+    spec, device = layers[0].spec, layers[0].device
     batch = occupying_step(spec.page_size)
     plan = backend.plan(moved_batch(batch, device))
-    generator = torch.Generator()
-    given = random_projections(spec, int(batch.query_starts[-1]), generator, fused=False)
-    for cache in caches:
+    given = random_projections(spec, int(batch.query_starts[-1]), torch.Generator(), fused=False)
+    for layer in layers:
         query, key, value = (torch.full_like(tensor, torch.nan, device=device) for tensor in given)
-        backend.forward(query, key, value, cache, plan)
+        layer.forward(backend, query, key, value, plan)

@@ -17,7 +17,7 @@ from interposer.op import CustomOp
 from interposer.planning import Planned
 from interposer.request import Request
 from interposer.resolver import Resolver
-from interposer.tuning.workload import moved_batch, random_projections, typical_step
+from interposer.tuning.workload import moved_batch, random_projections, random_scales, typical_step
 
 __all__ = ["AttentionSubject", "KernelSubject", "Subject"]
 
@@ -106,7 +106,13 @@ class AttentionSubject(Subject):
             given = random_projections(spec, count, generator, fused=False)
             plan = backend.plan(moved_batch(batch, self.device))
             query, key, value = (part.to(self.device) for part in given)
-            calls.append(partial(backend.forward, query, key, value, cache, plan))
+            arguments = (query, key, value, cache, plan)
+            if spec.is_quantized:
+                scales = (scale.to(self.device) for scale in random_scales(spec, generator))
+                prepared = backend.prepare_scales(*scales)
+                calls.append(partial(backend.forward_quantized, *arguments, prepared))
+            else:
+                calls.append(partial(backend.forward, *arguments))
         return calls
 
     @property

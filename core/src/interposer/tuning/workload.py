@@ -16,12 +16,16 @@ __all__ = [
     "moved_batch",
     "paged_batch",
     "random_projections",
+    "random_scales",
     "typical_sequences",
     "typical_step",
 ]
 
 _MOST_DECODES = 32
 _CONTEXT_TOKENS = 512
+
+# Numbers that every float of 8 bits holds exactly, so that nothing is rounded beyond them.
+_LARGEST_STORED = (128.0, 160.0, 192.0, 224.0)
 
 
 def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -95,3 +99,14 @@ def random_projections(
     product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
     parts = product.split(heads, dim=1)
     return list(parts) if fused else [part.contiguous() for part in parts]
+
+
+def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch.Tensor]:
+    """Return scales of keys and of values that bring numbers between -1 and 1 to 8 bits.
+
+    Each is ``[1]``, or ``[K]`` with ``head_scales``, float32.
+    """
+    largest = torch.tensor(_LARGEST_STORED)
+    shape = (2, spec.num_kv_heads if spec.head_scales else 1)
+    chosen = torch.randint(len(largest), shape, generator=generator)
+    return list(1 / largest[chosen])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+from torch import nn
 
 from interposer import (
     AttentionBackend,
@@ -14,13 +18,19 @@ from interposer import (
     Site,
     Verdict,
 )
+from interposer.errors import CheckpointError
 from interposer_ops.attention import paged_attention
+from interposer_ops.fp8_cache import reshape_and_cache_fp8
 from interposer_ops.kv_cache import reshape_and_cache
 
 __all__ = ["Attention", "PagedBackend"]
 
-# The dims of ``reshape_and_cache``.
+_SCALES = ("k_scale", "v_scale")
+_FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+# The dims of ``reshape_and_cache``, and those of ``reshape_and_cache_fp8`` that a spec knows.
 _WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
+_ROUNDED = ("num_kv_heads", "head_size", "page_size", "cache_dtype")
 
 
 class Attention(PluggableLayer):
@@ -32,6 +42,35 @@ class Attention(PluggableLayer):
         super().__init__(site)
         self.spec = spec
         self.backend = site.resolver.attention(spec, site)
+        self.scales: Any = None
+        if spec.is_quantized:
+            place, scheme = site.prefix.rpartition(".")[0], site.resolver.scheme
+            stored = scheme.cache_format(place) if scheme else None
+            names = stored.scale_names if stored else _SCALES
+            self.scale_names = tuple(f"{place}.{name}" for name in names)
+            for name, full_name in zip(_SCALES, self.scale_names, strict=True):
+                numbers = torch.empty(spec.num_kv_heads if spec.head_scales else 1)
+                scale = nn.Parameter(numbers, requires_grad=False)
+                scale.stored_as = full_name  # type: ignore[attr-defined]
+                self.register_parameter(name, scale)
+
+    def finalize(self) -> None:
+        """Prepare the scales of a quantized cache.
+
+        Raises: CheckpointError: one is not a positive finite number.
+        """
+        if not self.spec.is_quantized:
+            return
+        scales = [self.get_parameter(name).data for name in _SCALES]
+        for name, scale in zip(self.scale_names, scales, strict=True):
+            wrong = scale[~(scale.isfinite() & (scale > 0))]
+            if wrong.numel():
+                raise CheckpointError(
+                    name,
+                    f"holds the scale {wrong[0].item()}, must be positive and finite",
+                    "quantize the model again",
+                )
+        self.scales = self.backend.prepare_scales(*scales)
 
     def forward(
         self,
@@ -42,21 +81,29 @@ class Attention(PluggableLayer):
         plan: object,
     ) -> torch.Tensor:
         """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
-        return self.backend.forward(query, key, value, cache, plan)
+        if self.scales is None:
+            return self.backend.forward(query, key, value, cache, plan)
+        return self.backend.forward_quantized(query, key, value, cache, plan, self.scales)
 
 
 class PagedBackend(AttentionBackend):
-    """Decoder attention from the ops ``reshape_and_cache`` and ``paged_attention``."""
+    """Decoder attention from ``paged_attention`` and the ops that write its cache."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         facts = spec.dims()
-        self.write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
         self.attend = site.bind(paged_attention, **facts)
+        if spec.is_quantized:
+            dims = {name: facts[name] for name in _ROUNDED}
+            self.round = site.bind_kernel(reshape_and_cache_fp8, **dims, per_head=spec.head_scales)
+        else:
+            self.write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders with a plain cache."""
+        """Accept decoders whose cache is of their dtype, or of 8-bit floats."""
+        if spec.cache_dtype in _FLOATS_OF_8_BITS:
+            spec = replace(spec, cache_dtype=spec.dtype)
         return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -92,4 +139,42 @@ class PagedBackend(AttentionBackend):
             True,
             self.spec.window_tokens,
             self.spec.softcap,
+        )
+
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        """Return the scales, and what the kernel that writes the cache wants instead."""
+        wanted = self.round.prepared(key_scale=key_scale, value_scale=value_scale)
+        return key_scale, value_scale, wanted["key_scale"], wanted["value_scale"]
+
+    def forward_quantized(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        scales: Any,
+    ) -> torch.Tensor:
+        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
+        keys, values = cache.unbind(0)
+        key_scale, value_scale, *prepared = scales
+        wanted: Any = (*prepared, self.spec.cache_dtype)
+        self.round.function(key, value, keys, values, plan.slots, *wanted)
+        return self.attend(
+            query,
+            keys,
+            values,
+            plan.page_table,
+            plan.query_starts,
+            plan.seq_lens,
+            plan.max_query_tokens,
+            self.spec.scale,
+            True,
+            self.spec.window_tokens,
+            self.spec.softcap,
+            None,
+            None,
+            None,
+            key_scale,
+            value_scale,
         )
