@@ -1,4 +1,4 @@
-"""The policy as data. The only module that touches the environment, which nothing writes.
+"""The policy as data.
 
 Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
 Mappings are merged key by key, everything else is replaced.
@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from interposer.config_file import ConfigFile, read_project_file, read_user_file
+from interposer.environment import variables
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.memo import memoized
 from interposer.policy import (
@@ -46,7 +47,6 @@ __all__ = [
     "Source",
     "config_sources",
     "effective_config",
-    "environment_guard",
     "use",
 ]
 
@@ -289,28 +289,6 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
         _context.reset(token)
 
 
-@contextmanager
-def environment_guard() -> Iterator[list[str]]:
-    """Put back every variable of the environment that changes inside a ``with`` block.
-
-    The list that is yielded holds the names of those variables once the block has ended.
-    """
-    before = dict(os.environ)
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        after = dict(os.environ)
-        if after != before:
-            names = sorted(before.keys() | after.keys())
-            changed += [name for name in names if before.get(name) != after.get(name)]
-            for name in changed:
-                if name in before:
-                    os.environ[name] = before[name]
-                else:
-                    del os.environ[name]
-
-
 def _remade(fields: dict[str, Any]) -> Config:
     return Config(**fields)
 
@@ -358,7 +336,7 @@ def _user_file() -> tuple[Source, ...]:
 
 @memoized
 def _environment() -> tuple[Source, ...]:
-    fields = read_variables(os.environ)
+    fields = read_variables(variables())
     if not fields:
         return ()
     return (Source("environment", "", _validated(fields, "the environment")),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,8 @@ from threading import Timer
 from typing import Any
 
 import torch
+
+from interposer.environment import child_environment
 
 __all__ = ["Child"]
 
@@ -93,6 +94,6 @@ def _surroundings(parts: int) -> dict[str, str]:
     Two threads at least, so that what goes wrong between threads still does.
     """
     if parts == 1:
-        return dict(os.environ)
+        return child_environment()
     threads = max(2, torch.get_num_threads() // parts)
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **os.environ}
+    return child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
