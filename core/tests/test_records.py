@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from interposer import AttentionEntry, Kernel, LayerEntry, OpEntry, PlatformEntry, SchemeEntry
+from interposer import (
+    AttentionEntry,
+    CheckpointEntry,
+    Kernel,
+    LayerEntry,
+    OpEntry,
+    PlatformEntry,
+    SchemeEntry,
+)
 from interposer.errors import RecordError
 from interposer.records import Record, identity, load_target
 
@@ -19,9 +27,10 @@ MAKERS: list[Callable[..., Record]] = [
     lambda name="x", target=TARGET, **more: LayerEntry("rms_norm", name, target, **more),
     lambda name="x", target=TARGET, **more: AttentionEntry(name, target, **more),
     lambda name="x", target=TARGET, **more: SchemeEntry("gptq", name, target, **more),
+    lambda name="x", target=TARGET, **more: CheckpointEntry(".acme", name, target, **more),
     lambda name="x", target=TARGET, **more: PlatformEntry(name, target, **more),
 ]
-KINDS = ["op", "kernel", "layer", "attention", "scheme", "platform"]
+KINDS = ["op", "kernel", "layer", "attention", "scheme", "checkpoint", "platform"]
 each_kind = pytest.mark.parametrize("make", MAKERS, ids=KINDS)
 each_scored_kind = pytest.mark.parametrize("make", MAKERS[1:], ids=KINDS[1:])
 
@@ -65,11 +74,18 @@ def test_a_record_needs_a_name(make: Callable[..., Record], name: Any) -> None:
         (lambda: Kernel("", "fast", TARGET), "op"),
         (lambda: LayerEntry("", "fast", TARGET), "layer_id"),
         (lambda: SchemeEntry("", "fast", TARGET), "method"),
+        (lambda: CheckpointEntry("", "fast", TARGET), "suffix"),
     ],
 )
 def test_a_record_needs_a_subject(make: Callable[[], Record], label: str) -> None:
     with pytest.raises(RecordError, match=f"the {label} '', which is not a name"):
         make()
+
+
+@pytest.mark.parametrize("suffix", ["acme", ".", ".a.b", ".ACME", "./acme", ".a\\b"])
+def test_a_suffix_is_one_that_files_have(suffix: str) -> None:
+    with pytest.raises(RecordError, match=r"must be like '\.acme', in lower case"):
+        CheckpointEntry(suffix, "fast", TARGET)
 
 
 @each_scored_kind

@@ -28,9 +28,10 @@ from interposer import (
     custom_op,
 )
 from interposer.attention import AttentionBackend
+from interposer.checkpoint import CheckpointFile
 from interposer.op import Case
 from interposer.quantization import QuantizationScheme
-from interposer.records import DeviceEntry, Record, TuningEntry
+from interposer.records import CheckpointEntry, DeviceEntry, Record, TuningEntry
 from interposer.validation import MOST_RECORDS, check_classes, check_records
 
 
@@ -313,6 +314,18 @@ class Methodless(QuantizationScheme):
     parse = linear_method = None  # type: ignore[assignment]
 
 
+class Archive(CheckpointFile):
+    """A file that is all there."""
+
+    open = stream = tokenizer = None  # type: ignore[assignment]
+
+
+class Wordless(CheckpointFile):
+    """A file without a tokenizer."""
+
+    open = stream = None  # type: ignore[assignment]
+
+
 HERE = __name__
 
 
@@ -329,6 +342,9 @@ HERE = __name__
         (SchemeEntry("marbles", "b", f"{HERE}:Scheme"), "whose method is 'beads', not 'marbles'"),
         (SchemeEntry("beads", "b", f"{HERE}:Methodless"), "whose method is None, not 'beads'"),
         (SchemeEntry("beads", "b", f"{HERE}:number"), "is 3, which does not subclass"),
+        (CheckpointEntry(".zip", "z", f"{HERE}:Archive"), ""),
+        (CheckpointEntry(".zip", "z", f"{HERE}:Wordless"), "lacks the required members tokenizer"),
+        (CheckpointEntry(".zip", "z", f"{HERE}:Scheme"), "does not subclass CheckpointFile"),
     ],
 )
 def test_what_is_imported_already_is_checked(record: Record, reason: str) -> None:

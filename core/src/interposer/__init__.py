@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from interposer.attention import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
     from interposer.capability import Capability, Device, Memory
+    from interposer.checkpoint import CheckpointFile
     from interposer.choice import Candidate, Choice
     from interposer.compatibility import API_VERSION
     from interposer.config import Config, Rule, effective_config, use
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from interposer.planning import Planned, planned
     from interposer.platform import Platform
     from interposer.policy import Policy
-    from interposer.quantization import LinearMethod, QuantizationScheme
+    from interposer.quantization import CacheFormat, LinearMethod, QuantizationScheme
     from interposer.records import (
         AttentionEntry,
+        CheckpointEntry,
         DeviceEntry,
         Kernel,
         LayerEntry,
@@ -51,9 +53,12 @@ __all__ = [
     "AttentionBatch",
     "AttentionEntry",
     "AttentionSpec",
+    "CacheFormat",
     "Candidate",
     "Capability",
     "Case",
+    "CheckpointEntry",
+    "CheckpointFile",
     "Choice",
     "Config",
     "CustomOp",
@@ -106,6 +111,7 @@ __all__ = [
 _HOMES = {
     "attention": ("AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"),
     "capability": ("Capability", "Device", "Memory"),
+    "checkpoint": ("CheckpointFile",),
     "choice": ("Candidate", "Choice"),
     "compatibility": ("API_VERSION",),
     "config": ("Config", "Rule", "effective_config", "use"),
@@ -119,9 +125,10 @@ _HOMES = {
     "planning": ("Planned", "planned"),
     "platform": ("Platform",),
     "policy": ("Policy",),
-    "quantization": ("LinearMethod", "QuantizationScheme"),
+    "quantization": ("CacheFormat", "LinearMethod", "QuantizationScheme"),
     "records": (
         "AttentionEntry",
+        "CheckpointEntry",
         "DeviceEntry",
         "Kernel",
         "LayerEntry",

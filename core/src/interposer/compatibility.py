@@ -18,7 +18,7 @@ from interposer.distribution import Distribution
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.verdict import Verdict
 
-__all__ = ["API_VERSION", "check_api", "check_requirements"]
+__all__ = ["API_RANGE", "API_VERSION", "check_api", "check_requirements"]
 
 API_VERSION = "1.0"
 """The version of what plugins see: records, hooks and base classes.
@@ -26,7 +26,9 @@ API_VERSION = "1.0"
 The second number grows when something is added, the first when something old stops working.
 """
 
-_RANGE = f">={API_VERSION},<{int(API_VERSION.partition('.')[0]) + 1}"
+API_RANGE = f">={API_VERSION},<{int(API_VERSION.partition('.')[0]) + 1}"
+"""What a plugin that is written for this version states as ``INTERPOSER_API``."""
+
 _LEADING_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -60,7 +62,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
     if api is None and not in_code:
         return Verdict.refuse(
             "it does not state the API that it was built for: "
-            f'add the line INTERPOSER_API = "{_RANGE}" to the plugin'
+            f'add the line INTERPOSER_API = "{API_RANGE}" to the plugin'
         )
     if api is not None:
         verdict = _check_range("INTERPOSER_API", api, "the plugin API", API_VERSION)
@@ -72,7 +74,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
 
 
 def _check_range(label: str, stated: object, subject: str, version: str | None) -> Verdict:
-    example = f'a range of versions such as "{_RANGE}"'
+    example = f'a range of versions such as "{API_RANGE}"'
     if type(stated) is not str:  # nor a subclass: what it does when printed is the plugin's code
         kind = type(stated).__name__
         return Verdict.refuse(f"its {label} is of type {kind}, must be {example}")

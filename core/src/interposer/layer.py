@@ -77,7 +77,12 @@ class PluggableLayer(nn.Module):
         self.prefix = site.prefix
 
     def finalize(self) -> None:
-        """Prepare for inference, once, after all weights of this layer were loaded."""
+        """Prepare for inference, as soon as all weights of this layer were loaded.
+
+        When weights are exchanged it is called for a shallow copy that holds the new ones, and what
+        it leaves in the copy's attributes is taken over: nothing that depends on weights may be
+        kept elsewhere.
+        """
 
 
 def check_replacement(standard: type[PluggableLayer], replacement: object, name: str) -> None:

@@ -42,14 +42,14 @@ class LinearMethod(ABC):
 
         Rows of a fused layer lie along dimension 0 of each parameter; ``shard_dim`` of a
         parameter overrides that. Where its ``parts`` names some of the fused layers, it is of
-        these alone. A parameter whose ``per_part`` is true holds the same share
-        for each of the layers that are fused there, such as one number. ``stored_as`` of a
-        parameter is the full name of the one tensor that it holds, if that is not the layer's with
-        the parameter's; where ``any_form`` is true besides, it is held in whatever shape and dtype
-        it is stored. Where not any number may stand, ``sample`` of a parameter returns some that
-        may, drawn from a generator. A parameter that a checkpoint may leave out has a ``default``:
-        a number, or a function without arguments that returns a tensor of the parameter's shape.
-        It stands where nothing is stored, also for single layers of those that are fused.
+        these alone. A parameter whose ``per_part`` is true holds the same share for each of the
+        layers that are fused there, such as one number. ``stored_as`` of a parameter is the full
+        name of the one tensor that it holds, if that is not the layer's with the parameter's; where
+        ``any_form`` is true besides, it is held in whatever shape and dtype it is stored. Where not
+        any number may stand, ``sample`` of a parameter returns some that may, drawn from a
+        generator. A parameter that a checkpoint may leave out has a ``default``: a number, or a
+        function without arguments that returns a tensor of the parameter's shape. It stands where
+        nothing is stored, also for single layers of those that are fused.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@ when it was chosen. This module imports neither torch nor any plugin.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from interposer.requires import Requires
 __all__ = [
     "PROPERTIES",
     "AttentionEntry",
+    "CheckpointEntry",
     "DeviceEntry",
     "Kernel",
     "LayerEntry",
@@ -140,6 +142,8 @@ class SchemeEntry:
     ``examples`` is the import string of a function without parameters that returns settings of
     checkpoints by label, on which the conformance suite tries the scheme. They must quantize
     ``model.layers.0.self_attn.q_proj``, a linear layer of 512 inputs.
+
+    ``instead_of`` are methods that nobody reads, for which this one is recommended.
     """
 
     method: str
@@ -147,9 +151,27 @@ class SchemeEntry:
     target: str
     score: float = 10.0
     examples: str = ""
+    instead_of: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self, self.examples)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """A ``CheckpointFile`` class for the files whose names end in ``suffix``, such as ``.gguf``."""
+
+    suffix: str
+    name: str
+    target: str
+    score: float = 10.0
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.suffix != self.suffix.lower() or not re.fullmatch(r"\.[^./\\]+", self.suffix):
+            raise RecordError(
+                f"{self.name!r} has the suffix {self.suffix!r}, must be like '.acme', in lower case"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +229,7 @@ Record = (
     | LayerEntry
     | AttentionEntry
     | SchemeEntry
+    | CheckpointEntry
     | PlatformEntry
     | DeviceEntry
     | TuningEntry
@@ -223,6 +246,8 @@ def identity(record: Record) -> tuple[str, str, str]:
             subject = record.layer_id
         case SchemeEntry():
             subject = record.method
+        case CheckpointEntry():
+            subject = record.suffix
     return type(record).__name__, subject, record.name
 
 
@@ -259,7 +284,7 @@ def resource_path(resource: str) -> Path:
 
 
 def _check(record: Record, *optional_targets: str) -> None:
-    for label in ("name", "op", "layer_id", "method", "device"):
+    for label in ("name", "op", "layer_id", "method", "suffix", "device"):
         if not hasattr(record, label):
             continue
         value = getattr(record, label)

@@ -25,6 +25,7 @@ from interposer.memo import Memoized, memoized
 from interposer.plugins import Blame, Plugin, Plugins
 from interposer.records import (
     AttentionEntry,
+    CheckpointEntry,
     Kernel,
     LayerEntry,
     OpEntry,
@@ -50,6 +51,7 @@ _SUBJECTS: dict[Kind, str] = {
     "kernel": "op",
     "layer": "layer id",
     "scheme": "quantization method",
+    "checkpoint": "suffix of files",
 }
 # What discovery and examination depend on; everything else of a Config is for the selection.
 _FIELDS = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
@@ -68,7 +70,7 @@ class Registry:
         self._own_blame = Blame()
         self._hanging: dict[tuple[str, str], Verdict] = {}
         self._candidates: dict[Kind, dict[str, list[Candidate]]] = {
-            kind: {} for kind in ("platform", "kernel", "layer", "attention", "scheme")
+            kind: {} for kind in get_args(Kind)
         }
         self._owners: dict[tuple[str, tuple[str, str, str]], Plugin] = {}
         for plugin in plugins.loaded:
@@ -96,7 +98,7 @@ class Registry:
         ]
 
     def candidates(self, kind: Kind, subject: str = "") -> list[Candidate]:
-        """Return every candidate for an op, a layer id or a quantization method.
+        """Return every candidate for an op, a layer id, a quantization method or a suffix.
 
         Platforms and attention backends have no subject.
 
@@ -105,11 +107,13 @@ class Registry:
         known = self.ops if kind == "kernel" else self._candidates[kind]
         if subject and subject not in known:
             hint = "Is the plugin for it installed? `interposer doctor` says what is."
+            if kind == "scheme" and (instead := self._instead(subject)):
+                hint = f"It is not read. Try: a checkpoint of the same model in {instead}"
             raise UnknownNameError(_SUBJECTS[kind], subject, known, self._hint(hint))
         return self._candidates[kind].get(subject, [])
 
     def subjects(self, kind: Kind) -> list[str]:
-        """Return the ops, layer ids or quantization methods that have candidates."""
+        """Return the ops, layer ids, quantization methods or suffixes that have candidates."""
         return sorted(self.ops if kind == "kernel" else self._candidates[kind])
 
     def load(self, candidate: Candidate, target: str) -> Any:
@@ -166,6 +170,12 @@ class Registry:
                 if name != "*" and name not in known:
                     raise UnknownNameError(what, name, known, self._hint(), where)
                 _check_values(rule, self._named(kind, name), f"{where}[{key!r}]")
+
+    def _instead(self, method: str) -> str:
+        """Return the quantization methods that are recommended instead of one nobody reads."""
+        records = (record for _, record in self.records(SchemeEntry))
+        found = {repr(record.method) for record in records if method in record.instead_of}
+        return " or ".join(sorted(found))
 
     def _named(self, kind: Kind, subject: str) -> list[Candidate]:
         everyone = self._candidates[kind]
@@ -309,6 +319,8 @@ def _filed(record: Record, access: Access) -> tuple[Kind, str, str, float, Judge
             return "attention", "", record.name, record.score, judge_attention(record, access)
         case SchemeEntry():
             return "scheme", record.method, record.name, record.score, accept
+        case CheckpointEntry():
+            return "checkpoint", record.suffix, record.name, record.score, accept
         case PlatformEntry():
             return "platform", "", record.name, record.score, judge_platform(record, access)
         case _:

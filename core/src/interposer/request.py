@@ -10,7 +10,7 @@ from interposer.capability import Capability
 
 __all__ = ["AttentionType", "Detail", "Kind", "Request"]
 
-Kind = Literal["platform", "kernel", "layer", "attention", "scheme"]
+Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "checkpoint"]
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 
 
@@ -29,8 +29,9 @@ class Request:
     """One question to the selection mechanism.
 
     Attributes:
-        kind: ``platform``, ``kernel``, ``layer``, ``attention`` or ``scheme``.
-        name: the op, layer id, attention type or quantization method; empty for platforms.
+        kind: ``platform``, ``kernel``, ``layer``, ``attention``, ``scheme`` or ``checkpoint``.
+        name: the op, layer id, attention type, quantization method or suffix of files; empty for
+            platforms.
         platform: name of the platform to run on; empty when platforms themselves are chosen.
         capability: of the device to run on.
         dtype: torch name without ``torch.``, or empty where it does not matter.

@@ -14,6 +14,7 @@ from interposer.errors import FOREIGN_ERRORS, RecordError, described
 from interposer.import_string import check_import_string, is_loaded
 from interposer.records import (
     AttentionEntry,
+    CheckpointEntry,
     DeviceEntry,
     Kernel,
     LayerEntry,
@@ -51,7 +52,7 @@ _TARGETS = ("target", "predicate", "prepare", "cases", "examples")
 _TARGET_LIMIT = 300
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_NAMES = ("name", "op", "layer_id", "method", "platform")
+_NAMES = ("name", "op", "layer_id", "method", "suffix", "platform")
 
 
 def check_records(records: Iterable[object]) -> list[str]:
@@ -84,8 +85,9 @@ def check_classes(
 ) -> list[str]:
     """Return what is wrong with the classes of layers and platforms, which are loaded.
 
-    Ops, attention backends and schemes are checked where their modules are imported already. What
-    cannot be imported here is left for later: what it needs may be on other machines.
+    Ops, attention backends, schemes and formats of files are checked where their modules are
+    imported already. What cannot be imported here is left for later: what it needs may be on other
+    machines.
 
     Args:
         load: returns what an import string names.
@@ -159,9 +161,9 @@ def _check_field(label: str, value: object) -> str:
             # A subclass of float may compare as it likes.
             sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
             return "" if sound else "a score that is not a finite number"
-        case "properties":
+        case "properties" | "instead_of":
             sound = type(value) is frozenset and all(type(item) is str for item in value)
-            return "" if sound else "properties that are no frozenset of texts"
+            return "" if sound else f"{label} that are no frozenset of texts"
         case "driver_files":
             sound = type(value) is tuple and all(type(item) is str for item in value)
             return "" if sound else "driver_files that are no tuple of texts"
@@ -273,6 +275,12 @@ def _check_scheme(record: SchemeEntry, found: Any) -> list[str]:
     return faults
 
 
+def _check_checkpoint(record: CheckpointEntry, found: Any) -> list[str]:
+    from interposer.checkpoint import CheckpointFile
+
+    return _check_subclass(f"format of files {record.name!r}", found, CheckpointFile)
+
+
 def _check_subclass(what: str, found: Any, parent: type) -> list[str]:
     if not (isinstance(found, type) and issubclass(found, parent)):
         return [f"{what} is {found!r:.100}, which does not subclass {parent.__name__}"]
@@ -286,4 +294,5 @@ _CHECKS: dict[type[Record], tuple[str, Callable[[Any, Any], list[str]]]] = {
     OpEntry: ("op", _check_op),
     AttentionEntry: ("attention backend", _check_attention),
     SchemeEntry: ("scheme", _check_scheme),
+    CheckpointEntry: ("format of files", _check_checkpoint),
 }

@@ -1,11 +1,14 @@
-"""Reading a Hugging Face model directory: config, index and tensors, in the order of the files."""
+"""Reading a Hugging Face model directory: config, index and tensors, shard by shard."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -17,6 +20,9 @@ __all__ = ["Checkpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Up to the first number: what follows belongs to one block.
+_BLOCK = re.compile(r".*?\.\d+\.")
+_QUANTIZATION = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +43,25 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Return the checkpoint at ``path``.
 
-        Raises: CheckpointError: no directory, no or a corrupt config.json, no weights, or an
-            index that names a missing shard.
+        What hf_quant_config.json says of the quantization, under ``quantization`` there, is found
+        under that name in ``quantization_config`` of the config.
+
+        Raises: CheckpointError: no directory, no or a corrupt config.json, no weights, an index
+            that names a missing shard, or a hf_quant_config.json of another quantization.
         """
         root = Path(path)
         if not root.is_dir():
             reason = "is not a directory" if root.exists() else "does not exist"
             mend = "give the folder of a downloaded model; nothing is downloaded"
             raise CheckpointError(root, reason, mend)
-        config = read_json(root / "config.json")
+        config = _with_quantization(root, read_json(root / "config.json"))
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
-                raise CheckpointError(root, f"holds neither {_SINGLE} nor {_INDEX}")
+                pickled = ", ".join(sorted(file.name for file in root.glob("*.bin")))
+                mend = f"save the model as safetensors: {pickled} is pickled, which runs code"
+                raise CheckpointError(
+                    root, f"holds neither {_SINGLE} nor {_INDEX}", mend if pickled else ""
+                )
             return cls(root, config, (root / _SINGLE,), {})
         tensors = read_json(root / _INDEX).get("weight_map")
         if not isinstance(tensors, dict) or not tensors:
@@ -72,29 +85,59 @@ class Checkpoint:
         """Return the size of all shards in bytes."""
         return sum(shard.stat().st_size for shard in self.shards)
 
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors that ``stream`` yields.
+
+        Raises: CheckpointError: a shard is truncated or not safetensors.
+        """
+        names: set[str] = set()
+        for shard in self.shards:
+            with _reading(shard), safe_open(shard, framework="pt") as file:
+                names.update(file.keys())
+        return frozenset(names)
+
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(name, tensor)`` shard by shard, in the order in which they lie in the file.
+        """Yield ``(name, tensor)`` shard by shard, and there block by block.
+
+        Files have all tensors of one dtype together, so that in their order the scales of
+        quantized layers come after the codes of all of them.
 
         Raises: CheckpointError: a shard is truncated or not safetensors, or lacks a tensor that
             the index promises.
         """
         seen: set[str] = set()
         for shard in self.shards:
-            try:
-                with safe_open(shard, framework="pt") as file:
-                    for name in file.offset_keys():
-                        seen.add(name)
-                        yield name, file.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    shard, f"is truncated or not a safetensors file: {error}", "copy it again"
-                ) from error
+            with _reading(shard), safe_open(shard, framework="pt") as file:
+                for name in _by_block(file.offset_keys()):
+                    seen.add(name)
+                    yield name, file.get_tensor(name)
         for name, shard_name in self.tensors.items():
             if name not in seen:
                 raise CheckpointError(
                     self.path / _INDEX,
                     f"names the tensor {name!r} in {shard_name!r}, which lacks it",
                 )
+
+
+def _by_block(names: Iterable[str]) -> Iterator[str]:
+    """Yield all names of a block one after the other, blocks in the order of their first names."""
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        found = _BLOCK.match(name)
+        blocks.setdefault(found[0] if found else name.rpartition(".")[0], []).append(name)
+    for block in blocks.values():
+        yield from sorted(block)
+
+
+@contextmanager
+def _reading(shard: Path) -> Iterator[None]:
+    """Turn what safetensors says of a bad file into a CheckpointError."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            shard, f"is truncated or not a safetensors file: {error}", "copy it again"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -109,3 +152,28 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = f"holds {type(content).__name__}, expected an object"
         raise CheckpointError(path, reason, "copy it again")
     return content
+
+
+def _with_quantization(root: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with what hf_quant_config.json adds to it, if there is one."""
+    path = root / _QUANTIZATION
+    if not path.exists():
+        return config
+    beside = read_json(path)
+    producer, quantization = beside.get("producer"), beside.get("quantization")
+    method = producer.get("name") if isinstance(producer, dict) else None
+    if not isinstance(method, str) or not isinstance(quantization, dict):
+        raise CheckpointError(path, "lacks 'quantization' or the name of its 'producer'")
+    stated = config.get("quantization_config") or {}
+    if not isinstance(stated, dict):
+        return config  # what is wrong with it is said when the config is parsed
+    expected = {"quant_method": method, "quantization": quantization}
+    for name, value in expected.items():
+        if stated.get(name, value) != value:
+            raise CheckpointError(
+                path,
+                f"contradicts config.json, whose quantization_config has {name} "
+                f"{shortened(stated[name])}, not {shortened(value)}",
+                "restore the file that was changed",
+            )
+    return {**config, "quantization_config": {**stated, **expected}}

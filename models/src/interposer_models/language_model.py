@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from interposer_models import sequence as sequences
 from interposer_models.engine import Engine
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.tokenizer import Detokenizer, TextTokenizer
+from interposer_models.weights import Weights
 
 __all__ = ["Completion", "Delta", "LanguageModel"]
 
@@ -50,8 +51,11 @@ class Delta:
 class LanguageModel:
     """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe."""
 
-    def __init__(self, engine: Engine, tokenizer: TextTokenizer, plan: Planned) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights
+    ) -> None:
         self.engine = engine
+        self.weights = weights
         self.tokenizer = tokenizer
         self.resolver = plan.resolver
         self.placement = plan.placement
@@ -102,6 +106,32 @@ class LanguageModel:
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32."""
         return self.engine.logits(token_ids)
+
+    def update_weights(
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[str, ...]:
+        """Exchange weights for new ones, of all layers or of some; all that are given or none.
+
+        The layers that a tensor belongs to get all of their tensors in one call: the scales and
+        zero points of quantized ones, and those of all layers that run as one product. They are
+        prepared as when they were loaded, and held beside the present ones until the call ends.
+
+        Args:
+            tensors: by the names, and in the formats, of the checkpoint; on any device.
+        Returns: prefixes of layers whose operands could not be written in place, because what is
+            held now has another form; a graph that was captured with them is to be captured again.
+        Raises:
+            RequestError: a request is unfinished, and its cache was computed with other weights.
+            CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
+                unusable, or not given though others of its layer are. Nothing was changed.
+        """
+        if self.engine.busy:
+            raise RequestError(
+                "Weights cannot be exchanged while requests are unfinished: their cached keys and "
+                "values belong to the present ones. Try: finish or cancel them first"
+            )
+        items = tensors.items() if isinstance(tensors, Mapping) else tensors
+        return self.weights.update(items, f"update of {self.path}")
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
         if isinstance(prompt, str):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,12 +13,14 @@ from interposer import Config, Resolver, Rule, Site, current_registry, effective
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.placement import Placement
 from interposer_models.checkpoint import Checkpoint
+from interposer_models.checkpoint_files import config_source, open_checkpoint, tokenizer_of
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
 from interposer_models.engine import Engine
 from interposer_models.language_model import LanguageModel
-from interposer_models.tokenizer import TextTokenizer, stop_tokens
-from interposer_models.weights import load_weights
+from interposer_models.online_quantization import quantization_settings
+from interposer_models.tokenizer import stop_tokens
+from interposer_models.weights import Weights
 from interposer_ops.layers.sampler import Sampler
 
 __all__ = ["Plan", "load", "plan"]
@@ -35,11 +38,11 @@ class Plan:
         dtype: str | torch.dtype,
         config: Config,
         placement: Placement | None = None,
+        quantization: str | Mapping[str, Any] | None = None,
     ) -> None:
-        self.checkpoint = Checkpoint.open(path)
+        self.checkpoint, opened = open_checkpoint(path, config)
         self.path = self.checkpoint.path
-        source = self.path / "config.json"
-        self.decoder = DecoderConfig.parse(self.checkpoint.config, source)
+        self.decoder = DecoderConfig.parse(self.checkpoint.config, config_source(self.checkpoint))
         self.placement = placement or place(config)
         platform, choice = self.placement.platform, self.placement.choice
         if platform.provides("default_kernels"):
@@ -54,8 +57,13 @@ class Plan:
             described=self.placement.described,
         )
         self.resolver.record(choice)
-        if self.decoder.quantization_config is not None:
-            self.resolver.choose_scheme(self.decoder.quantization_config)
+        if opened is not None:
+            self.resolver.record(opened)
+        settings = quantization_settings(
+            quantization, self.decoder.quantization_config, self.resolver.registry, self.path
+        )
+        if settings is not None:
+            self.resolver.choose_scheme(settings)
         site = Site(self.resolver, "", self.dtype)
         with torch.device("meta"):
             self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
@@ -68,9 +76,11 @@ def plan(
     dtype: str | torch.dtype = "auto",
     platform: str | None = None,
     config: Config | None = None,
+    *,
+    quantization: str | Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return what ``load`` would build, without reading weights; ``explain`` takes it as well."""
-    return Plan(path, dtype, _policy(platform, config))
+    return Plan(path, dtype, _policy(platform, config), quantization=quantization)
 
 
 def load(
@@ -79,18 +89,21 @@ def load(
     platform: str | None = None,
     config: Config | None = None,
     *,
+    quantization: str | Mapping[str, Any] | None = None,
     cache_tokens: int | None = None,
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
-    """Load a Hugging Face model directory and return the model, ready to generate.
+    """Load a Hugging Face model directory, or a file that a plugin reads, ready to generate.
 
     Args:
         dtype: to compute in; ``"auto"`` takes the checkpoint's where the platform offers it, else
             the platform's preferred one.
         platform: name of the platform; None leaves it to the selection.
         config: policy for this model, above every other source.
+        quantization: a method by which plain weights are quantized while they load, such as
+            ``"fp8"``, or its settings with the name as ``quant_method``.
         cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
             contexts need, within a quarter of the device's free memory.
         max_sequences: how many requests run at once; more wait.
@@ -101,7 +114,8 @@ def load(
         UnsupportedModelError: nothing here implements the architecture.
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
-        ConfigError: a size is not a positive integer, or the cache exceeds the free memory.
+        ConfigError: a size is not a positive integer, the cache exceeds the free memory, or a
+            quantized checkpoint is to be quantized by another method.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     if cache_tokens is not None:
@@ -110,11 +124,11 @@ def load(
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
     start = time.time_ns()
-    planned = plan(path, dtype, platform, config)
+    planned = plan(path, dtype, platform, config, quantization=quantization)
     if cache_tokens is not None:
         _check_cache(planned, cache_tokens)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
-    tokenizer = TextTokenizer(checkpoint.path)
+    tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
 
     def advance(num_bytes: int) -> None:
@@ -123,7 +137,9 @@ def load(
         if progress is not None:
             progress(done, total)
 
-    load_weights(planned.model, checkpoint.stream(), checkpoint.path, device, advance)
+    names = checkpoint.names() if isinstance(checkpoint, Checkpoint) else None
+    weights = Weights(planned.model, device)
+    weights.load(checkpoint.stream(), checkpoint.path, advance, names)
     planned.model.finalize(device)
     if cache_tokens is None:
         cache_tokens = _cache_tokens(planned, max_sequences)
@@ -145,7 +161,7 @@ def load(
         end_ns=time.time_ns(),
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
-    return LanguageModel(engine, tokenizer, planned)
+    return LanguageModel(engine, tokenizer, planned, weights)
 
 
 def _policy(platform: str | None, config: Config | None) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,8 @@ class TextTokenizer:
         self._fast: FastTokenizer | None = None
         self._slow: Any = None
         if (path / "tokenizer.json").exists():
-            try:
-                self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
-            except Exception as error:  # the library raises bare Exception for any bad file
-                raise CheckpointError(
-                    path / "tokenizer.json", f"is not a valid tokenizer: {error}"
-                ) from error
-            # Settings of a training run; a prompt is taken whole and as it is.
-            self._fast.no_truncation()
-            self._fast.no_padding()
+            file = path / "tokenizer.json"
+            self._fast = _fast(lambda: FastTokenizer.from_file(str(file)), file)
             return
         from transformers import AutoTokenizer
 
@@ -48,6 +41,18 @@ class TextTokenizer:
             raise CheckpointError(
                 path, f"holds no tokenizer: {error}", "add a tokenizer.json"
             ) from error
+
+    @classmethod
+    def of_json(cls, content: str, path: Path) -> TextTokenizer:
+        """Return the tokenizer that ``content`` of a tokenizer.json describes.
+
+        Args:
+            path: the file that it comes from, for the text of errors.
+        """
+        tokenizer = cls.__new__(cls)
+        tokenizer._fast = _fast(lambda: FastTokenizer.from_str(content), path)
+        tokenizer._slow = None
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
@@ -70,6 +75,17 @@ class TextTokenizer:
         if self._fast is not None:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
+    try:
+        tokenizer = read()
+    except Exception as error:  # the library raises bare Exception for any bad file
+        raise CheckpointError(path, f"is not a valid tokenizer: {error}") from error
+    # Settings of a training run; a prompt is taken whole and as it is.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Detokenizer:

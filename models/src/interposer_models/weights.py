@@ -1,127 +1,191 @@
-"""Placing a checkpoint's tensors into a model that was built on the meta device."""
+"""The weights of a model: loaded from a checkpoint, and exchanged for new ones later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
-from interposer_ops.layers.linear import Linear
+from interposer_models.layer_group import Filling, LayerGroup, groups_of
+from interposer_models.renewal import Renewal
+from interposer_models.tensor_places import places_of
 
-__all__ = ["Progress", "load_weights"]
+__all__ = ["Progress", "Weights"]
 
 Progress = Callable[[int], None]
 """Told the bytes of every tensor that was placed."""
 
 # Some writers store tables that are derived from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
+_LISTED = 5
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None."""
+class Weights:
+    """Knows the place of every tensor of a model that was built on the meta device.
 
-    module: nn.Module
-    parameter: str
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
-
-
-def load_weights(
-    model: nn.Module,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    path: object,
-    device: str,
-    progress: Progress | None = None,
-) -> None:
-    """Fill every parameter of ``model`` from ``tensors``, allocating each when it is first met.
-
-    Raises: CheckpointError: a tensor is unknown, missing, stored twice, or of the wrong shape or
-        kind of dtype. The model is unusable then and to be dropped.
+    Attributes:
+        device: where parameters are allocated.
     """
-    targets = _targets(model)
-    tied = {name for name in ("lm_head.weight",) if name not in targets}
-    filled: set[str] = set()
-    for name, tensor in tensors:
-        if name in targets:
-            if name in filled:
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self.device = device
+        layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
+        places, self._tied = places_of(layers)
+        self._groups = groups_of(layers, places)
+        self._owners = {name: group for group in self._groups for name in group.places}
+
+    def load(
+        self,
+        tensors: Tensors,
+        path: object,
+        progress: Progress | None = None,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """Fill every layer and finalize it as soon as its tensors are there.
+
+        So the form in which a checkpoint stores weights, and the memory for it, is held for few
+        layers at a time. Whatever is raised, the model is on the meta device again.
+
+        Args:
+            names: of all tensors that will come, if known: then no layer waits for one that is
+                optional and will not come.
+        Raises: CheckpointError: a tensor is unknown, missing, stored twice, of the wrong shape or
+            kind of dtype, or holds what no weight can be computed with.
+        """
+        try:
+            self._load(tensors, path, progress, names)
+        except BaseException:
+            for group in self._groups:
+                group.reset()
+            raise
+
+    @torch.no_grad()
+    def _load(
+        self,
+        tensors: Tensors,
+        path: object,
+        progress: Progress | None,
+        names: Collection[str] | None,
+    ) -> None:
+        fillings: dict[LayerGroup, Filling] = {}
+        waiting = dict.fromkeys(self._groups)
+        for name, tensor in tensors:
+            group = self._owner(name, path)
+            if group is not None:
+                if group not in waiting:
+                    raise CheckpointError(path, f"holds the tensor {name!r} twice")
+                filling = fillings.get(group)
+                if filling is None:
+                    filling = fillings[group] = Filling(group, self.device)
+                filling.put(name, tensor, path)
+                if not filling.awaits(names):
+                    filling.put_defaults()
+                    group.finalize(filling)
+                    del waiting[group], fillings[group]
+            if progress is not None:
+                progress(tensor.nbytes)
+        missing = [
+            name
+            for group in waiting
+            for name in (fillings[group].missing if group in fillings else group.places)
+            if not group.places[name].is_optional
+        ]
+        if missing:
+            raise CheckpointError(
+                path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
+            )
+        for group in waiting:
+            filling = fillings.pop(group, None) or Filling(group, self.device)
+            filling.put_defaults()
+            group.finalize(filling)
+
+    @torch.no_grad()
+    def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:
+        """Exchange the weights of the layers that ``tensors`` name, all of them or none.
+
+        A layer gets all of its tensors together, those of the layers that it fuses included. What
+        it is to hold is computed first, layer by layer, and held beside the present weights until
+        the last one is there; nothing that can fail comes after that. Where it has the form of
+        what is held, it is written there, so that whoever keeps the operands keeps the right ones.
+
+        Returns: prefixes of layers for which it has another form, so that they got new operands.
+        Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
+            all. Nothing was changed.
+        """
+        fillings: dict[LayerGroup, Filling] = {}
+        renewals: dict[LayerGroup, Renewal] = {}
+        tied: set[str] = set()
+        for name, tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(path, f"{name!r} is {type(tensor).__name__}, not a tensor")
+            group = self._owner(name, path)
+            if group is None:
+                tied |= {name} & self._tied.keys()
+                continue
+            if group in renewals:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
-            _place(name, tensor, targets[name], path, device)
-            filled.add(name)
-        elif name not in tied and not name.endswith(_DERIVED):
+            filling = fillings.get(group)
+            if filling is None:
+                filling = fillings[group] = Filling(group, self.device)
+            filling.put(name, tensor.detach(), path)
+            if not filling.missing:
+                renewals[group] = Renewal.of(group, group.finalized(fillings.pop(group)))
+        for group, filling in fillings.items():
+            given = sorted(group.places.keys() - filling.missing)
+            filling.put_defaults()
+            if filling.missing:
+                raise CheckpointError(
+                    path,
+                    f"lacks the tensor {_listed(filling.missing)}, which goes together with "
+                    f"{_listed(given)}",
+                    "give all tensors of these layers in one update",
+                )
+            renewals[group] = Renewal.of(group, group.finalized(filling))
+        self._check_tied(tied, renewals, path)
+        if not renewals:
+            raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
+        _apply(list(renewals.values()))
+        renewed = [renewal for renewal in renewals.values() if renewal.pairs is None]
+        return tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
+
+    def _owner(self, name: str, path: object) -> LayerGroup | None:
+        """Return the group that a tensor belongs to, None if nobody needs it."""
+        group = self._owners.get(name)
+        if group is None and name not in self._tied and not name.endswith(_DERIVED):
             raise CheckpointError(
                 path, f"holds the tensor {name!r}, which the model has no place for"
             )
-        if progress is not None:
-            progress(tensor.nbytes)
-    missing = sorted(set(targets) - filled)
-    if missing:
-        listed = ", ".join(repr(name) for name in missing[:5])
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(path, f"lacks the tensor {listed}{more}", "copy the checkpoint again")
+        return group
+
+    def _check_tied(
+        self, tied: Iterable[str], renewals: dict[LayerGroup, Renewal], path: object
+    ) -> None:
+        for name in sorted(tied):
+            used = self._tied[name]
+            if self._owners[used] not in renewals:
+                raise CheckpointError(
+                    path, f"holds {name!r}, which is tied to {used!r}", f"give {used!r} instead"
+                )
 
 
-def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Return the place of every tensor by the name that checkpoints use."""
-    targets: dict[str, _Target] = {}
-    shared: set[int] = set()
-    for module in model.modules():
-        if not isinstance(module, PluggableLayer):
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in shared:
-                continue
-            shared.add(id(parameter))
-            if isinstance(module, Linear):
-                targets.update(_shards(module, name, parameter))
-            else:
-                targets[f"{module.prefix}.{name}"] = _Target(module, name)
-    return targets
+@torch.inference_mode()  # in which tensors of either mode can be written
+def _apply(renewals: list[Renewal]) -> None:
+    try:
+        for renewal in renewals:
+            renewal.apply()
+    except BaseException:
+        # Cut off in the middle, the model would be half the old one and half the new one.
+        for renewal in renewals:
+            renewal.apply()
+        raise
 
 
-def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> dict[str, _Target]:
-    parent = layer.prefix.rpartition(".")[0]
-    dim = getattr(parameter, "shard_dim", 0)
-    total = sum(layer.parts.values())
-    per_part = getattr(parameter, "per_part", False)
-    start, shards = 0, {}
-    for part, size in layer.parts.items():
-        share, whole = (1, len(layer.parts)) if per_part else (size, total)
-        rows = share * parameter.shape[dim] // whole
-        shards[f"{parent}.{part}.{name}"] = _Target(layer, name, dim, start, start + rows)
-        start += rows
-    return shards
-
-
-def _place(name: str, tensor: torch.Tensor, target: _Target, path: object, device: str) -> None:
-    parameter = target.module._parameters[target.parameter]
-    assert parameter is not None
-    expected = list(parameter.shape)
-    if target.dim is not None:
-        expected[target.dim] = target.stop - target.start
-    if expected == [1] and tensor.ndim == 0:
-        tensor = tensor.reshape(1)
-    if list(tensor.shape) != expected:
-        raise CheckpointError(
-            path, f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {expected}"
-        )
-    # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
-    if tensor.dtype != parameter.dtype and not (
-        tensor.is_floating_point() and parameter.is_floating_point() and parameter.itemsize > 1
-    ):
-        raise CheckpointError(
-            path, f"tensor {name!r} is stored as {tensor.dtype}, expected {parameter.dtype}"
-        )
-    if parameter.is_meta:
-        # Swapping keeps the identity of a parameter that two layers share.
-        allocated = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-        torch.utils.swap_tensors(parameter, allocated)
-    rows = parameter.data
-    if target.dim is not None:
-        rows = rows.narrow(target.dim, target.start, target.stop - target.start)
-    rows.copy_(tensor)
+def _listed(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return ", ".join(map(repr, known[:_LISTED])) + more

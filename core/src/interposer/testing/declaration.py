@@ -10,6 +10,7 @@ from interposer.choice import Candidate
 from interposer.plugins import Plugin
 from interposer.records import (
     AttentionEntry,
+    CheckpointEntry,
     DeviceEntry,
     Kernel,
     LayerEntry,
@@ -82,5 +83,7 @@ def _request(record: Record, device: Device) -> Request:
             return Request("attention", "", *place)
         case SchemeEntry():
             return Request("scheme", record.method)
+        case CheckpointEntry():
+            return Request("checkpoint", record.suffix)
         case _:
             return Request("platform", "", *place)

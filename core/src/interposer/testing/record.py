@@ -11,6 +11,7 @@ from interposer.errors import FOREIGN_ERRORS, described
 from interposer.op import CustomOp
 from interposer.records import (
     AttentionEntry,
+    CheckpointEntry,
     DeviceEntry,
     Kernel,
     OpEntry,
@@ -67,10 +68,9 @@ def _check_form(record: Record, loaded: dict[str, Any], registry: Registry) -> I
         case PlatformEntry():
             yield from _check_platform(loaded["target"])
         case SchemeEntry():
-            parse = inspect.getattr_static(loaded["target"], "parse", None)
-            if not isinstance(parse, classmethod | staticmethod):
-                reason = "it must be a classmethod that takes the settings of a checkpoint"
-                yield Fault("record", "parse", reason)
+            yield from _check_constructor(loaded["target"], "parse", "the settings of a checkpoint")
+        case CheckpointEntry():
+            yield from _check_constructor(loaded["target"], "open", "the path of a file")
     if "predicate" in loaded:
         asked = 2 if isinstance(record, AttentionEntry) else 1
         yield from _check_call("predicate", loaded["predicate"], *[None] * asked)
@@ -96,6 +96,11 @@ def _check_op(op: CustomOp[..., Any]) -> Iterator[Fault]:
         if parameter.kind is not default:
             reason = f"the parameter {parameter.name!r} must be one by position or keyword"
             yield Fault("record", "signature", reason)
+
+
+def _check_constructor(found: Any, name: str, takes: str) -> Iterator[Fault]:
+    if not isinstance(inspect.getattr_static(found, name, None), classmethod | staticmethod):
+        yield Fault("record", name, f"it must be a classmethod that takes {takes}")
 
 
 def _check_platform(platform: Any) -> Iterator[Fault]:

@@ -29,7 +29,9 @@ VERSION = 1
 NO_CASE = "the suite has no case for it"
 STATIC = frozenset({"records", "lightness"})
 """Aspects that are checked without running a candidate, so that they prove nothing of results."""
-_DECLARATIONS = frozenset({"device description", "module", "platform", "tuning table"})
+_DECLARATIONS = frozenset(
+    {"checkpoint", "device description", "module", "platform", "tuning table"}
+)
 
 State = Literal["correct", "wrong", "refused", "not run"]
 

@@ -1,0 +1,117 @@
+"""Where the tensors of a checkpoint go: whole parameters, or rows of those of fused layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from interposer import PluggableLayer
+from interposer.errors import CheckpointError
+from interposer_ops.layers.linear import Linear
+
+__all__ = ["TensorPlace", "places_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None.
+
+    Attributes:
+        parameter: as it was registered, on the meta device; it stands for the one in memory.
+    """
+
+    parameter: nn.Parameter
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def is_optional(self) -> bool:
+        """Say whether the parameter has a default, which stands where nothing is stored."""
+        return hasattr(self.parameter, "default")
+
+    @property
+    def takes_any_form(self) -> bool:
+        """Say whether the tensor is held as it is stored, whatever its shape and dtype."""
+        return getattr(self.parameter, "any_form", False)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of this place on ``whole``, which has the parameter's shape."""
+        if self.dim is None:
+            return whole
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+    def write(self, name: str, tensor: torch.Tensor, whole: torch.Tensor, path: object) -> None:
+        """Copy the checkpoint's ``tensor`` to its place in ``whole``.
+
+        Raises: CheckpointError: shape or kind of dtype are not those of the place.
+        """
+        entries = self.of(whole)
+        expected = list(entries.shape)
+        if expected == [1] and tensor.ndim == 0:
+            tensor = tensor.reshape(1)
+        if list(tensor.shape) != expected:
+            raise CheckpointError(
+                path,
+                f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {expected}",
+            )
+        # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
+        if tensor.dtype != whole.dtype and not (
+            tensor.is_floating_point() and whole.is_floating_point() and whole.itemsize > 1
+        ):
+            raise CheckpointError(
+                path, f"tensor {name!r} is stored as {tensor.dtype}, expected {whole.dtype}"
+            )
+        entries.copy_(tensor)
+
+    def write_default(self, whole: torch.Tensor) -> None:
+        """Fill the place in ``whole`` with the default of the parameter, a number or a function."""
+        default = self.parameter.default  # type: ignore[attr-defined]
+        entries = self.of(whole)
+        if callable(default):
+            entries.copy_(self.of(default()))
+        else:
+            entries.fill_(default)
+
+
+def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace], dict[str, str]]:
+    """Return the place of every tensor by the name that checkpoints use, and the tied names.
+
+    That is the layer's prefix with the name of the parameter, unless its ``stored_as`` is another.
+    A parameter of two layers has the name that the first one gives it. What the second one would
+    call it is a key of the tied names, whose values are those that are used.
+    """
+    places: dict[str, TensorPlace] = {}
+    tied: dict[str, str] = {}
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for name, parameter in layer._parameters.items():
+            if parameter is None:
+                continue
+            full = getattr(parameter, "stored_as", f"{layer.prefix}.{name}")
+            if id(parameter) in owners:
+                tied[full] = owners[id(parameter)]
+                continue
+            owners[id(parameter)] = full
+            if isinstance(layer, Linear) and not hasattr(parameter, "stored_as"):
+                places.update(_shards(layer, name, parameter))
+            else:
+                places[full] = TensorPlace(parameter)
+    return places, tied
+
+
+def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
+    parent = layer.prefix.rpartition(".")[0]
+    dim = getattr(parameter, "shard_dim", 0)
+    parts = {part: layer.parts[part] for part in getattr(parameter, "parts", layer.parts)}
+    total = sum(parts.values())
+    per_part = getattr(parameter, "per_part", False)
+    start = 0
+    for part, size in parts.items():
+        share, whole = (1, len(parts)) if per_part else (size, total)
+        rows = share * parameter.shape[dim] // whole
+        yield f"{parent}.{part}.{name}", TensorPlace(parameter, dim, start, start + rows)
+        start += rows

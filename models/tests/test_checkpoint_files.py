@@ -1,0 +1,122 @@
+"""A file is opened by the plugin that reads its suffix, and whatever that raises has its name."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from interposer import CheckpointEntry, CheckpointFile, Config, explain, hookimpl, register
+from interposer.errors import CheckpointError, PluginError
+from interposer_models import load
+from interposer_models.loader import plan
+
+SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+PROMPT = "import os\n"
+
+
+class Link(CheckpointFile):
+    """A file that holds the path of a model directory."""
+
+    @classmethod
+    def open(cls, path: Path) -> Link:
+        """Return the model that the file leads to."""
+        folder = Path(path.read_text(encoding="utf-8"))
+        if folder.name == "empty":
+            raise CheckpointError(path, "leads to an empty folder")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return cls(path, config, (folder / "model.safetensors").stat().st_size)
+
+    @property
+    def folder(self) -> Path:
+        """Return the model directory."""
+        return Path(self.path.read_text(encoding="utf-8"))
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor."""
+        yield from load_file(self.folder / "model.safetensors").items()
+
+    def tokenizer(self) -> str:
+        """Return the contents of tokenizer.json."""
+        return (self.folder / "tokenizer.json").read_text(encoding="utf-8")
+
+
+class NoTokenizer(Link):
+    """A file whose tokenizer is none."""
+
+    def tokenizer(self) -> str:
+        """Return no JSON."""
+        return "{"
+
+
+@hookimpl
+def interposer_records() -> list[CheckpointEntry]:
+    """Return the formats of this module."""
+    return [
+        CheckpointEntry(".link", "slow", f"{__name__}:NoTokenizer", score=1.0),
+        CheckpointEntry(".link", "fast", f"{__name__}:Link", score=2.0),
+        CheckpointEntry(".bad", "bad", f"{__name__}:NoTokenizer"),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    with register(sys.modules[__name__]):
+        yield
+
+
+def written(path: Path, target: Path) -> Path:
+    path.write_text(str(target), encoding="utf-8")
+    return path
+
+
+def test_a_file_is_the_model_that_it_tells(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    path = written(tmp_path / "model.link", SHIPPED)
+    lm = load(path, dtype="float32", progress=lambda *facts: told.append(facts))
+    reference = load(SHIPPED, dtype="float32")
+    assert lm.generate(PROMPT, max_new_tokens=8) == reference.generate(PROMPT, max_new_tokens=8)
+    assert lm.path == path
+    assert told[-1][0] <= told[-1][1]
+
+
+def test_the_choice_is_explained(tmp_path: Path) -> None:
+    explanation = explain(plan(written(tmp_path / "model.link", SHIPPED)))
+    (choice,) = (row.choice for row in explanation.rows if row.choice.request.kind == "checkpoint")
+    assert choice.chosen.name == "fast"
+    assert [refusal.candidate for refusal in choice.refusals] == ["slow"]
+    assert "checkpoint '.link'" in str(explanation)
+
+
+def test_what_a_plugin_says_of_a_file_is_passed_on(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="leads to an empty folder"):
+        plan(written(tmp_path / "model.link", Path("empty")))
+
+
+def test_what_a_plugin_did_not_mean_to_raise_has_its_name(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="cannot be opened: FileNotFoundError"):
+        plan(written(tmp_path / "model.link", tmp_path / "missing"))
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.bad", SHIPPED)
+    with pytest.raises(CheckpointError, match=r"model\.bad: is not a valid tokenizer"):
+        load(path)
+
+
+def test_a_folder_with_a_suffix_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model.link"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        plan(folder, config=Config())
+
+
+def test_an_unknown_suffix_lists_the_known_ones(tmp_path: Path) -> None:
+    path = written(tmp_path / "model.lnk", SHIPPED)
+    with pytest.raises(CheckpointError, match=r"is not a directory\nTry: .*\.bad, .*\.link"):
+        plan(path)

@@ -1,0 +1,82 @@
+"""Layers of every installed scheme are loaded and exchanged as the contract of methods promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from interposer import Config, Resolver, SchemeEntry, Site, current_registry, place
+from interposer.errors import CheckpointError
+from interposer.records import load_target
+from interposer_models.tensor_places import places_of
+from interposer_models.weights import Weights
+from interposer_ops.layers.linear import Linear
+from interposer_quantization.plugin import interposer_records
+
+PREFIX = "model.layers.0.self_attn.q_proj"
+IN_FEATURES, OUT_FEATURES = 512, 96
+
+Tensors = dict[str, torch.Tensor]
+
+
+def examples() -> list[Any]:
+    """Return class and settings of every example that the records name."""
+    return [
+        pytest.param(load_target(record.target), settings, id=f"{record.method} {label}")
+        for record in interposer_records()
+        if isinstance(record, SchemeEntry) and record.examples
+        for label, settings in load_target(record.examples)().items()
+    ]
+
+
+def built(scheme: Any, settings: Mapping[str, Any], device: str) -> Linear:
+    resolver = Resolver(
+        current_registry(), place().device, Config(canary="off"), scheme.parse(settings)
+    )
+    with torch.device(device):
+        return Linear(Site(resolver, PREFIX, torch.float32), IN_FEATURES, OUT_FEATURES, bias=True)
+
+
+def number(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
+    """Return numbers that may stand in a parameter, by the rule of the conformance suite."""
+    sample = getattr(parameter, "sample", None)
+    if sample is not None:
+        return sample(generator)  # type: ignore[no-any-return]
+    if parameter.is_floating_point():
+        return (0.5 + torch.rand(parameter.shape, generator=generator)).to(parameter.dtype)
+    shape = (*parameter.shape, parameter.itemsize)
+    content = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return content.view(parameter.dtype).reshape(parameter.shape)
+
+
+def drawn(layer: Linear, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    places, _ = places_of([layer])
+    return {name: number(place.parameter, generator) for name, place in places.items()}
+
+
+@pytest.mark.parametrize(("scheme", "settings"), examples())
+def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
+    scheme: Any, settings: Mapping[str, Any]
+) -> None:
+    first, second = (drawn(built(scheme, settings, "cpu"), seed) for seed in (1, 2))
+    layers = [built(scheme, settings, "meta") for _ in range(2)]
+    weights = [Weights(nn.ModuleList([layer]), "cpu") for layer in layers]
+    x = torch.randn(3, IN_FEATURES, generator=torch.Generator().manual_seed(0))
+    for each, tensors in zip(weights, (first, second), strict=True):
+        each.load(tensors.items(), "test")
+    before, wanted = (layer(x) for layer in layers)
+    assert not torch.equal(before, wanted)
+    weights[0].update(second.items(), "test")
+    assert torch.equal(layers[0](x), wanted)
+    for name in second:
+        if len(second) > 1:
+            with pytest.raises(CheckpointError, match="goes together with"):
+                weights[0].update([(name, first[name])], "test")
+    assert torch.equal(layers[0](x), wanted)
+    weights[0].update(first.items(), "test")
+    assert torch.equal(layers[0](x), before)
