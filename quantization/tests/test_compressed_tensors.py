@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,20 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors import ModelCompressor  # type: ignore[import-untyped]
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor  # type: ignore[import-untyped]
+from compressed_tensors.compressors.nvfp4.helpers import (  # type: ignore[import-untyped]
+    unpack_fp4_from_uint8,
+)
 from compressed_tensors.quantization import (  # type: ignore[import-untyped]
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
 )
+from compressed_tensors.quantization.lifecycle.forward import (  # type: ignore[import-untyped]
+    dequantize,
+)
 from compressed_tensors.quantization.utils import (  # type: ignore[import-untyped]
     calculate_qparams,
+    generate_gparam,
     is_module_quantized,
 )
 from loguru import logger
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from interposer import explain
@@ -34,9 +43,27 @@ from interposer_quantization.compressed_tensors import CompressedTensors
 # The library warns in its own log of any format but the one that it would take.
 logger.disable("compressed_tensors")
 
-PER_OUTPUT = {"strategy": "channel"}
-GROUPS_OF_16 = {"strategy": "group", "group_size": 16}
-GROUPS_OF_32 = {"strategy": "group", "group_size": 32}
+Arguments = dict[str, Any]
+
+PER_OUTPUT: Arguments = {"strategy": "channel"}
+ONE_SCALE: Arguments = {"strategy": "tensor"}
+GROUPS_OF_16: Arguments = {"strategy": "group", "group_size": 16}
+GROUPS_OF_32: Arguments = {"strategy": "group", "group_size": 32}
+ASYMMETRIC: Arguments = {"symmetric": False}
+FLOAT: Arguments = {"type": "float"}
+BLOCKS: Arguments = {**FLOAT, "strategy": "block", "block_structure": [16, 32]}
+TOKENWISE: Arguments = {"strategy": "token", "dynamic": True}
+NVFP4: Arguments = {
+    **FLOAT,
+    "num_bits": 4,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": torch.float8_e4m3fn,
+}
+MXFP4: Arguments = {**FLOAT, **GROUPS_OF_32, "num_bits": 4, "scale_dtype": torch.uint8}
+MXFP8: Arguments = {**MXFP4, "num_bits": 8}
+DYNAMIC: Arguments = {"dynamic": True}
+INT4: Arguments = {**GROUPS_OF_32, "num_bits": 4}
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -52,24 +79,141 @@ SIZES: dict[str, Any] = {
 }
 TOKENS = [token * 37 % 128 for token in range(60)]
 
-# Settings of the weights by target, and what is ignored.
-QUANTIZED: dict[str, tuple[dict[str, dict[str, Any]], list[str]]] = {
-    "per output": ({"Linear": PER_OUTPUT}, ["lm_head"]),
-    "per group": ({"Linear": GROUPS_OF_32}, ["lm_head"]),
-    "group size alone": ({"Linear": {"group_size": 32}}, ["lm_head"]),
+# Settings of the weights by target, what is ignored, and the format; None takes the library's.
+QUANTIZED: dict[str, tuple[dict[str, Arguments], list[str], str | None]] = {
+    "per output": ({"Linear": PER_OUTPUT}, ["lm_head"], "int-quantized"),
+    "per group": ({"Linear": GROUPS_OF_32}, ["lm_head"], "int-quantized"),
+    "group size alone": ({"Linear": {"group_size": 32}}, ["lm_head"], "int-quantized"),
+    "one scale, asymmetric": ({"Linear": ONE_SCALE | ASYMMETRIC}, ["lm_head"], "int-quantized"),
+    "per output, asymmetric": ({"Linear": PER_OUTPUT | ASYMMETRIC}, ["lm_head"], "int-quantized"),
     "two groups": (
         {r"re:.*self_attn\..*": PER_OUTPUT, r"re:.*mlp\..*": GROUPS_OF_16},
         ["lm_head"],
+        "int-quantized",
     ),
     "name before class": (
         {"Linear": PER_OUTPUT, "model.layers.1.mlp.down_proj": GROUPS_OF_32},
         ["lm_head"],
+        "int-quantized",
     ),
     "some left plain": (
         {"Linear": GROUPS_OF_32},
         ["lm_head", "re:.*down_proj", *(f"model.layers.0.self_attn.{n}_proj" for n in "qkv")],
+        "int-quantized",
+    ),
+    "packed int4 per group": ({"Linear": INT4}, ["lm_head"], None),
+    "packed int4 per group, asymmetric": ({"Linear": INT4 | ASYMMETRIC}, ["lm_head"], None),
+    "packed int4 per output": ({"Linear": PER_OUTPUT | {"num_bits": 4}}, ["lm_head"], None),
+    "packed int4, ordered": ({"Linear": INT4 | {"actorder": "weight"}}, ["lm_head"], None),
+    "packed int8 per group": ({"Linear": GROUPS_OF_32}, ["lm_head"], None),
+    "packed int8 per output, asymmetric": ({"Linear": PER_OUTPUT | ASYMMETRIC}, ["lm_head"], None),
+    "packed int3": ({"Linear": GROUPS_OF_32 | {"num_bits": 3}}, ["lm_head"], None),
+    "packed int5, asymmetric": (
+        {"Linear": GROUPS_OF_16 | ASYMMETRIC | {"num_bits": 5}},
+        ["lm_head"],
+        None,
+    ),
+    "float8, weights alone": ({"Linear": FLOAT | PER_OUTPUT}, ["lm_head"], None),
+    "float8 in blocks, weights alone": ({"Linear": BLOCKS}, ["lm_head"], None),
+    "float8 with one scale, weights alone": ({"Linear": FLOAT | ONE_SCALE}, ["lm_head"], None),
+    "nvfp4, weights alone": ({"Linear": NVFP4}, ["lm_head"], None),
+    "mxfp4, weights alone": ({"Linear": MXFP4}, ["lm_head"], None),
+    "mxfp8, weights alone": ({"Linear": MXFP8}, ["lm_head"], None),
+    "mixed precision": (
+        {r"re:.*self_attn\..*": INT4, r"re:.*mlp\..*": FLOAT | PER_OUTPUT},
+        ["lm_head"],
+        None,
     ),
 }
+
+# Weights, inputs, and the format that the library stores them in.
+ROUNDED: dict[str, tuple[Arguments, Arguments, str]] = {
+    "int8": (PER_OUTPUT, TOKENWISE, "int-quantized"),
+    "int8, inputs asymmetric": (PER_OUTPUT, TOKENWISE | ASYMMETRIC, "int-quantized"),
+    "int8, inputs static": (ONE_SCALE, ONE_SCALE, "int-quantized"),
+    "int8, inputs static, asymmetric": (PER_OUTPUT, ONE_SCALE | ASYMMETRIC, "int-quantized"),
+    "int8 per group": (GROUPS_OF_32, TOKENWISE, "int-quantized"),
+    "int4, inputs int8": (INT4, TOKENWISE, "int-quantized"),
+    "int4, inputs float8": (INT4, FLOAT | TOKENWISE, "int-quantized"),
+    "packed int4, inputs float8": (INT4, FLOAT | TOKENWISE, "pack-quantized"),
+    "packed int4, inputs int8, asymmetric": (INT4, TOKENWISE | ASYMMETRIC, "pack-quantized"),
+    "float8 with one scale, inputs static": (
+        FLOAT | ONE_SCALE,
+        FLOAT | ONE_SCALE,
+        "float-quantized",
+    ),
+    "float8": (FLOAT | PER_OUTPUT, FLOAT | TOKENWISE, "float-quantized"),
+    "float8, inputs static": (FLOAT | PER_OUTPUT, FLOAT | ONE_SCALE, "float-quantized"),
+    "float8 in blocks": (BLOCKS, FLOAT | GROUPS_OF_32 | DYNAMIC, "float-quantized"),
+    "float8 in groups": (
+        FLOAT | GROUPS_OF_32,
+        FLOAT | GROUPS_OF_32 | DYNAMIC,
+        "float-quantized",
+    ),
+    "float8 in blocks, inputs per token": (BLOCKS, FLOAT | TOKENWISE, "float-quantized"),
+    "nvfp4": (NVFP4, NVFP4 | {"dynamic": "local"}, "nvfp4-pack-quantized"),
+    "nvfp4, inputs float8": (NVFP4, FLOAT | TOKENWISE, "nvfp4-pack-quantized"),
+    "mxfp4": (MXFP4, MXFP4 | DYNAMIC, "mxfp4-pack-quantized"),
+    "mxfp4, inputs float8": (MXFP4, FLOAT | GROUPS_OF_32 | DYNAMIC, "mxfp4-pack-quantized"),
+    "mxfp8": (MXFP8, MXFP8 | DYNAMIC, "mxfp8-quantized"),
+}
+
+
+def blocks_of(weight: torch.Tensor, args: Any) -> torch.Tensor:
+    """Return a view of the weight whose last dimension holds what shares a scale."""
+    if args.strategy == "tensor":
+        return weight.reshape(1, -1)
+    if args.strategy == "block":
+        rows, columns = args.block_structure
+        parted = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        blocks: torch.Tensor = parted.transpose(1, 2).flatten(2)
+        return blocks
+    size = args.group_size if args.group_size and args.group_size > 0 else weight.shape[1]
+    groups: torch.Tensor = weight.unflatten(1, (-1, size))
+    return groups
+
+
+def quantized_linears(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and is_module_quantized(m)]
+
+
+def calibrate(model: Any) -> None:
+    """Set every scale and zero point of a model to what the library finds for its numbers."""
+    quantized = quantized_linears(model)
+    weights = torch.cat([module.weight.detach().flatten() for module in quantized])
+    seen: dict[Any, torch.Tensor] = {}
+
+    def look(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        seen[module] = arguments[0].detach()
+
+    hooks = [module.register_forward_pre_hook(look) for module in quantized]
+    for module in quantized:
+        module.quantization_enabled = False
+    with torch.inference_mode():
+        model(torch.tensor([TOKENS]))
+    for hook in hooks:
+        hook.remove()
+    for module in quantized:
+        args, inputs = (
+            module.quantization_scheme.weights,
+            module.quantization_scheme.input_activations,
+        )
+        shared = None
+        if hasattr(module, "weight_global_scale"):
+            # One for all layers, as those need that run as one product.
+            shared = generate_gparam(weights.min(), weights.max())
+            module.weight_global_scale.data.copy_(shared)
+        parts = blocks_of(module.weight.detach(), args)
+        found = calculate_qparams(parts.amin(-1), parts.amax(-1), args, global_scale=shared)
+        module.weight_scale.data.copy_(found[0])
+        module.weight_zero_point.data.copy_(found[1])
+        if hasattr(module, "input_global_scale"):
+            x = seen[module]
+            module.input_global_scale.data.copy_(generate_gparam(x.min(), x.max()))
+        elif inputs is not None and not inputs.dynamic:
+            scale, zero = calculate_qparams(seen[module].min(), seen[module].max(), inputs)
+            module.input_scale.data.copy_(scale)
+            module.input_zero_point.data.copy_(zero)
 
 
 def write_quantized(
@@ -78,6 +222,8 @@ def write_quantized(
     ignore: list[str],
     storage: str | None = "int-quantized",
     dtype: torch.dtype = torch.float32,
+    inputs: Arguments | None = None,
+    cache: Arguments | None = None,
     **sizes: Any,
 ) -> Path:
     """Write a tiny Llama of random weights, quantized and stored by the library."""
@@ -86,17 +232,20 @@ def write_quantized(
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
+    activations = None if inputs is None else QuantizationArgs(**inputs)
     schemes = {
-        f"group_{number}": QuantizationScheme(targets=[target], weights=QuantizationArgs(**weights))
+        f"group_{number}": QuantizationScheme(
+            targets=[target], weights=QuantizationArgs(**weights), input_activations=activations
+        )
         for number, (target, weights) in enumerate(groups.items())
     }
-    config = QuantizationConfig(config_groups=schemes, ignore=ignore)
+    scheme = None if cache is None else QuantizationArgs(**cache)
+    config = QuantizationConfig(config_groups=schemes, ignore=ignore, kv_cache_scheme=scheme)
     apply_quantization_config(model, config, show_progress=False)
-    for module in filter(is_module_quantized, model.modules()):
-        grouped = module.weight.detach().unflatten(1, (module.weight_scale.shape[1], -1))
-        scheme = module.quantization_scheme
-        scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), scheme.weights)
-        module.weight_scale.data.copy_(scale)
+    calibrate(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("k_scale", "v_scale")):
+            parameter.data.fill_(0.02 if name.endswith("k_scale") else 0.01)
     compressor = ModelCompressor.from_pretrained_model(model, storage)
     compressor.compress_model(model)
     model.save_pretrained(path)
@@ -105,16 +254,99 @@ def write_quantized(
     return path
 
 
-def library_logits(path: Path) -> torch.Tensor:
-    """Return what the library's dequantized model computes in transformers."""
+def transformers_logits(path: Path) -> torch.Tensor:
+    """Return what transformers computes, whose linear layers the library decompresses."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]
 
 
+def library_model(path: Path, rounded: bool = True, exact: bool = True) -> Any:
+    """Return the checkpoint with every layer decompressed by the library, in float32.
+
+    Unlike what transformers loads, it has the formats that decompress to bfloat16, and packed zero
+    points. Inputs are rounded by the library where ``rounded`` is true, weights of NVFP4 to
+    bfloat16, as its compressor does it, where ``exact`` is false.
+    """
+    settings = json.loads((path / "config.json").read_text())
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=torch.float32).eval()
+    config = QuantizationConfig(**settings["quantization_config"])
+    apply_quantization_config(model, config, show_progress=False)
+    stored = load_file(path / "model.safetensors")
+    modules: dict[str, Any] = dict(model.named_modules())
+    linear = quantized_linears(model)
+    for name, module in modules.items():
+        own = {
+            key.rpartition(".")[2]: tensor
+            for key, tensor in stored.items()
+            if key.rpartition(".")[0] == name
+        }
+        if is_module_quantized(module):
+            module.quantization_enabled = rounded
+        if module in linear:
+            form = module.quantization_scheme.format or config.format
+            compressor = BaseCompressor.get_value_from_registry(getattr(form, "value", form))
+            if exact and "weight_global_scale" in own:
+                own["weight"] = dequantize(
+                    unpack_fp4_from_uint8(
+                        own["weight_packed"], module.out_features, module.in_features
+                    ).float(),
+                    own["weight_scale"].float(),
+                    args=module.quantization_scheme.weights,
+                    global_scale=own["weight_global_scale"],
+                )
+            else:
+                own = compressor.decompress(own, module.quantization_scheme)
+        for key, parameter in module.named_parameters(recurse=False):
+            if key in own and (key == "weight" or not key.startswith("weight")):
+                parameter.data = own[key].to(torch.float32 if key == "weight" else own[key].dtype)
+    return model
+
+
+def library_logits(path: Path, rounded: bool = True) -> torch.Tensor:
+    """Return what the library's decompressed model computes."""
+    with torch.inference_mode():
+        return library_model(path, rounded)(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]
+
+
 def linears(path: Path, dtype: str) -> dict[str, Linear]:
     model = load(path, dtype=dtype).engine.model
     return {layer.prefix: layer for layer in model.modules() if isinstance(layer, Linear)}
+
+
+def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return what the loaded layers say of their weights, by the checkpoint's names of layers."""
+    found: dict[str, torch.Tensor] = {}
+    finalize = Linear.finalize
+
+    def look(layer: Linear) -> None:
+        weight = layer.method.dequantized(layer)
+        if weight is not None:
+            parent, sizes = layer.prefix.rpartition(".")[0], list(layer.parts.values())
+            parts = zip(layer.parts, weight.split(sizes), strict=True)
+            found.update({f"{parent}.{part}": rows.clone() for part, rows in parts})
+        finalize(layer)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Linear, "finalize", look)
+        load(path, dtype="float32")
+    return found
+
+
+def assert_weights_are_those_of_the_library(path: Path) -> None:
+    """Compare the loaded weights with those that the library decompresses, bit for bit."""
+    reference, found = library_model(path, exact=False), dequantized_weights(path)
+    linear = quantized_linears(reference)
+    quantized = [name for name, module in reference.named_modules() if module in linear]
+    assert set(quantized) == set(found)
+    assert len(quantized) > 8
+    for name in quantized:
+        module = reference.get_submodule(name)
+        weight = found[name].to(torch.float32)
+        if module.quantization_scheme.format == "nvfp4-pack-quantized":
+            # The library decompresses these to bfloat16, which rounds them.
+            weight = weight.to(torch.bfloat16).float()
+        assert torch.equal(weight, module.weight.float()), name
 
 
 @pytest.fixture(scope="module")
@@ -124,21 +356,74 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_quantized(path, *QUANTIZED["per group"], dtype=torch.bfloat16)
 
 
+# What transformers cannot run: it expects zero points that are not packed, and multiplies float32
+# by the bfloat16 that the library makes of formats with a scale of few bits.
+ALONE = {
+    "packed int4 per group, asymmetric",
+    "packed int8 per output, asymmetric",
+    "packed int5, asymmetric",
+    "nvfp4, weights alone",
+    "mxfp4, weights alone",
+    "mxfp8, weights alone",
+}
+
+
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_logits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+def test_weights_and_logits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path, *QUANTIZED[kind])
-    expected = library_logits(path)
-    assert (load(path, dtype="float32").logits(TOKENS) - expected).abs().max() <= 1e-4
+    assert_weights_are_those_of_the_library(path)
+    expected = library_logits(path) if kind in ALONE else transformers_logits(path)
+    found = load(path, dtype="float32").logits(TOKENS)
+    assert (found - expected).abs().max() <= 1e-4
     assert expected.abs().max() > 1, "nothing is compared"
+
+
+# Where inputs are rounded by another rule than the library's: int8 scales are max / 127, not
+# max / 127.5; the exponents of microscaling are rounded down, not to the nearest.
+OTHER_RULE = ("int8", "int8 per group", "int4, inputs int8", "mxfp4", "mxfp8")
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_inputs_are_rounded_no_worse_than_by_the_library(kind: str, tmp_path: Path) -> None:
+    weights, inputs, storage = ROUNDED[kind]
+    path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
+    assert_weights_are_those_of_the_library(path)
+    exact, expected = library_logits(path, rounded=False), library_logits(path)
+    found = load(path, dtype="float32").logits(TOKENS)
+    noise = (expected - exact).norm()
+    assert noise > 1e-3 * exact.norm(), "nothing is rounded"
+    # Errors of rounding add up at random, so that two models of one noise differ a little in it.
+    assert 0.75 * noise < (found - exact).norm() < 1.25 * noise
+    if kind not in OTHER_RULE:
+        # A number halfway between two may go either way; all others are rounded alike.
+        assert (found - expected).norm() < 0.2 * noise
+
+
+def test_keys_and_values_are_rounded_as_by_the_library(tmp_path: Path) -> None:
+    cache = FLOAT | ONE_SCALE
+    path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
+    exact, expected = library_logits(path, rounded=False), library_logits(path)
+    found = load(path, dtype="float32").logits(TOKENS)
+    noise = (expected - exact).norm()
+    assert noise > 1e-2 * exact.norm(), "nothing is rounded"
+    assert (found - expected).norm() < 0.01 * noise
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8", "float8, inputs static"])
+def test_what_the_library_assembles_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
+    weights, inputs, storage = ROUNDED[kind]
+    path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
+    assert torch.equal(library_logits(path), transformers_logits(path))
 
 
 @pytest.mark.parametrize(
     "options", [{"storage": "naive-quantized"}, {"tie_word_embeddings": True}, {"mlp_bias": True}]
 )
 def test_variants_give_the_logits_of_the_library(options: Any, tmp_path: Path) -> None:
-    path = write_quantized(tmp_path, *QUANTIZED["per group"], **options)
+    groups, ignore, storage = QUANTIZED["per group"]
+    path = write_quantized(tmp_path, groups, ignore, **{"storage": storage, **options})
     found = load(path, dtype="float32").logits(TOKENS)
-    assert (found - library_logits(path)).abs().max() <= 1e-4
+    assert (found - transformers_logits(path)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -194,13 +479,6 @@ def test_explanation_says_where_weights_are_quantized(tmp_path: Path) -> None:
     assert not places["w8a16_linear"] & places["linear"]
     sizes = {k["dims"]["group_size"] for k in kernels if k["name"] == "w8a16_linear"}
     assert sizes == {32}
-
-
-def test_the_format_that_the_library_prefers_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    path = write_quantized(tmp_path, *QUANTIZED["per group"], storage=None)
-    with pytest.raises(ConfigError, match="pack-quantized") as caught:
-        load(path)
-    assert 'ModelCompressor.from_pretrained_model(model, "int-quantized")' in str(caught.value)
 
 
 def test_quantized_head_is_refused(tmp_path: Path) -> None:
@@ -262,7 +540,7 @@ def test_fused_layers_must_be_quantized_alike(tmp_path: Path) -> None:
         load(path)
     message = str(caught.value)
     assert "model.layers.0.self_attn.qkv_proj" in message
-    assert "model.layers.0.self_attn.q_proj: int8 per output" in message
+    assert "model.layers.0.self_attn.q_proj: int8 per output (int-quantized)" in message
     assert "model.layers.0.self_attn.k_proj: not quantized" in message
 
 

@@ -6,15 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from interposer import LinearMethod, QuantizationScheme
-from interposer.errors import ConfigError
+from interposer.quantization import CacheFormat
+from interposer_quantization.compressed_fp8_linear import Fp8WeightLinear
+from interposer_quantization.compressed_int8_linear import Int8Linear
+from interposer_quantization.compressed_int_linear import PlainIntLinear
+from interposer_quantization.compressed_mx_linear import Mxfp4Linear, Mxfp8Linear
+from interposer_quantization.compressed_nvfp4_linear import Nvfp4Linear, Nvfp4WeightLinear
+from interposer_quantization.compressed_packed_linear import PackedIntLinear
+from interposer_quantization.compressed_stored import Inputs, Stored, Weights
 from interposer_quantization.compressed_tensors_config import Settings
-from interposer_quantization.w8a16 import W8A16Linear
+from interposer_quantization.fp8_block_linear import Fp8BlockLinear
+from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
+from interposer_quantization.fp8_parameters import FORMAT
+from interposer_quantization.fused_layers import stored_alike
 
 __all__ = ["CompressedTensors"]
 
+_MEND = "quantize them alike, or name all of them in 'ignore'"
+
 
 class CompressedTensors(QuantizationScheme):
-    """Weight-only int8, symmetric, one scale per output or per group of inputs."""
+    """Integers and floats of a few bits, in groups of layers that each have a format."""
 
     method = "compressed-tensors"
 
@@ -35,15 +47,41 @@ class CompressedTensors(QuantizationScheme):
 
         Raises: ConfigError: layers that are fused there are stored in different ways.
         """
-        parent = prefix.rpartition(".")[0]
-        names = [f"{parent}.{part}" if parent else part for part in parts]
-        weights = {name: self.settings.weights(name) for name in names}
-        stored = {name: str(found or "not quantized") for name, found in weights.items()}
-        if len(set(stored.values())) > 1:
-            members = "\n".join(f"  {name}: {how}" for name, how in stored.items())
-            raise ConfigError(
-                f"{prefix} fuses layers that are quantized in different ways:\n{members}\n"
-                "Try: quantize them alike, or name all of them in 'ignore'"
-            )
-        found = weights[names[0]]
-        return W8A16Linear(found.inputs_per_scale) if found else None
+        stored = stored_alike(prefix, parts, self.settings.stored, _MEND)
+        return None if stored is None else _method(stored)
+
+    def cache_format(self, prefix: str) -> CacheFormat | None:
+        """Return that of 8-bit floats where the settings ask for it; None: keys as they are."""
+        return None if self.settings.kv_cache_scheme is None else CacheFormat(FORMAT)
+
+
+def _method(stored: Stored) -> LinearMethod:
+    weights, inputs = stored.weights, stored.inputs
+    if stored.form == "pack-quantized":
+        return PackedIntLinear(weights, inputs)
+    if stored.form == "mxfp4-pack-quantized":
+        return Mxfp4Linear(inputs)
+    if inputs is not None and stored.whole_product:
+        return _whole_product(stored.form, weights, inputs)
+    if stored.form == "nvfp4-pack-quantized":
+        return Nvfp4WeightLinear(inputs)
+    if weights.kind == "int":
+        return PlainIntLinear(weights, inputs)
+    return Fp8WeightLinear(weights, inputs, exponents=stored.form == "mxfp8-quantized")
+
+
+def _whole_product(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
+    """Return the method whose op takes both operands quantized."""
+    if form == "nvfp4-pack-quantized":
+        return Nvfp4Linear()
+    if form == "mxfp8-quantized":
+        return Mxfp8Linear()
+    if weights.kind == "int":
+        return Int8Linear(weights, inputs)
+    if weights.size is not None:
+        rows, columns = weights.size
+        return Fp8BlockLinear(rows, columns, power_of_two_scales=False, scale_name="weight_scale")
+    input_scale = "input_scale" if inputs.static else None
+    if weights.strategy == "tensor":
+        return Fp8TensorLinear("weight_scale", input_scale)
+    return Fp8RowLinear(input_scale=input_scale)

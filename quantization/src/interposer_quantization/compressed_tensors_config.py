@@ -10,28 +10,29 @@ from collections.abc import Mapping
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from interposer.errors import ConfigError, UnknownNameError
+from interposer_quantization.compressed_arguments import (
+    CacheArguments,
+    InputArguments,
+    WeightArguments,
+)
+from interposer_quantization.compressed_stored import FORMATS, Stored, refusal
+from interposer_quantization.settings_model import SettingsModel
 
 __all__ = ["Settings"]
 
-_SUPPORTED = """\
-Supported: weights of type 'int' with 8 bits, symmetric, of strategy 'channel' or 'group'; nothing \
-else quantized; format 'int-quantized' or 'naive-quantized'.
-Try: quantize the original model that way, and write it with \
-ModelCompressor.from_pretrained_model(model, "int-quantized")"""
+_SUPPORTED = f"""\
+Supported: the formats {", ".join(map(repr, FORMATS))}, alone or several as 'mixed-precision'; \
+integer weights of 1 to 8 bits, floats of 8 and of 4; inputs of 8 bits, or as their weights; a \
+cache of 8-bit floats with one scale; nothing quantized but linear layers.
+Try: quantize the original model that way"""
 
 _REGEX = "re:"
 # Classes of the layers that a scheme is asked about: torch's name and its bases'.
 _CLASSES = frozenset({"Linear", "Module"})
+_MIXED = "mixed-precision"
 
 
 def _pattern(text: str) -> str:
@@ -46,75 +47,65 @@ def _pattern(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(_pattern)]
 """A layer's full name, the name of its class, or ``re:`` and what its full name starts with."""
 
-Format = Literal["int-quantized", "naive-quantized"]
+Format = Literal[
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+]
 Empty = Annotated[dict[str, Any], Field(max_length=0)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class DenseSparsity(SettingsModel):
+    """What early releases say where nothing is stored sparsely."""
+
+    format: Literal["dense"]
+    global_sparsity: float | None = None
+    sparsity_structure: str | None = None
+    ignore: list[str] | None = None
+    targets: list[str] | None = None
+    registry_requires_subclass: bool = False
 
 
-class Weights(_Model):
-    """How the weights of a group of layers are quantized."""
-
-    num_bits: Literal[8] = 8
-    type: Literal["int"] = "int"
-    symmetric: Literal[True] = True
-    strategy: Literal["channel", "group"] | None = None
-    group_size: int | None = None
-    dynamic: Literal[False] = False
-    actorder: Literal[False] | None = None
-    block_structure: None = None
-    scale_dtype: Literal["torch.float32", "torch.bfloat16", "torch.float16"] | None = None
-    zp_dtype: Literal["torch.int8"] | None = None
-    # How the scales were found does not change what is stored.
-    observer: str | None = None
-    observer_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _coherent(self) -> Weights:
-        size = self.group_size
-        grouped = size is not None and size > 0
-        # Unstated, it follows from the group size; without one, a single scale serves the tensor.
-        strategy = self.strategy or ("group" if grouped else "channel" if size == -1 else "tensor")
-        if strategy != ("group" if grouped else "channel") or not (grouped or size in (None, -1)):
-            raise ValueError(
-                f"strategy {strategy!r} does not go with group_size {size!r}; 'group' takes a "
-                "positive one, 'channel' null or -1"
-            )
-        return self
-
-    @property
-    def inputs_per_scale(self) -> int | None:
-        """Return the group size, or None where one scale holds for a whole output."""
-        return self.group_size if self.group_size != -1 else None
-
-    def __str__(self) -> str:
-        size = self.inputs_per_scale
-        return "int8 per output" if size is None else f"int8 per group of {size} inputs"
-
-
-class Group(_Model):
-    """Layers that are quantized alike."""
+class Group(SettingsModel):
+    """Layers that are quantized alike, or none of whose numbers are."""
 
     targets: list[Pattern]
-    weights: Weights
-    input_activations: None = None
+    weights: WeightArguments | None = None
+    input_activations: InputArguments | None = None
     output_activations: None = None
-    format: Format | None = None
+    format: Literal[Format, "dense"] | None = None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Group:
+        if self.weights is None and self.input_activations is not None:
+            raise ValueError("input_activations are quantized, but weights are not")
+        if self.weights is not None and self.format == "dense":
+            raise ValueError("format 'dense' stores no quantized weights")
+        return self
+
+    def stored(self, form: str) -> Stored | None:
+        """Return how the layers are stored, None for plain; ``form`` is that of the whole."""
+        if self.weights is None:
+            return None
+        inputs = None if self.input_activations is None else self.input_activations.read()
+        return Stored(self.format or form, self.weights.read(), inputs)
 
 
-class Settings(_Model):
+class Settings(SettingsModel):
     """The whole ``quantization_config``."""
 
     quant_method: Literal["compressed-tensors"] = "compressed-tensors"
     config_groups: Annotated[dict[str, Group], Field(min_length=1)]
-    format: Format
+    format: Literal[Format, "mixed-precision"]
     # Early releases left the status at frozen when they stored compressed weights.
     quantization_status: Literal["compressed", "frozen"]
     ignore: list[Pattern] | None = None
-    kv_cache_scheme: None = None
-    sparsity_config: Empty | None = None
+    kv_cache_scheme: CacheArguments | None = None
+    sparsity_config: Empty | DenseSparsity | None = None
     moe_sparsity_config: None = None
     transform_config: Empty | None = None
     global_compression_ratio: float | None = None
@@ -131,8 +122,24 @@ class Settings(_Model):
         except ValidationError as error:
             raise _config_error(error) from error
 
-    def weights(self, name: str) -> Weights | None:
-        """Return how the linear layer ``name`` is quantized, or None if it is not.
+    @model_validator(mode="after")
+    def _readable(self) -> Settings:
+        problems = []
+        for name, group in self.config_groups.items():
+            stored = group.stored(self.format)
+            if stored is None:
+                continue
+            problem = refusal(stored)
+            if stored.form == _MIXED:
+                problem = f"the format is {_MIXED!r}, but the group states none of its own"
+            if problem is not None:
+                problems.append(f"config_groups.{name}: {problem}")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def stored(self, name: str) -> Stored | None:
+        """Return how the linear layer ``name`` is stored, or None if it is not quantized.
 
         A full name goes before a pattern and a pattern before a class; among equals the first in
         alphabetical order decides.
@@ -140,16 +147,21 @@ class Settings(_Model):
         if any(_precedence(pattern, name) is not None for pattern in self.ignore or ()):
             return None
         matching = {
-            (precedence, target): group.weights
+            (precedence, target): group
             for group in self.config_groups.values()
             for target in group.targets
             if (precedence := _precedence(target, name)) is not None
         }
-        return matching[min(matching)] if matching else None
+        return matching[min(matching)].stored(self.format) if matching else None
 
 
-# By the number of names that lead to a model: none but the root, a group, its weights.
-_FIELDS = {1: Settings.model_fields, 3: Group.model_fields, 4: Weights.model_fields}
+# By the name under which a model's fields stand; those of the whole stand under none.
+_FIELDS = {
+    "weights": WeightArguments.model_fields,
+    "input_activations": InputArguments.model_fields,
+    "kv_cache_scheme": CacheArguments.model_fields,
+    "DenseSparsity": DenseSparsity.model_fields,
+}
 
 
 def _precedence(pattern: str, name: str) -> int | None:
@@ -167,10 +179,14 @@ def _config_error(error: ValidationError) -> ConfigError:
         *place, last = ("quantization_config", *map(str, problem["loc"]))
         parent = ".".join(place)
         if problem["type"] == "extra_forbidden":
-            known = _FIELDS[len(place)]
+            whole = Settings.model_fields if len(place) == 1 else Group.model_fields
+            known = _FIELDS.get(place[-1], whole)
             return UnknownNameError("setting", last, known, _SUPPORTED, f"in {parent}")
-        found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
         reason = problem["msg"].removeprefix("Value error, ")
+        if not place:
+            problems.append(f"  {last}: {reason}")
+            continue
+        found = "missing" if problem["type"] == "missing" else shortened(problem["input"])
         problems.append(f"  {parent}.{last} = {found}: {reason}")
     listed = "\n".join(problems)
     return ConfigError(

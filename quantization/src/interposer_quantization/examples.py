@@ -6,32 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "auto_round_examples",
     "awq_examples",
-    "compressed_tensors_examples",
     "fbgemm_fp8_examples",
     "fp8_examples",
     "gptq_examples",
+    "inc_examples",
+    "modelopt_examples",
 ]
-
-_STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "int8 per output": {"strategy": "channel"},
-    "int8 per group of 128 inputs": {"strategy": "group", "group_size": 128},
-    "int8 per group of 32 inputs": {"strategy": "group", "group_size": 32},
-}
-
-
-def compressed_tensors_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings of every strategy that is supported, by label."""
-    return {
-        label: {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": dict(weights)}},
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-        }
-        for label, weights in _STRATEGIES.items()
-    }
 
 
 def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
@@ -100,3 +82,47 @@ def awq_examples() -> Mapping[str, Mapping[str, Any]]:
         "per output": {**plain, "group_size": -1},
         "symmetric": {**plain, "group_size": 64, "zero_point": False},
     }
+
+
+def modelopt_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of every algorithm, as either file states them, by label."""
+    uniform: Mapping[str, Mapping[str, Any]] = {
+        "8 bits per tensor": {"quant_algo": "FP8"},
+        "8 bits per output": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
+        "MXFP8": {"quant_algo": "MXFP8", "group_size": 32},
+    }
+    layers = {"model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    left_out = ["lm_head", "model.embed_tokens*"]
+    beside = {
+        label: {"quantization": {**settings, "exclude_modules": left_out}}
+        for label, settings in uniform.items()
+    }
+    return {
+        **{label: {"quant_method": "modelopt", **rest} for label, rest in beside.items()},
+        "mixed, in config.json": {"quant_method": "modelopt", **mixed, "ignore": []},
+    }
+
+
+def auto_round_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of every way to pack, and of rules for some layers, by label."""
+    plain = {"bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq"}
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "4 bits": plain,
+        "4 bits, asymmetric": {**plain, "sym": False},
+        "4 bits, asymmetric, order stored": {
+            **plain,
+            "sym": False,
+            "packing_format": "auto_round:gptqmodel",
+        },
+        "4 bits, words of AWQ": {**plain, "packing_format": "auto_round:auto_awq"},
+        "8 bits per output": {**plain, "bits": 8, "group_size": -1},
+        "8 bits for some": {**plain, "extra_config": {r".*q_proj.*": {"bits": 8}}},
+    }
+    return {label: {"quant_method": "auto-round", **rest} for label, rest in settings.items()}
+
+
+def inc_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return one of them under the other name of the method, for the name is all that differs."""
+    return {"4 bits": {**auto_round_examples()["4 bits"], "quant_method": "inc"}}

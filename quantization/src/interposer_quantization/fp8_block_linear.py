@@ -56,7 +56,7 @@ class Fp8BlockLinear(LinearMethod):
             raise ConfigError(
                 f"{site.prefix}: blocks of {self.block_rows} rows do not divide the outputs of the "
                 f"layers that are fused there: {listed}. "
-                "Try: a 'weight_block_size' that does, or 'modules_to_not_convert'"
+                "Try: blocks that do, or name them in 'modules_to_not_convert' or 'ignore'"
             )
         self.dtype = site.dtype
         self.quantize = site.bind(

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from interposer_quantization.settings_model import SettingsModel
 
-__all__ = ["FbgemmSettings", "Fp8Settings"]
+__all__ = ["FbgemmSettings", "Fp8Settings", "LayersLeftOut"]
 
 _SUPPORTED = """\
 Supported: weights of float8_e4m3fn; 'weight_block_size' of two sizes with 'activation_scheme' \
@@ -40,7 +40,9 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 """The end of a layer's name, or a regular expression for its first parts."""
 
 
-class _Settings(SettingsModel):
+class LayersLeftOut(SettingsModel):
+    """Settings that say which layers stay plain."""
+
     modules_to_not_convert: list[Pattern] | None = None
 
     @property
@@ -57,7 +59,7 @@ class _Settings(SettingsModel):
         return None if left_out else "float8_e4m3fn"
 
 
-class Fp8Settings(_Settings):
+class Fp8Settings(LayersLeftOut):
     """The whole ``quantization_config`` of the method ``fp8``."""
 
     quant_method: Literal["fp8"] = "fp8"
@@ -116,7 +118,7 @@ class Fp8Settings(_Settings):
         return "weight_scale", "input_scale"
 
 
-class FbgemmSettings(_Settings):
+class FbgemmSettings(LayersLeftOut):
     """The whole ``quantization_config`` of the method ``fbgemm_fp8``."""
 
     quant_method: Literal["fbgemm_fp8"] = "fbgemm_fp8"

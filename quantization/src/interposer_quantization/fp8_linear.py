@@ -130,7 +130,7 @@ class _Fp8Linear(LinearMethod):
             raise CheckpointError(
                 self.members.tensor(next(iter(self.members.sizes)), name),
                 f"layers of one input quantize it differently, but run as one product: {listed}",
-                "calibrate them on the same input, or use 'activation_scheme' 'dynamic'",
+                "calibrate them on the same input, or quantize inputs dynamically",
             )
         return scales[:1]
 
@@ -174,14 +174,15 @@ class Fp8TensorLinear(_Fp8Linear):
 
 
 class Fp8RowLinear(_Fp8Linear):
-    """One weight scale for each output, ``weight_scale`` ``[O, 1]``; inputs per token.
+    """One weight scale for each output, ``weight_scale`` ``[O, 1]``.
 
     ``largest_input`` is what magnitudes of a token are counted as that are larger when its scale
-    is chosen; they saturate.
+    is chosen; they saturate. ``input_scale`` names the parameter of a scale for all tokens.
     """
 
-    def __init__(self, largest_input: float) -> None:
-        super().__init__("weight_scale", scale_limit=largest_input / torch.finfo(FORMAT).max)
+    def __init__(self, largest_input: float | None = None, input_scale: str | None = None) -> None:
+        limit = None if largest_input is None else largest_input / torch.finfo(FORMAT).max
+        super().__init__("weight_scale", input_scale, limit)
 
     def _create_scale(self, layer: nn.Module) -> bool:
         out_features = sum(self.members.sizes.values())

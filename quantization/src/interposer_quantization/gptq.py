@@ -96,14 +96,21 @@ class GPTQLinear(PackedLinear):
         super().create_weights(layer, site, in_features, out_features, bias)
         size, num_parts = in_features // self.num_groups, len(self.parts)
 
-        def sample(generator: torch.Generator) -> torch.Tensor:
-            order = torch.arange(in_features)
-            if self.weights.ordered is False:
-                order = torch.randperm(in_features, generator=generator)
+        def grouped(order: torch.Tensor) -> torch.Tensor:
             return (order // size).to(torch.int32).repeat(num_parts)
 
+        def in_order() -> torch.Tensor:
+            return grouped(torch.arange(in_features))
+
+        def sample(generator: torch.Generator) -> torch.Tensor:
+            if self.weights.ordered is False:
+                return grouped(torch.randperm(in_features, generator=generator))
+            return in_order()
+
         empty = torch.empty(num_parts * in_features, dtype=torch.int32)
-        register_stored(layer, "g_idx", empty, per_part=True, sample=sample)
+        # Some writers leave it out where groups follow each other.
+        default = {"default": in_order} if self.weights.ordered else {}
+        register_stored(layer, "g_idx", empty, per_part=True, sample=sample, **default)
 
     def groups(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the group of each input ``[I]`` int64, or None where groups follow each other.

@@ -1,0 +1,98 @@
+"""Plain weights that are quantized to 8-bit floats while they load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from interposer import LinearMethod, QuantizationScheme
+from interposer_quantization.fp8_block_linear import Fp8BlockLinear
+from interposer_quantization.fp8_config import LayersLeftOut
+from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
+from interposer_quantization.fused_layers import stored_alike
+from interposer_quantization.online_fp8_linear import (
+    OnlineFp8Linear,
+    quantized_blocks,
+    quantized_members,
+    quantized_rows,
+)
+
+__all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
+
+_SUPPORTED = """\
+Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
+sizes; layers left out by 'modules_to_not_convert'.
+Try: load(..., quantization={"quant_method": "fp8", "strategy": "channel"})"""
+_MEND = "name all of them in 'modules_to_not_convert', or none"
+
+
+class OnlineFp8Settings(LayersLeftOut):
+    """What can be said of it; the blocks of ``block`` are of 128 by 128 unless stated."""
+
+    quant_method: Literal["online_fp8"] = "online_fp8"
+    strategy: Literal["channel", "tensor", "block"] = "channel"
+    weight_block_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, (), _SUPPORTED)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> OnlineFp8Settings:
+        if self.weight_block_size is not None and self.strategy != "block":
+            raise ValueError(
+                f"strategy {self.strategy!r} has no weight_block_size, which goes with 'block'"
+            )
+        return self
+
+
+class OnlineFp8(QuantizationScheme):
+    """Weights rounded to float8_e4m3fn when a layer is finalized, inputs as they come."""
+
+    method = "online_fp8"
+
+    def __init__(self, settings: OnlineFp8Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8:
+        """Return the scheme for these settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(OnlineFp8Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: of the layers that are fused there only some are left out.
+        """
+        if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
+            return None
+        if self.settings.strategy == "channel":
+            return OnlineFp8Linear(Fp8RowLinear(None), "weight_scale", quantized_rows)
+        if self.settings.strategy == "tensor":
+            return OnlineFp8Linear(
+                Fp8TensorLinear("weight_scale"), "weight_scale", quantized_members
+            )
+        rows, columns = self.settings.weight_block_size or (128, 128)
+        blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
+        return OnlineFp8Linear(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
+
+
+def online_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of every granularity of scales, by label."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "per output": {},
+        "per tensor": {"strategy": "tensor", "modules_to_not_convert": ["lm_head"]},
+        "blocks": {"strategy": "block"},
+        "blocks of 64 by 32": {"strategy": "block", "weight_block_size": [64, 32]},
+    }
+    return {label: {"quant_method": "online_fp8", **rest} for label, rest in settings.items()}

@@ -1,0 +1,113 @@
+"""Linear layers of integers as torchao stores them in safetensors.
+
+Dimensions: I input features, O output features, G groups.
+
+Source: ``flatten_tensor_state_dict`` of torchao 0.18 for the names of tensors, ``Int8Tensor`` and
+``IntxUnpackedToInt8Tensor`` for what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import CheckpointError, ConfigError
+from interposer_ops.weight_only_linear import w8a16_linear
+from interposer_quantization.fp8_parameters import Members, register
+from interposer_quantization.packed_linear import register_stored
+from interposer_quantization.torchao_config import Weights
+
+__all__ = ["TorchAoLinear"]
+
+_WEIGHT, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
+
+
+class TorchAoLinear(LinearMethod):
+    """``_weight_qdata`` ``[O, I]`` int8, ``_weight_scale`` and ``_weight_zero_point`` ``[O, G]``.
+
+    A weight is (code - zero point) * scale. Scales are held in float32, which represents those of
+    every checkpoint exactly.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register what is stored and, if asked for, ``bias``.
+
+        Raises: ConfigError: groups do not divide the inputs.
+        """
+        size = self.weights.inputs_per_scale or in_features
+        num_groups, rest = divmod(in_features, size)
+        if rest:
+            raise ConfigError(
+                f"{site.prefix}: groups of {size} do not divide its {in_features} inputs. "
+                "Try: quantize with a group size that does, or leave the layer plain"
+            )
+        self.members = Members(layer, site, out_features)
+        self.bound = site.bind_kernel(
+            w8a16_linear,
+            in_features=in_features,
+            out_features=out_features,
+            group_size=size,
+            num_groups=num_groups,
+            asymmetric=not self.weights.symmetric,
+        )
+        tensors = {
+            _WEIGHT: torch.empty(out_features, in_features, dtype=torch.int8),
+            _SCALE: torch.empty(out_features, num_groups, dtype=torch.float32),
+            "bias": torch.empty(out_features, dtype=site.dtype) if bias else None,
+        }
+        register(layer, **tensors)
+        zeros = torch.empty(out_features, num_groups, dtype=torch.int8)
+
+        def none(_: torch.Generator) -> torch.Tensor:
+            return torch.zeros(out_features, num_groups, dtype=torch.int8)
+
+        register_stored(layer, _ZERO, zeros, **({"sample": none} if self.weights.symmetric else {}))
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
+        codes, zeros, scales = (
+            layer.get_parameter(name).double() for name in (_WEIGHT, _ZERO, _SCALE)
+        )
+        size = codes.shape[1] // scales.shape[1]
+        return (codes - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the bound kernel with its constants, prepared if it wants them so.
+
+        Raises: CheckpointError: a scale is not a positive number, or a zero point not 0 though
+            weights are symmetric.
+        """
+        self.members.check(layer.get_parameter(_SCALE), _SCALE)
+        names = {"weight": _WEIGHT, "scale": _SCALE, "bias": "bias", "zero_points": _ZERO}
+        stored = {operand: layer._parameters[name] for operand, name in names.items()}
+        if self.weights.symmetric:
+            self._check_symmetric(layer.get_parameter(_ZERO))
+            stored["zero_points"] = None
+            layer.register_parameter(_ZERO, None)
+        prepared = self.bound.prepared(**stored)
+        for operand, name in names.items():
+            if prepared[operand] is not layer._parameters[name]:
+                # The prepared copy replaces it; held twice it would double the memory.
+                layer.register_parameter(name, None)
+        return self.bound.function, tuple(prepared[operand] for operand in names)
+
+    def _check_symmetric(self, zeros: torch.Tensor) -> None:
+        for member, stored in zip(
+            self.members.sizes, zeros.split(list(self.members.sizes.values())), strict=True
+        ):
+            if stored.any():
+                raise CheckpointError(
+                    self.members.tensor(member, _ZERO),
+                    f"{int(stored.count_nonzero())} of {stored.numel()} zero points are not 0, "
+                    "but quantization_config says that weights are symmetric",
+                    "correct the quantization_config if the zero points are right",
+                )

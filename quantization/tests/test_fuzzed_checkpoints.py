@@ -1,0 +1,48 @@
+"""Spoiled checkpoints of every scheme load or raise a documented error, whatever is spoiled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interposer import current_registry
+from interposer.records import SchemeEntry
+
+SCRIPT = Path(__file__).parent / "fuzz_checkpoints.py"
+METHODS = sorted(
+    {
+        record.method
+        for plugin, record in current_registry().records(SchemeEntry)
+        if plugin.distribution == "interposer-quantization" and record.examples
+    }
+)
+
+
+def check(method: str, count: int, seed: int) -> None:
+    """Fail with the mutations that crash, hang, take too much memory, or raise anything else."""
+    command = [sys.executable, str(SCRIPT), method, f"--count={count}", f"--seed={seed}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert not report["wrong"], "\n\n".join(report["wrong"][:5])
+    found = report["found"]
+    assert sum(found.values()) == count
+    # Some spoil what nobody reads, and some are found by every kind of check.
+    assert found.get("", 0) < count / 2
+    assert {"CheckpointError", "ConfigError"} <= found.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_spoiled_checkpoints_are_told(method: str) -> None:
+    check(method, count=100, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_thousand_spoiled_checkpoints_are_told(method: str) -> None:
+    check(method, count=2000, seed=1)

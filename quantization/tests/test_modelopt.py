@@ -1,0 +1,339 @@
+"""Checkpoints of ModelOpt: what is held of them, and what the model computes with it.
+
+``modelopt_checkpoints`` holds what ModelOpt 0.47 wrote of a small model, and what its layers
+computed before it was written; ``write.py`` there says how. Weights are dequantized here once more,
+from the bits and the published formats.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from interposer import Config, Resolver, Site, Tolerance, current_registry, explain, place
+from interposer.errors import CheckpointError, ConfigError
+from interposer.op import Case
+from interposer_models import LanguageModel, load
+from interposer_models.loader import plan
+from interposer_ops.layers.linear import Linear
+from interposer_quantization.modelopt import ModelOpt
+
+WRITTEN = Path(__file__).parent / "modelopt_checkpoints"
+WEIGHTS, CONFIG, BESIDE = "model.safetensors", "config.json", "hf_quant_config.json"
+KINDS = ("fp8", "fp8-per-channel", "nvfp4", "mxfp8", "mixed", "fp8-cache")
+E2M1 = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+BLOCK = {"nvfp4": 16, "mxfp8": 32}
+NUM_LAYERS = 4  # four products in the one block
+TOKENS = [3, 1, 4, 1, 5, 9]
+ATTENTION = "model.layers.0.self_attn"
+RECORDED = {kind: WRITTEN / kind / "recorded.safetensors" for kind in ("fp8", "fp8-cache")}
+
+Tensors = dict[str, torch.Tensor]
+Numbers = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
+
+
+def copied(kind: str, path: Path) -> Path:
+    """Return ``path`` with a checkpoint of ModelOpt, and a tokenizer of 16 letters."""
+    for name in (CONFIG, BESIDE, WEIGHTS):
+        shutil.copy(WRITTEN / kind / name, path)
+    letters = {chr(ord("a") + index): index for index in range(16)}
+    Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(path / "tokenizer.json"))
+    return path
+
+
+def edited(path: Path, file: str, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """Change a JSON file of the checkpoint at ``path``."""
+    content = json.loads((path / file).read_text())
+    edit(content)
+    (path / file).write_text(json.dumps(content))
+    return path
+
+
+def replaced(path: Path, **tensors: torch.Tensor) -> Path:
+    """Change tensors of the checkpoint at ``path``, by name with ``__`` for a dot."""
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    stored = load_file(path / WEIGHTS)
+    assert set(named) <= set(stored)
+    save_file({**stored, **named}, path / WEIGHTS)
+    return path
+
+
+def linears(lm: LanguageModel) -> list[Linear]:
+    return [layer for layer in lm.engine.model.modules() if isinstance(layer, Linear)]
+
+
+def bits(tensor: torch.Tensor) -> numpy.ndarray[Any, numpy.dtype[numpy.uint8]]:
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def decoded_e4m3(codes: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> Numbers:
+    """Return what 1 bit of sign, 4 of exponent and 3 of mantissa stand for; exponents less 7."""
+    exponent, mantissa = (codes >> 3 & 15).astype(int), (codes & 7).astype(float)
+    magnitude = numpy.where(
+        exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0)
+    )
+    found: Numbers = numpy.where(codes >= 128, -magnitude, magnitude)
+    return found
+
+
+def dequantized(tensors: Tensors, layer: str) -> Numbers:
+    """Return the weight ``[O, I]`` of a layer of the checkpoint, from the published formats."""
+    weight, scale = tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"]
+    if weight.dtype == torch.uint8:
+        codes = numpy.stack((bits(weight) & 15, bits(weight) >> 4), -1).reshape(len(weight), -1)
+        overall = float(tensors[f"{layer}.weight_scale_2"])
+        packed: Numbers = E2M1[codes] * decoded_e4m3(bits(scale)).repeat(16, 1) * overall
+        return packed
+    numbers = decoded_e4m3(bits(weight))
+    if scale.dtype == torch.uint8:
+        factors: Numbers = (2.0 ** (scale.numpy().astype(float) - 127)).repeat(32, 1)
+    else:
+        factors = scale.double().numpy().reshape(-1, 1)
+    return numbers * factors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_what_the_bits_stand_for(kind: str) -> None:
+    stated = json.loads((WRITTEN / kind / BESIDE).read_text())["quantization"]
+    scheme = ModelOpt.parse({"quant_method": "modelopt", "quantization": stated})
+    resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
+    tensors = load_file(WRITTEN / kind / WEIGHTS)
+    names = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
+    assert len(names) == 7
+    for name in names:
+        expected = dequantized(tensors, name)
+        layer = Linear(Site(resolver, name, torch.float32), *reversed(expected.shape))
+        for parameter_name, parameter in layer.named_parameters():
+            parameter.data.copy_(tensors[f"{name}.{parameter_name}"])
+        found = layer.method.dequantized(layer)
+        assert found is not None
+        # No product has more bits than float64 holds, so that the order of factors is all one.
+        assert numpy.array_equal(found.numpy(), expected)
+        assert len(numpy.unique(expected)) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_compute_what_modelopt_computes(kind: str, tmp_path: Path) -> None:
+    lm = load(copied(kind, tmp_path), dtype="float32")
+    recorded = load_file(WRITTEN / kind / "recorded.safetensors")
+    tensors = load_file(WRITTEN / kind / WEIGHTS)
+    for layer in linears(lm):
+        parent = layer.prefix.rpartition(".")[0]
+        names = [f"{parent}.{part}" for part in layer.parts]
+        inputs = [recorded[f"{name}.in"] for name in names]
+        assert all(torch.equal(x, inputs[0]) for x in inputs)
+        expected = torch.cat([recorded[f"{name}.out"] for name in names], -1)
+        weight = torch.from_numpy(numpy.concatenate([dequantized(tensors, n) for n in names]))
+        magnitude = float((inputs[0].double().abs() @ weight.abs().T).max())
+        # Weight, input and result are rounded once each with their scales, and so by the library.
+        case = Case("", {}, reduction=weight.shape[1], magnitude=magnitude)
+        bound = Tolerance(roundings=6).bound(expected.double(), torch.float32, case)
+        assert ((layer(inputs[0]).double() - expected).abs() <= bound).all(), layer.prefix
+        # What was not rounded would be far from it.
+        plain = inputs[0].double() @ weight.T
+        assert ((plain - expected).abs() > bound).any(), layer.prefix
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_either_file_is_enough(kind: str, tmp_path: Path) -> None:
+    both, first, second = (tmp_path / name for name in ("both", "first", "second"))
+    for path in (both, first, second):
+        path.mkdir()
+        copied(kind, path)
+    (first / BESIDE).unlink()
+    edited(second, CONFIG, lambda config: config.pop("quantization_config"))
+    logits = [load(path, dtype="float32").logits(TOKENS) for path in (both, first, second)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_explanation_names_the_ops_of_every_layer(tmp_path: Path) -> None:
+    choices = explain(load(copied("mixed", tmp_path), dtype="bfloat16")).to_dict()["choices"]
+    places: dict[str, set[str]] = {}
+    for choice in choices:
+        places.setdefault(choice["name"], set()).update(choice["places"])
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    assert places["fp8_linear"] == {f"{attention}qkv_proj", f"{attention}o_proj"}
+    assert places["quantize_fp8_static"] == places["fp8_linear"]
+    assert places["nvfp4_linear"] == {f"{mlp}gate_up_proj", f"{mlp}down_proj"}
+    assert places["quantize_nvfp4"] == places["nvfp4_linear"]
+
+
+class Recorded(torch.nn.Module):
+    """Returns ``output``, whatever comes, and keeps that."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        super().__init__()
+        self.output = output
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x)
+        return self.output[: len(x)]
+
+
+def attended(kind: str, path: Path) -> torch.Tensor:
+    """Return what attention makes of the projections that the library recorded ``[T, N D]``."""
+    lm, recorded = load(copied(kind, path), dtype="float32"), load_file(RECORDED[kind])
+    block: Any = lm.engine.model.model.layers[0].self_attn
+    projected = [recorded[f"{ATTENTION}.{name}.out"] for name in ("q_proj", "k_proj", "v_proj")]
+    block.qkv_proj = Recorded(torch.cat(projected, -1))
+    block.o_proj = Recorded(recorded[f"{ATTENTION}.o_proj.out"])
+    lm.logits(TOKENS[: len(projected[0])])
+    (found,) = block.o_proj.seen
+    return torch.as_tensor(found)
+
+
+def test_cached_keys_and_values_are_rounded_as_modelopt_rounds_them(tmp_path: Path) -> None:
+    for kind in RECORDED:
+        (tmp_path / kind).mkdir()
+    expected = {kind: load_file(path)[f"{ATTENTION}.o_proj.in"] for kind, path in RECORDED.items()}
+    found = attended("fp8-cache", tmp_path / "fp8-cache")
+    torch.testing.assert_close(found, expected["fp8-cache"], rtol=1e-5, atol=1e-9)
+    # The same model with a plain cache attends to other numbers.
+    assert not torch.allclose(expected["fp8"], expected["fp8-cache"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_scales_of_the_cache_must_be_positive_numbers(scale: float, tmp_path: Path) -> None:
+    changed = {f"{PLACE}__k_scale": torch.tensor(scale)}
+    path = replaced(copied("fp8-cache", tmp_path), **changed)
+    with pytest.raises(CheckpointError, match=r"k_proj\.k_scale: holds the scale"):
+        load(path)
+
+
+def test_a_scale_of_the_cache_must_be_there(tmp_path: Path) -> None:
+    path = copied("fp8-cache", tmp_path)
+    stored = load_file(path / WEIGHTS)
+    del stored[f"{ATTENTION}.v_proj.v_scale"]
+    save_file(stored, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor '.*v_proj\.v_scale'"):
+        load(path)
+
+
+ALGORITHM = {"quant_algo": "NVFP4", "group_size": 16}
+OTHER_LAYER = {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}
+CONTRADICTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "algorithm": (
+        "fp8",
+        lambda beside: beside["quantization"].update(ALGORITHM),
+        "quant_algo 'FP8' of config.json contradicts quant_algo 'NVFP4' of hf_quant_config.json",
+    ),
+    "layers left out": (
+        "nvfp4",
+        lambda beside: beside["quantization"].update(exclude_modules=["lm_head"]),
+        "of config.json contradicts exclude_modules {'lm_head'} of hf_quant_config.json",
+    ),
+    "layers": (
+        "mixed",
+        lambda beside: beside["quantization"]["quantized_layers"].update(OTHER_LAYER),
+        "of config.json contradicts quantized_layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_files_must_agree(what: str, tmp_path: Path) -> None:
+    kind, edit, message = CONTRADICTIONS[what]
+    path = edited(copied(kind, tmp_path), BESIDE, edit)
+    with pytest.raises(ConfigError) as caught:
+        plan(path)
+    assert message in str(caught.value)
+    assert BESIDE in str(caught.value)
+
+
+def test_files_must_be_of_one_method(tmp_path: Path) -> None:
+    path = edited(copied("fp8", tmp_path), BESIDE, lambda b: b["producer"].update(name="acme"))
+    with pytest.raises(CheckpointError, match=f"{BESIDE}: contradicts config.json") as caught:
+        plan(path)
+    assert "quant_method 'modelopt', not 'acme'" in str(caught.value)
+
+
+def test_config_that_makes_no_sense_is_told_as_without_the_file(tmp_path: Path) -> None:
+    path = edited(copied("fp8", tmp_path), CONFIG, lambda c: c.update(quantization_config="fp8"))
+    with pytest.raises(CheckpointError, match=f"{CONFIG}: .*quantization_config"):
+        plan(path)
+
+
+@pytest.mark.parametrize("content", [{}, {"producer": {"name": "modelopt"}}, {"quantization": {}}])
+def test_file_that_says_too_little_is_refused(content: dict[str, Any], tmp_path: Path) -> None:
+    (copied("fp8", tmp_path) / BESIDE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"{BESIDE}: lacks 'quantization' or the name"):
+        plan(tmp_path)
+
+
+LAYER = "model.layers.0.self_attn.k_proj"
+PLACE = LAYER.replace(".", "__")
+
+
+@pytest.mark.parametrize("name", ["weight_scale_2", "input_scale"])
+def test_fused_layers_must_share_the_scale_of_the_layer(name: str, tmp_path: Path) -> None:
+    changed = {f"{PLACE}__{name}": torch.tensor(0.125)}
+    path = replaced(copied("nvfp4", tmp_path), **changed)
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"model.layers.0.self_attn.q_proj.{name}: layers of one input")
+    assert f"{LAYER}.{name} = 0.125" in message
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("nvfp4", "weight_scale_2"),
+        ("nvfp4", "input_scale"),
+        ("fp8", "weight_scale"),
+        ("fp8", "input_scale"),
+        ("fp8-per-channel", "weight_scale"),
+    ],
+)
+def test_scales_must_be_positive_numbers(
+    kind: str, name: str, value: float, tmp_path: Path
+) -> None:
+    scale = load_file(WRITTEN / kind / WEIGHTS)[f"{LAYER}.{name}"].clone()
+    scale.view(-1)[-1] = value
+    path = replaced(copied(kind, tmp_path), **{f"{PLACE}__{name}": scale})
+    with pytest.raises(CheckpointError, match=rf"{LAYER}\.{name}: 1 of {scale.numel()} scales"):
+        load(path)
+
+
+@pytest.mark.parametrize(("kind", "byte"), [("nvfp4", 127), ("nvfp4", 129), ("mxfp8", 255)])
+def test_scales_of_blocks_must_be_numbers(kind: str, byte: int, tmp_path: Path) -> None:
+    scale = load_file(WRITTEN / kind / WEIGHTS)[f"{LAYER}.weight_scale"].clone()
+    scale.view(torch.uint8)[5, 1] = byte
+    path = replaced(copied(kind, tmp_path), **{f"{PLACE}__weight_scale": scale})
+    with pytest.raises(CheckpointError, match=rf"{LAYER}\.weight_scale: 1 of .* at \[5, 1\]"):
+        load(path)
+
+
+def test_block_of_zeros_may_have_no_scale(tmp_path: Path) -> None:
+    stored = load_file(WRITTEN / "nvfp4" / WEIGHTS)
+    scale = torch.zeros_like(stored[f"{LAYER}.weight_scale"].float()).to(torch.float8_e4m3fn)
+    path = replaced(copied("nvfp4", tmp_path), **{f"{PLACE}__weight_scale": scale})
+    (layer,) = (found for found in linears(load(path, dtype="float32")) if "k_proj" in found.parts)
+    start, size = layer.parts["q_proj"], layer.parts["k_proj"]
+    found = layer(torch.randn(3, layer.in_features))
+    assert (found[:, start : start + size] == 0).all()
+    assert found[:, :start].abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_weights_are_held_once(kind: str, tmp_path: Path) -> None:
+    for layer in linears(load(copied(kind, tmp_path), dtype="bfloat16")):
+        tensors = [o for o in layer.operands if isinstance(o, torch.Tensor)]
+        tensors += [p.data for p in layer.parameters()]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        weights = sum(layer.parts.values()) * layer.in_features
+        stored = weights // 2 if kind == "nvfp4" else weights
+        # The scales of blocks come on top, and a few numbers.
+        assert stored <= sum(map(len, held.values())) < stored + weights // BLOCK[kind] + 64

@@ -1,0 +1,202 @@
+"""Checkpoints of torchao: what is held of them, and what the model computes with it.
+
+``torchao_checkpoints`` holds what torchao 0.18 and transformers 5.23 wrote of a small model, and
+weights that torchao dequantized itself; ``write.py`` there says how.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from interposer import Config, Resolver, Site, Tolerance, current_registry, place
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError
+from interposer.op import Case
+from interposer_models import load
+from interposer_models.loader import plan
+from interposer_ops.layers.linear import Linear, PlainLinear
+from interposer_quantization.torchao import TorchAo
+from interposer_quantization.torchao_examples import torchao_examples
+
+WRITTEN = Path(__file__).parent / "torchao_checkpoints"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+KINDS = ("float8", "int8", "int8-groups", "intx-4-bits", "intx-8-bits")
+ATTENTION = "model.layers.0.self_attn"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((WRITTEN / kind / CONFIG).read_text())["quantization_config"]
+    return found
+
+
+def copied(kind: str, path: Path) -> Path:
+    """Return ``path`` with a checkpoint of torchao and a tokenizer of 16 letters."""
+    for name in (CONFIG, WEIGHTS):
+        shutil.copy(WRITTEN / kind / name, path)
+    letters = {chr(ord("a") + index): index for index in range(16)}
+    Tokenizer(models.BPE(vocab=letters, merges=[])).save(str(path / "tokenizer.json"))
+    return path
+
+
+def dequantized(tensors: Tensors, layer: str) -> torch.Tensor:
+    """Return the float64 weight ``[O, I]`` of a layer: a loop over groups, as it is told."""
+    codes, scales = (tensors[f"{layer}._weight_{name}"].double() for name in ("qdata", "scale"))
+    if f"{layer}._weight_zero_point" not in tensors:
+        return codes * scales
+    zeros = tensors[f"{layer}._weight_zero_point"].double()
+    groups = codes.chunk(scales.shape[1], 1)
+    return torch.cat(
+        [
+            (group - zeros[:, index, None]) * scales[:, index, None]
+            for index, group in enumerate(groups)
+        ],
+        1,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_that_torchao_dequantizes(kind: str) -> None:
+    scheme = TorchAo.parse(settings_of(kind))
+    resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
+    tensors = load_file(WRITTEN / kind / WEIGHTS)
+    recorded = load_file(WRITTEN / kind / "recorded.safetensors")
+    names = [n.removesuffix("._weight_qdata") for n in tensors if n.endswith("_qdata")]
+    assert len(names) == 7
+    for name in names:
+        expected = dequantized(tensors, name)
+        out_features, in_features = expected.shape
+        layer = Linear(Site(resolver, name, torch.float32), in_features, out_features)
+        for parameter_name, parameter in layer.named_parameters():
+            parameter.data.copy_(tensors[f"{name}.{parameter_name}"])
+        found = layer.method.dequantized(layer)
+        assert found is not None
+        # A code of 9 bits times a scale of 24 is exact in float64.
+        assert torch.equal(found, expected)
+        if name in recorded:
+            # Which is in the dtype of the model, that of the record being float32.
+            dtype = torch.bfloat16 if kind == "float8" else torch.float32
+            assert torch.equal(found.to(dtype).float(), recorded[name])
+    assert set(recorded) <= set(names)
+    assert recorded
+    asymmetric = any(tensors[n].any() for n in tensors if n.endswith("_zero_point"))
+    assert asymmetric == (kind == "intx-4-bits")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_computes_the_product_of_what_is_stored(kind: str, tmp_path: Path) -> None:
+    lm, tensors = load(copied(kind, tmp_path), dtype="float32"), load_file(WRITTEN / kind / WEIGHTS)
+    layers = [layer for layer in lm.engine.model.modules() if isinstance(layer, Linear)]
+    assert len(layers) == 4
+    for layer in layers:
+        parent = layer.prefix.rpartition(".")[0]
+        weight = torch.cat([dequantized(tensors, f"{parent}.{part}") for part in layer.parts])
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(1))
+        factors = x.double()
+        if kind == "float8":
+            scale = x.abs().amax(1, keepdim=True) / 448
+            factors = (x / scale).to(torch.float8_e4m3fn).double() * scale
+        expected = factors @ weight.T
+        magnitude = float((factors.abs() @ weight.abs().T).max())
+        case = Case("", {}, reduction=layer.in_features, magnitude=magnitude)
+        # Weights, scaled inputs and results are rounded to float32 once each.
+        bound = Tolerance(roundings=3).bound(expected, torch.float32, case)
+        assert ((layer(x).double() - expected).abs() <= bound).all(), layer.prefix
+
+
+def test_layers_that_are_not_converted_stay_plain() -> None:
+    settings = {**settings_of("int8"), "modules_to_not_convert": ["model.layers.1", "o_proj"]}
+    scheme = TorchAo.parse(settings)
+    assert scheme.linear_method("model.layers.1.self_attn.q_proj", ("q_proj",)) is None
+    assert scheme.linear_method(f"{ATTENTION}.o_proj", ("o_proj",)) is None
+    found = scheme.linear_method(f"{ATTENTION}.q_proj", ("q_proj",))
+    assert found is not None
+    assert not isinstance(found, PlainLinear)
+
+
+def changed(place: tuple[str, ...], value: object) -> dict[str, Any]:
+    """Return settings of integers of any width with another value at ``place``."""
+    settings = copy.deepcopy(dict(torchao_examples()["any bits per group, asymmetric"]))
+    inner = settings["quant_type"]["default"]
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            changed(("_type",), "Float8WeightOnlyConfig"),
+            "Input tag 'Float8WeightOnlyConfig' found using",
+        ),
+        (changed(("_version",), 1), "_version = 1: Input should be 2"),
+        (
+            changed(("_data", "granularity", "_type"), "PerTensor"),
+            "granularity._type = 'PerTensor'",
+        ),
+        (
+            changed(("_data", "granularity", "_type"), "PerAxis"),
+            "group_size goes with PerGroup and no other, found PerAxis",
+        ),
+        (
+            changed(("_data", "intx_packing_format", "_data"), "OPAQUE_ATEN_KLEIDIAI"),
+            "intx_packing_format._data = 'OPAQUE_ATEN_KLEIDIAI'",
+        ),
+        (changed(("_data", "weight_dtype", "_data"), "uint4"), "weight_dtype._data = 'uint4'"),
+        (
+            {**torchao_examples()["8 bits per row"], "include_input_output_embeddings": True},
+            "include_input_output_embeddings = True",
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": "int8_weight_only"},
+            "quant_type = 'int8_weight_only'",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TorchAo.parse(settings)
+    assert message in str(caught.value)
+    assert "Supported: quant_type Int8WeightOnlyConfig, IntxWeightOnlyConfig" in str(caught.value)
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="quant_tipe"):
+        TorchAo.parse({"quant_method": "torchao", "quant_tipe": {}})
+
+
+def test_zero_points_must_be_0_where_weights_are_symmetric(tmp_path: Path) -> None:
+    path, name = copied("int8", tmp_path), f"{ATTENTION}.k_proj._weight_zero_point"
+    tensors = load_file(path / WEIGHTS)
+    tensors[name][3] = 1
+    save_file(tensors, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=f"{name}: 1 of 32 zero points are not 0"):
+        load(path)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_scales_must_be_positive_numbers(value: float, tmp_path: Path) -> None:
+    path, name = copied("int8-groups", tmp_path), f"{ATTENTION}.k_proj._weight_scale"
+    tensors = load_file(path / WEIGHTS)
+    tensors[name][3, 1] = value
+    save_file(tensors, path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=rf"{name}: 1 of 64 scales .* at \[3, 1\]"):
+        load(path)
+
+
+def test_pickled_weights_are_named(tmp_path: Path) -> None:
+    path = copied("int8", tmp_path)
+    (path / WEIGHTS).rename(path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is pickled, which runs code"):
+        plan(path)
