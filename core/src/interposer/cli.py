@@ -22,6 +22,7 @@ import typer
 from interposer.commands.doctor import doctor
 from interposer.commands.explain import explain
 from interposer.commands.lock import lock
+from interposer.commands.new import new
 from interposer.commands.ops import ops
 from interposer.commands.tune import tune
 from interposer.commands.verify import verify
@@ -36,6 +37,7 @@ _OWN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
     "lock": lock,
+    "new": new,
     "ops": ops,
     "tune": tune,
     "verify": verify,
