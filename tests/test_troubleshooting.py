@@ -21,7 +21,7 @@ ANYTHING = "\0"
 def templates() -> frozenset[str]:
     """Return all texts in the sources, docstrings apart, with NUL for what is filled in."""
     found = set()
-    for folder in ("core", "models", "ops", "quantization"):
+    for folder in ("core", "models", "ops", "quantization", *ROOT.glob("plugins/*")):
         for file in (ROOT / folder / "src").rglob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -88,10 +88,10 @@ def test_every_error_is_documented(name: str) -> None:
 def test_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
-    assert set(re.findall(r"\]\(([a-z-]+\.md)\)", index)) == pages
+    assert set(re.findall(r"\]\(([a-z0-9-]+\.md)\)", index)) == pages
 
 
-LINKS = re.compile(r"\]\(([a-z./-]*\.md)?(?:#([a-z0-9-]+))?\)")
+LINKS = re.compile(r"\]\(([a-z0-9./-]*\.md)?(?:#([a-z0-9-]+))?\)")
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)

@@ -1,0 +1,38 @@
+"""What this distribution declares. It names its code by import string and imports none of it."""
+
+from __future__ import annotations
+
+from interposer.hookspecs import hookimpl
+from interposer.records import Kernel, OpEntry, Record, SchemeEntry
+from interposer.requires import Requires
+
+INTERPOSER_API = ">=1.0,<2"
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return an op, a kernel of it for CPUs, and the scheme that reads checkpoints."""
+    return [
+        OpEntry(
+            "nf4_linear",
+            "interposer_nf4.codebook_linear:nf4_linear",
+            frozenset({"deterministic", "graph_safe", "traceable"}),
+            emulation="dequantizes, then multiplies floats",
+        ),
+        Kernel(
+            "nf4_linear",
+            "nf4_linear_byte_table",
+            "interposer_nf4.byte_table:nf4_linear",
+            "cpu",
+            Requires(dtypes=("float32", "bfloat16", "float16")),
+            prepare="interposer_nf4.byte_table:prepare",
+            # A trace would hold every panel that a large layer is cut into.
+            properties=frozenset({"deterministic", "opaque"}),
+        ),
+        SchemeEntry(
+            "bitsandbytes",
+            "bitsandbytes",
+            "interposer_nf4.bitsandbytes:BitsAndBytes",
+            examples="interposer_nf4.examples:bitsandbytes_examples",
+        ),
+    ]
