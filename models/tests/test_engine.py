@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,19 @@ def test_any_schedule_gives_what_each_request_gives_alone(
     # A chunked prompt may round differently in the last bit, which no tie here is near to.
     assert [tuple(sequence.output) for sequence in sequences] == alone
     assert idle(lm)
+
+
+def test_memory_for_positions_is_taken_as_they_are_used(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**24}))
+    lm = load(copied, dtype="float32", cache_tokens=8192, max_sequences=1)
+    table = lm.engine.model.model
+    few, tokens = len(table.cos), [position * 37 % 256 for position in range(5000)]
+    assert few < len(tokens)
+    short = lm.logits(tokens[:few])
+    assert len(table.cos) == few
+    long = lm.logits(tokens)
+    assert len(tokens) <= len(table.cos) < 2**24
+    torch.testing.assert_close(long[:few], short, rtol=1e-4, atol=1e-4)
+    # What comes behind depends on where it stands.
+    assert not torch.allclose(long[-1], lm.logits(tokens[-1:])[0], atol=1e-2)

@@ -23,6 +23,8 @@ from interposer_ops.rope_scaling import rotary_table
 
 __all__ = ["CausalLM"]
 
+_FIRST_POSITIONS = 4096
+
 
 class CausalLM(nn.Module):
     """A decoder with its language model head; module names are those of the checkpoints."""
@@ -45,7 +47,7 @@ class CausalLM(nn.Module):
 
     def finalize(self, device: str) -> None:
         """Compute on ``device`` what no checkpoint stores; layers are finalized as they load."""
-        self.model.build_rotary_table(device)
+        self.model.reserve_positions(0, device)
 
     def forward(
         self,
@@ -86,14 +88,18 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(site.at("norm"), config.hidden_size, config.rms_norm_eps)
 
-    def build_rotary_table(self, device: str) -> None:
-        """Compute the angles of all positions, which no checkpoint stores."""
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute the angles of at least ``count`` positions, which no checkpoint stores.
+
+        A table of all would be the larger the longer the context that a config claims.
+        """
         config = self.config
         table = rotary_table(
-            config.max_position_embeddings,
+            min(config.max_position_embeddings, max(2 * count, _FIRST_POSITIONS)),
             config.rotary_size,
             config.rope_theta,
             config.rope_scaling,
+            config.max_position_embeddings,
         )
         self.cos, self.sin = (part.to(device) for part in table)
 

@@ -134,6 +134,9 @@ class Engine:
 
     def forward(self, batch: StepBatch, rows: torch.Tensor | None) -> torch.Tensor:
         """Return the model's logits for ``batch``; layers that share a backend share its plan."""
+        decoder, needed = self.model.model, batch.attention.max_seq_tokens
+        if needed > len(decoder.cos):
+            decoder.reserve_positions(needed, self.device)
         plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
         return self.model(  # type: ignore[no-any-return]
             batch.token_ids,

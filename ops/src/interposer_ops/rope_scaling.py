@@ -20,18 +20,24 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rotary_table(
-    num_positions: int, rotary_size: int, theta: float, scaling: Mapping[str, Any] | None = None
+    num_positions: int,
+    rotary_size: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None = None,
+    longest: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(cos, sin)``, each ``[L, R / 2]`` float32, for positions 0 to L - 1.
 
     Args:
-        num_positions: L, the longest context.
+        num_positions: L.
         rotary_size: R, even.
         theta: base of the geometric series of wavelengths.
         scaling: ``rope_type`` with its parameters, by their names in Hugging Face configs.
+        longest: the longest context, by which ``longrope`` chooses its factors; L without it.
     Raises: ConfigError: ``rope_type`` is unknown or a parameter is missing or unusable.
     """
-    frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling, num_positions)
+    context = num_positions if longest is None else longest
+    frequencies, magnitude = rotary_frequencies(rotary_size, theta, scaling, context)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
 
