@@ -1,0 +1,1 @@
+"""Models in GGUF files: what llama.cpp and its relatives write."""

@@ -1,0 +1,49 @@
+"""What this distribution declares. It names its code by import string and imports none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from interposer.hookspecs import hookimpl
+from interposer.records import CheckpointEntry, Kernel, OpEntry, Record, SchemeEntry
+from interposer.requires import Dim, Requires
+
+INTERPOSER_API = ">=1.0,<2"
+
+_PROMISES = frozenset({"deterministic", "traceable"})
+_FLOATS = ("float32", "bfloat16", "float16")
+# Those of other ops are for the groups that files hold, and stand behind whoever knows better.
+_GROUPS: Mapping[str, Dim] = {"group_size": Dim(one_of=(32,))}
+_KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
+    ("gguf_linear", {}, 10.0),
+    ("w4a16_linear", _GROUPS, 5.0),
+    ("w8a16_linear", _GROUPS, 5.0),
+)
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return the file format, the scheme of its weights, their op and kernels for the CPU."""
+    return [
+        CheckpointEntry(".gguf", "gguf", "interposer_gguf.checkpoint:GGUFCheckpoint"),
+        SchemeEntry(
+            "gguf",
+            "gguf",
+            "interposer_gguf.scheme:GGUF",
+            examples="interposer_gguf.scheme:examples",
+        ),
+        OpEntry("gguf_linear", "interposer_gguf.linear:gguf_linear", _PROMISES),
+        *(
+            Kernel(
+                op,
+                f"{op}_by_rows",
+                f"interposer_gguf.kernels:{op}",
+                "cpu",
+                Requires(dtypes=_FLOATS, dims=dims),
+                prepare="interposer_gguf.kernels:in_halves" if op == "gguf_linear" else "",
+                score=score,
+                properties=frozenset({"deterministic", "opaque"}),
+            )
+            for op, dims, score in _KERNELS
+        ),
+    ]

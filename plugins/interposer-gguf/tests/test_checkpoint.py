@@ -1,0 +1,331 @@
+"""A model in a GGUF file is the model that was written to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils import _pytree
+
+from interposer import Config, current_registry, explain
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError, UnsupportedModelError
+from interposer_gguf.block_formats import FORMATS
+from interposer_gguf.cases import random_rows
+from interposer_gguf.checkpoint import GGUFCheckpoint
+from interposer_gguf.scheme import GGUF
+from interposer_models import LanguageModel, load
+from interposer_ops.layers.linear import Linear
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
+PROMPT = "import os\nimport sys\n\n\ndef main("
+TOKENS = 32
+Write = Callable[..., Path]
+
+
+def loaded(path: Path, **settings: Any) -> LanguageModel:
+    return load(path, dtype="float32", max_sequences=1, cache_tokens=256, **settings)
+
+
+def greedy(lm: LanguageModel) -> tuple[int, ...]:
+    return lm.generate(PROMPT, max_new_tokens=TOKENS)[0].token_ids
+
+
+def ops(lm: LanguageModel) -> set[str]:
+    return {row.choice.request.name for row in explain(lm).rows}
+
+
+@pytest.mark.parametrize("stored_as", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_floats_give_the_tokens_of_the_directory(
+    directory: Callable[[str], Path], write: Write, name: str, stored_as: str
+) -> None:
+    source = directory(name)
+    path = write(source, stored_as, pre="gpt-2")
+    lm, reference = loaded(path), loaded(source)
+    tokens = reference.tokenizer.encode(PROMPT)
+    assert lm.tokenizer.encode(PROMPT) == tokens
+    assert torch.equal(lm.logits(tokens), reference.logits(tokens))
+    assert greedy(lm) == greedy(reference)
+
+
+@pytest.mark.parametrize("stored_as", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+def test_blocks_give_what_their_numbers_give(
+    directory: Callable[[str], Path], write: Write, tmp_path: Path, stored_as: str
+) -> None:
+    """The reference is the same model, of which all numbers are written out in float32."""
+    path = write(directory("llama"), stored_as)
+    assert_is_dequantized(path, tmp_path)
+
+
+@pytest.mark.parametrize("stored_as", ["q4_k", "q5_k", "q6_k"])
+def test_long_blocks_give_what_their_numbers_give(
+    directory: Callable[[str], Path], write: Write, tmp_path: Path, stored_as: str
+) -> None:
+    path = write(directory("qwen2"), "f32")
+    random = requantized(path, tmp_path / "long.gguf", lambda name: stored_as)
+    assert_is_dequantized(random, tmp_path)
+
+
+def test_a_file_of_mixed_formats_is_read(
+    directory: Callable[[str], Path], write: Write, tmp_path: Path
+) -> None:
+    """As llama-quantize writes them: layers that are fused here are stored in different ways."""
+    types = {
+        "attn_q.": "q4_k",
+        "attn_k.": "q8_0",
+        "attn_v.": "q4_k",
+        "ffn_gate": "q6_k",
+        "ffn_down": "q4_0",
+        "token_embd": "q4_k",
+        "output.": "q6_k",
+    }
+
+    def kind(name: str) -> str:
+        return next((t for part, t in types.items() if part in name), "f32")
+
+    path = requantized(write(directory("qwen2"), "f32"), tmp_path / "mixed.gguf", kind)
+    lm = assert_is_dequantized(path, tmp_path)
+    assert {"linear", "gguf_linear", "w8a16_linear", "w4a16_linear"} <= ops(lm)
+    checkpoint = GGUFCheckpoint.open(path)
+    names = dict(checkpoint.stream())
+    prefix = "model.layers.0.self_attn"
+    assert {f"{prefix}.q_proj.q4_k", f"{prefix}.k_proj.q8_0", f"{prefix}.v_proj.q4_k"} <= set(names)
+    assert names["lm_head.weight"].dtype == torch.float32
+    assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in names.values())
+
+
+def test_weights_are_exchanged_in_place(
+    directory: Callable[[str], Path], write: Write, tmp_path: Path
+) -> None:
+    """Of a layer of two formats as well."""
+
+    def kind(name: str) -> str:
+        return "q4_k" if "attn_q." in name else "q8_0" if "blk." in name else "f32"
+
+    plain = write(directory("qwen2"), "f32")
+    paths = [requantized(plain, tmp_path / f"{seed}.gguf", kind, seed=seed) for seed in (0, 1)]
+    lm, other = map(loaded, paths)
+    tokens = lm.tokenizer.encode(PROMPT)
+    assert not torch.equal(lm.logits(tokens), other.logits(tokens))
+    assert lm.update_weights(GGUFCheckpoint.open(paths[1]).stream()) == ()
+    assert torch.equal(lm.logits(tokens), other.logits(tokens))
+
+
+def copied_metadata(reader: gguf.GGUFReader, target: Path) -> gguf.GGUFWriter:
+    """Return a writer of a file with the metadata of another."""
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            value, sub_type = field.contents(), field.types[-1]
+            is_list = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, value, field.types[0], sub_type if is_list else None)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def requantized(path: Path, target: Path, kind: Callable[[str], str], seed: int = 0) -> Path:
+    """Write a file anew, the matrices in random blocks of some formats."""
+    reader, generator = gguf.GGUFReader(path), torch.Generator().manual_seed(seed)
+    writer = copied_metadata(reader, target)
+    for stored in reader.tensors:
+        name = kind(stored.name)
+        if len(stored.shape) == 1 or name == "f32":
+            writer.add_tensor(stored.name, stored.data)
+            continue
+        width, rows = (int(size) for size in stored.shape)
+        blocks = random_rows(FORMATS[name], rows, width, generator, width**-0.5)
+        number = gguf.GGMLQuantizationType[name.upper()]
+        writer.add_tensor(stored.name, blocks.numpy(), raw_dtype=number)
+    finish(writer)
+    return target
+
+
+def assert_is_dequantized(path: Path, tmp_path: Path) -> LanguageModel:
+    """Compare with the file whose blocks the library has dequantized."""
+    reader, plain = gguf.GGUFReader(path), tmp_path / "dequantized.gguf"
+    writer = copied_metadata(reader, plain)
+    for stored in reader.tensors:
+        writer.add_tensor(stored.name, gguf.quants.dequantize(stored.data, stored.tensor_type))
+    finish(writer)
+    lm, reference = loaded(path), loaded(plain)
+    tokens = reference.tokenizer.encode(PROMPT)
+    expected = reference.logits(tokens)
+    # Sums in another order, through two layers of random weights.
+    size = float(expected.abs().max())
+    torch.testing.assert_close(lm.logits(tokens), expected, atol=2e-5 * size, rtol=0)
+    return lm
+
+
+@pytest.mark.parametrize("stored_as", ["f16", "q8_0"])
+def test_the_shipped_model_writes_the_same_program(write: Write, stored_as: str) -> None:
+    path = write(SHIPPED, stored_as)
+    lm, reference = loaded(path), loaded(SHIPPED)
+    assert greedy(lm) == greedy(reference)
+    completion = lm.generate(PROMPT, max_new_tokens=TOKENS)[0]
+    assert completion.text == reference.generate(PROMPT, max_new_tokens=TOKENS)[0].text
+
+
+def test_four_bits_cost_little_of_the_shipped_model(write: Write) -> None:
+    """Perplexity of its own kind of text; llama.cpp finds the same figures of these files."""
+    text = Path(__file__).read_text(encoding="utf-8")[:2000]
+    found = {}
+    for stored_as in ("f16", "q8_0", "q4_0"):
+        lm = loaded(write(SHIPPED, stored_as))
+        tokens = lm.tokenizer.encode(text)[:250]
+        logs = lm.logits(tokens).double().log_softmax(-1)[:-1]
+        found[stored_as] = 1 / float(logs.gather(1, torch.tensor(tokens[1:])[:, None]).mean().exp())
+    assert found["q8_0"] == pytest.approx(found["f16"], rel=0.02)
+    assert found["q4_0"] == pytest.approx(found["f16"], rel=0.25)
+    assert found["q4_0"] != found["f16"]
+
+
+@pytest.mark.parametrize(("stored_as", "num_bytes"), [("q4_1", 20), ("q5_0", 22)])
+def test_weights_stay_packed(write: Write, stored_as: str, num_bytes: int) -> None:
+    lm = loaded(write(SHIPPED, stored_as))
+    layer = lm.engine.model.get_submodule("model.layers.0.mlp.gate_up_proj")
+    assert isinstance(layer, Linear)
+    held = [o for o in _pytree.tree_leaves(layer.operands) if isinstance(o, torch.Tensor)]
+    assert {tensor.dtype for tensor in held} == {torch.uint8}
+    assert sum(tensor.nbytes for tensor in held) == 2 * 688 * 256 // 32 * num_bytes
+    assert dict(layer.named_parameters()) == {}
+
+
+def test_tensors_are_those_of_the_directory(directory: Callable[[str], Path], write: Write) -> None:
+    source = directory("llama")
+    stored = load_file(source / "model.safetensors")
+    found = dict(GGUFCheckpoint.open(write(source, "f32")).stream())
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_rope_factors_stretch_wavelengths(small: Callable[..., Path]) -> None:
+    plain, stretched = small(), small("s.gguf", {"rope_freqs.weight": (8,)})
+    factors = torch.linspace(1, 4, 8)
+    file = gguf.GGUFReader(stretched, "r+")
+    next(t for t in file.tensors if t.name == "rope_freqs.weight").data[:] = factors.numpy()
+    file.data.flush()
+    rope = GGUFCheckpoint.open(stretched).config["rope_parameters"]
+    assert rope["short_factor"] == rope["long_factor"] == factors.tolist()
+    lm, other = loaded(stretched), loaded(plain)
+    cos = [m.engine.model.model.cos for m in (lm, other)]
+    assert torch.equal(cos[0][0], cos[1][0])
+    torch.testing.assert_close(cos[0][4, 7], cos[1][1, 7])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"rope_type": "default"}),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.original_context_length": 32,
+            },
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+        ),
+    ],
+)
+def test_rope_scaling_is_read(
+    small: Callable[..., Path], changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    path = small(**changes)
+    assert GGUFCheckpoint.open(path).config["rope_parameters"] == expected
+    loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "reason"),
+    [
+        ({"architecture": "mamba"}, UnsupportedModelError, "the architecture 'mamba'; read are"),
+        ({"llama.expert_count": 8}, UnsupportedModelError, "experts are not read"),
+        ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model"),
+        ({"llama.context_length": None}, CheckpointError, "lacks .*'llama.context_length'"),
+        ({"llama.context_length": "64"}, CheckpointError, "= '64', must be an integer"),
+        ({"llama.context_length": True}, CheckpointError, "= True, must be an integer"),
+        ({"llama.attention.head_count": 0}, CheckpointError, "it has 0 heads"),
+        ({"llama.attention.head_count": [2, 4]}, UnsupportedModelError, "differs between layers"),
+        ({"llama.attention.head_count": 5}, UnsupportedModelError, "not pairs of 5 heads"),
+        ({"llama.block_count": 2}, CheckpointError, "it has 2 blocks, but holds tensors of 1"),
+        ({"llama.block_count": 2**31}, CheckpointError, "it has 2,147,483,648 blocks"),
+        ({"llama.attention.value_length": 8}, UnsupportedModelError, "keys and values of diff"),
+        ({"llama.rope.freq_base": float("nan")}, CheckpointError, "= nan, must be a number"),
+        ({"llama.rope.scaling.type": "longrope"}, UnsupportedModelError, "'longrope'; read are"),
+        ({"tensors": {"token_embd.weight": None}}, CheckpointError, "lacks the tensor 'token_emb"),
+        ({"tensors": {"ssm.weight": (2, 2)}}, UnsupportedModelError, "'ssm.weight', which no mod"),
+        ({"tensors": {"blk.0.attn_q.bias": (32,)}}, UnsupportedModelError, "without 'blk.0.attn_o"),
+        ({"tensors": {"rope_freqs.weight": (9,)}}, CheckpointError, "'rope_freqs.weight' as f32"),
+        ({"tensors": {"blk.0.ffn_up.weight": (32, 32)}}, CheckpointError, "has shape"),
+        ({"tensors": {"blk.0.ffn_up.weight": None}}, CheckpointError, "lacks the tensor 'model."),
+    ],
+)
+def test_a_contradiction_is_said(
+    small: Callable[..., Path], changes: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    path = small(**changes)
+    with pytest.raises(kind, match=reason):
+        loaded(path)
+
+
+def test_a_scale_that_is_no_number_is_refused(small: Callable[..., Path]) -> None:
+    path = small()
+    file = gguf.GGUFReader(path, "r+")
+    stored = next(t for t in file.tensors if t.name == "blk.0.ffn_up.weight")
+    stored.data[3, 0:2] = (0, 0x7C)  # an infinite scale
+    file.data.flush()
+    with pytest.raises(CheckpointError, match=r"up_proj\.q8_0: holds a scale or an offset"):
+        loaded(path)
+
+
+def test_another_suffix_is_told_what_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.ggml"
+    path.write_bytes(b"ggml")
+    with pytest.raises(CheckpointError, match=r"is not a directory\nTry: .* read: \.gguf"):
+        load(path)
+
+
+def test_suffixes_in_capitals_are_the_same(small: Callable[..., Path]) -> None:
+    assert loaded(small("SMALL.GGUF")).path.name == "SMALL.GGUF"
+
+
+def test_without_the_plugin_nobody_reads_the_file(small: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"read: none"):
+        load(small(), config=Config(disable=frozenset({"gguf"})))
+
+
+def test_the_explanation_names_the_format(small: Callable[..., Path]) -> None:
+    rows = {row.choice.request.kind: row.choice for row in explain(small()).rows}
+    assert rows["checkpoint"].chosen.qualified_name == "interposer-gguf/gguf"
+    assert rows["checkpoint"].request.name == ".gguf"
+    assert current_registry().subjects("checkpoint") == [".gguf"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "reason"),
+    [
+        ({"quant_method": "gguf", "bits": 4}, UnknownNameError, "setting 'bits'"),
+        ({"quant_method": "gguf"}, ConfigError, "tensors is None, must map names"),
+        ({"quant_method": "gguf", "tensors": {"a": "q9"}}, UnknownNameError, "block format 'q9'"),
+    ],
+)
+def test_the_scheme_refuses_what_it_does_not_know(
+    settings: dict[str, Any], kind: type[Exception], reason: str
+) -> None:
+    with pytest.raises(kind, match=reason):
+        GGUF.parse(settings)

@@ -1,0 +1,12 @@
+"""Everything that the plugin declares does what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from interposer.testing.trial_group import TrialGroup
+
+
+@pytest.mark.conformance("interposer-gguf")
+def test_conformance(trial: TrialGroup) -> None:
+    trial.verify()
