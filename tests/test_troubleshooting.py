@@ -21,8 +21,9 @@ ANYTHING = "\0"
 def templates() -> frozenset[str]:
     """Return all texts in the sources, docstrings apart, with NUL for what is filled in."""
     found = set()
-    for folder in ("core", "models", "ops", "quantization", *ROOT.glob("plugins/*")):
-        for file in (ROOT / folder / "src").rglob("*.py"):
+    folders = [ROOT / name for name in ("core", "models", "ops", "quantization")]
+    for folder in (*folders, *ROOT.glob("plugins/*")):
+        for file in (folder / "src").rglob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             found |= {text(node) for node in ast.walk(tree) if id(node) not in prose}

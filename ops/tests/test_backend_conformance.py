@@ -222,8 +222,8 @@ class StoringPrecisely(PagedBackend):
 
 
 class PromisingTooMuch(AttentionBackend):
-    accepts = PagedBackend.accepts  # type: ignore[assignment]
-    kv_layout, plan, forward = PagedBackend.kv_layout, PagedBackend.plan, PagedBackend.forward  # type: ignore[assignment]
+    accepts = PagedBackend.accepts
+    kv_layout, plan, forward = PagedBackend.kv_layout, PagedBackend.plan, PagedBackend.forward
 
 
 CACHES = ("e4m3", "e4m3 per head", "e5m2")
