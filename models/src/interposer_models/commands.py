@@ -23,7 +23,9 @@ __all__ = ["run"]
 
 
 def run(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    model_dir: Annotated[
+        Path, typer.Argument(help="A model directory, or a file that a plugin reads.")
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -1,0 +1,1 @@
+"""Writing a quantized copy of a model directory."""

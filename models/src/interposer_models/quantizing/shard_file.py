@@ -1,0 +1,164 @@
+"""A safetensors file that is written tensor by tensor, in any order.
+
+Source: the format is described at https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from interposer.errors import StorageError
+
+__all__ = ["DTYPE_NAMES", "ShardFile", "layout_bytes", "write_shard"]
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+_ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+_ALIGNMENT = 8
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The dtype's name and the shape of every tensor."""
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Return how many bytes the tensors take."""
+    return sum(_num_bytes(*tensor) for tensor in layout.values())
+
+
+class ShardFile:
+    """A file at ``path``, there only once it is complete.
+
+    Until then its content is in a file beside it, whose name ends in ``.part``.
+
+    Raises: StorageError: the file cannot be written, for want of space for example.
+    """
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path = path
+        # Of this process alone, so that no other one writes between its tensors.
+        self._part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        self._offsets: dict[str, tuple[int, int]] = {}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # The widest first, so that all of them are aligned.
+        for name in sorted(layout, key=lambda name: (-_ITEM_BYTES[layout[name][0]], name)):
+            dtype, shape = layout[name]
+            start, end = end, end + _num_bytes(dtype, shape)
+            self._offsets[name] = start, end
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._start = 8 + len(text)
+        self._missing = set(layout)
+        try:
+            # Unbuffered: what cannot be written is not tried again when the file is closed.
+            self._file = self._part.open("wb", buffering=0)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        try:
+            self._write(memoryview(len(text).to_bytes(8, "little") + text))
+            self._file.truncate(self._start + end)
+        except OSError as error:
+            self._drop()
+            raise self._unwritten(error) from error
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor in its place."""
+        start, end = self._offsets[name]
+        content = _little_endian(tensor)
+        assert content.numel() == end - start, name
+        self._missing.discard(name)
+        if start == end:
+            return
+        # A view on the tensor's own memory, which needs no numpy.
+        view = (ctypes.c_char * content.numel()).from_address(content.data_ptr())
+        try:
+            self._file.seek(self._start + start)
+            self._write(memoryview(view).cast("B"))
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the file appear if all went well, else leave nothing."""
+        try:
+            if kind is None:
+                assert not self._missing, self._missing
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+                self._part.replace(self.path)
+        except OSError as failure:
+            raise self._unwritten(failure) from failure
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def _write(self, content: memoryview) -> None:
+        while content:
+            content = content[self._file.write(content) :]
+
+    def _unwritten(self, error: OSError) -> StorageError:
+        return StorageError(
+            self.path,
+            f"cannot be written: {error.strerror or error}",
+            "make room, or mend what it says; the same command then goes on from there",
+        )
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write all tensors to a file that appears complete.
+
+    Raises: StorageError: it cannot be written.
+    """
+    layout = {name: (DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+    with ShardFile(path, layout) as shard:
+        for name, tensor in tensors.items():
+            shard.write(name, tensor)
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return _ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as files hold them, uint8, contiguous."""
+    octets = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    if sys.byteorder == "big" and tensor.itemsize > 1:
+        octets = octets.view(-1, tensor.itemsize).flip(1).flatten()
+    return octets

@@ -1,0 +1,1 @@
+"""Formats that checkpoints are written in, and the methods that round weights to them."""
