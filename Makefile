@@ -9,7 +9,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint format bench clean
+.PHONY: help install demo test test-slow test-foreign test-gpu lint format bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -19,11 +19,15 @@ install: $(INSTALLED) ## Install every distribution and the tools into .venv, if
 demo: $(INSTALLED) ## Run the example of the README.
 	$(BIN)/python examples/demo.py
 
-test: lint ## Run the linters and every test that is neither slow nor for a GPU.
-	$(PYTEST) -m "not slow and not gpu"
+test: lint ## Run the linters and every test that needs neither long, nor a GPU, nor another program.
+	$(PYTEST) -m "not slow and not gpu and not foreign"
 
 test-slow: $(INSTALLED) ## Run the slow tests.
 	$(PYTEST) -m "slow and not gpu"
+
+test-foreign: $(INSTALLED) ## Build llama.cpp, a quarter of an hour, and compare with it.
+	$(BIN)/python -m pip install --quiet "llama-cpp-python==0.3.36"
+	$(BIN)/python -m pytest -m foreign -s
 
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu
