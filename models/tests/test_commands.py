@@ -66,6 +66,15 @@ def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> N
     assert len(told["token_ids"]) == 64
 
 
+def test_run_quantizes_weights_while_they_load(command: Command, llama: Path) -> None:
+    options = ("run", llama, "--prompt", "def f", "--max-new-tokens", "4", "--quantization")
+    code, _, err = command(*options, "fp8")
+    assert (code, err.count("4 tokens (length)")) == (0, 1)
+    code, _, err = command(*options, "fp9")
+    assert code == 1
+    assert "Unknown method 'fp9' to quantize weights by" in err
+
+
 def test_explain_says_what_was_chosen_and_refused(command: Command, llama: Path) -> None:
     told = facts(command, "explain", llama, "--kernel", "rms_norm=reference")
     norms = [c for c in told["choices"] if (c["kind"], c["name"]) == ("kernel", "rms_norm")]

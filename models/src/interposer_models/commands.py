@@ -31,6 +31,10 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
     dtype: Dtype = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="Quantize plain weights by it while they load."),
+    ] = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -41,7 +45,7 @@ def run(
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     started = time.perf_counter()
-    lm = _load(model_dir, dtype, policy(kernel, platform, locked))
+    lm = _load(model_dir, dtype, quantization, policy(kernel, platform, locked))
     load_s = time.perf_counter() - started
 
     text: list[str] = []
@@ -70,7 +74,7 @@ def run(
         print(_summary(len(token_ids), reason, figures), file=sys.stderr)
 
 
-def _load(path: Path, dtype: str, config: Config) -> LanguageModel:
+def _load(path: Path, dtype: str, quantization: str | None, config: Config) -> LanguageModel:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -86,7 +90,14 @@ def _load(path: Path, dtype: str, config: Config) -> LanguageModel:
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return load(path, dtype, config=config, max_sequences=1, progress=advance)
+        return load(
+            path,
+            dtype,
+            config=config,
+            max_sequences=1,
+            quantization=quantization,
+            progress=advance,
+        )
 
 
 def _speed(arrivals: list[float]) -> dict[str, float]:
