@@ -246,6 +246,8 @@ def write_quantized(
     for name, parameter in model.named_parameters():
         if name.endswith(("k_scale", "v_scale")):
             parameter.data.fill_(0.02 if name.endswith("k_scale") else 0.01)
+            # Where there are several, they differ.
+            parameter.data *= 1 + torch.arange(len(parameter)).reshape(parameter.shape) / 3
     compressor = ModelCompressor.from_pretrained_model(model, storage)
     compressor.compress_model(model)
     model.save_pretrained(path)
@@ -399,14 +401,17 @@ def test_inputs_are_rounded_no_worse_than_by_the_library(kind: str, tmp_path: Pa
         assert (found - expected).norm() < 0.2 * noise
 
 
-def test_keys_and_values_are_rounded_as_by_the_library(tmp_path: Path) -> None:
-    cache = FLOAT | ONE_SCALE
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_keys_and_values_are_rounded_as_by_the_library(strategy: str, tmp_path: Path) -> None:
+    cache = FLOAT | ONE_SCALE | {"strategy": strategy}
     path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
     exact, expected = library_logits(path, rounded=False), library_logits(path)
     found = load(path, dtype="float32").logits(TOKENS)
     noise = (expected - exact).norm()
     assert noise > 1e-2 * exact.norm(), "nothing is rounded"
     assert (found - expected).norm() < 0.01 * noise
+    scales = load_file(path / "model.safetensors")["model.layers.0.self_attn.k_scale"]
+    assert (scales.numel() > 1) == (strategy == "attn_head")
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "float8, inputs static"])

@@ -53,6 +53,8 @@ class TensorPlace:
         expected = list(entries.shape)
         if expected == [1] and tensor.ndim == 0:
             tensor = tensor.reshape(1)
+        while tensor.ndim > len(expected) and tensor.shape[-1] == 1:
+            tensor = tensor.squeeze(-1)  # as scales are stored that are to be broadcast
         if list(tensor.shape) != expected:
             raise CheckpointError(
                 path,

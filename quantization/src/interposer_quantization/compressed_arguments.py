@@ -137,17 +137,17 @@ class InputArguments(_Arguments):
 
 
 class CacheArguments(_Arguments):
-    """How keys and values are quantized: to 8-bit floats, those of a layer with one scale each."""
+    """How keys and values are quantized: to 8-bit floats, by a scale per layer or per kv head."""
 
     num_bits: Literal[8] = 8
     type: Literal["float"]
     symmetric: Literal[True] = True
-    strategy: Literal["tensor"] | None = None
+    strategy: Literal["tensor", "attn_head"] | None = None  # type: ignore[assignment]
     dynamic: Literal[False] = False
     actorder: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> CacheArguments:
-        if self._strategy != "tensor":
-            raise ValueError(f"strategy {self._strategy!r}; a cache takes 'tensor'")
+        if self._strategy not in ("tensor", "attn_head"):
+            raise ValueError(f"strategy {self._strategy!r}; a cache takes 'tensor' or 'attn_head'")
         return self

@@ -52,7 +52,10 @@ class CompressedTensors(QuantizationScheme):
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return that of 8-bit floats where the settings ask for it; None: keys as they are."""
-        return None if self.settings.kv_cache_scheme is None else CacheFormat(FORMAT)
+        cache = self.settings.kv_cache_scheme
+        if cache is None:
+            return None
+        return CacheFormat(FORMAT, head_scales=cache.strategy == "attn_head")
 
 
 def _method(stored: Stored) -> LinearMethod:
