@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from interposer.errors import CheckpointError
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "reading"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -92,7 +92,7 @@ class Checkpoint:
         """
         names: set[str] = set()
         for shard in self.shards:
-            with _reading(shard), safe_open(shard, framework="pt") as file:
+            with reading(shard), safe_open(shard, framework="pt") as file:
                 names.update(file.keys())
         return frozenset(names)
 
@@ -107,7 +107,7 @@ class Checkpoint:
         """
         seen: set[str] = set()
         for shard in self.shards:
-            with _reading(shard), safe_open(shard, framework="pt") as file:
+            with reading(shard), safe_open(shard, framework="pt") as file:
                 for name in _by_block(file.offset_keys()):
                     seen.add(name)
                     yield name, file.get_tensor(name)
@@ -130,8 +130,8 @@ def _by_block(names: Iterable[str]) -> Iterator[str]:
 
 
 @contextmanager
-def _reading(shard: Path) -> Iterator[None]:
-    """Turn what safetensors says of a bad file into a CheckpointError."""
+def reading(shard: Path) -> Iterator[None]:
+    """Turn what safetensors says of a bad file into a CheckpointError, inside a ``with`` block."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -14,6 +14,7 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_quantization.compressed_bits import number_of_words, unpack_bits
 from interposer_quantization.compressed_int_linear import IntLinear
 from interposer_quantization.compressed_stored import Inputs, Weights
+from interposer_quantization.input_groups import check_groups
 from interposer_quantization.int_packing import kernel_codes
 from interposer_quantization.packed_linear import register_stored
 
@@ -97,7 +98,7 @@ class PackedIntLinear(IntLinear):
         names = [self.members.tensor(member, "weight_g_idx") for member in self.members.sizes]
         size = self.in_features // self.num_groups
         for name, groups in zip(names, by_part, strict=True):
-            self._check_groups(name, groups, size)
+            check_groups(name, groups, self.num_groups)
             if not torch.equal(groups, by_part[0]):
                 raise CheckpointError(
                     name,
@@ -161,22 +162,3 @@ class PackedIntLinear(IntLinear):
                     f"holds {found}, the config asks for {[size, self.in_features]}",
                     "copy config.json and the weights of one checkpoint",
                 )
-
-    def _check_groups(self, name: str, groups: torch.Tensor, size: int) -> None:
-        outside = (groups < 0) | (groups >= self.num_groups)
-        if outside.any():
-            place = int(outside.nonzero()[0])
-            raise CheckpointError(
-                name,
-                f"holds the group {int(groups[place])} for input {place}, must be from 0 to "
-                f"{self.num_groups - 1}",
-                "copy the checkpoint again, or correct group_size in quantization_config",
-            )
-        counts = groups.bincount(minlength=self.num_groups)
-        if (counts != size).any():
-            group = int((counts != size).nonzero()[0])
-            raise CheckpointError(
-                name,
-                f"assigns {int(counts[group])} inputs to group {group}, must be {size}",
-                "copy the checkpoint again, or quantize again: all groups are of one size",
-            )

@@ -18,6 +18,7 @@ from interposer import LinearMethod, QuantizationScheme, Site
 from interposer.errors import CheckpointError
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.gptq_config import Settings, Weights
+from interposer_quantization.input_groups import check_groups
 from interposer_quantization.int_packing import pack_words, unpack_words
 from interposer_quantization.packed_linear import PackedLinear, register_stored
 
@@ -122,7 +123,7 @@ class GPTQLinear(PackedLinear):
         first, size = by_part[0].long(), by_part.shape[1] // self.num_groups
         names = self.tensor_names("g_idx")
         for name, groups in zip(names, by_part, strict=True):
-            self._check_groups(name, groups, size)
+            check_groups(name, groups, self.num_groups)
         for name, groups in zip(names, by_part, strict=True):
             if not torch.equal(groups, by_part[0]):
                 raise CheckpointError(
@@ -142,22 +143,3 @@ class GPTQLinear(PackedLinear):
                 "set desc_act to true in quantization_config if the groups are right",
             )
         return first
-
-    def _check_groups(self, name: str, groups: torch.Tensor, size: int) -> None:
-        outside = (groups < 0) | (groups >= self.num_groups)
-        if outside.any():
-            place = int(outside.nonzero()[0])
-            raise CheckpointError(
-                name,
-                f"holds the group {int(groups[place])} for input {place}, must be from 0 to "
-                f"{self.num_groups - 1}",
-                "copy the checkpoint again, or correct group_size in quantization_config",
-            )
-        counts = groups.bincount(minlength=self.num_groups)
-        if (counts != size).any():
-            group = int((counts != size).nonzero()[0])
-            raise CheckpointError(
-                name,
-                f"assigns {int(counts[group])} inputs to group {group}, must be {size}",
-                "copy the checkpoint again, or quantize again: all groups are of one size",
-            )

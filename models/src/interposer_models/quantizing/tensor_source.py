@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from interposer.errors import CheckpointError
+from interposer_models.checkpoint import reading
 
 __all__ = ["StoredTensor", "TensorSource", "read_file"]
 
@@ -33,7 +32,7 @@ class TensorSource:
     def __init__(self, shards: tuple[Path, ...]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
         for shard in shards:
-            with _reading(shard), safe_open(shard, framework="pt") as file:
+            with reading(shard), safe_open(shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # it is no dictionary
                     if name in self.tensors:
                         raise CheckpointError(
@@ -50,7 +49,7 @@ class TensorSource:
         Raises: CheckpointError: its file was changed meanwhile.
         """
         shard = self.tensors[name].shard
-        with _reading(shard), safe_open(shard, framework="pt") as file:
+        with reading(shard), safe_open(shard, framework="pt") as file:
             return file.get_tensor(name)  # type: ignore[no-any-return]
 
 
@@ -59,15 +58,5 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
 
     Raises: CheckpointError: the file is corrupt.
     """
-    with _reading(path), safe_open(path, framework="pt") as file:
+    with reading(path), safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-@contextmanager
-def _reading(shard: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            shard, f"is truncated or not a safetensors file: {error}", "copy it again"
-        ) from error
