@@ -32,7 +32,8 @@ def weight_of(tensors: Tensors, layer: str) -> torch.Tensor:
     """Return the float32 weight that is stored for a layer, by the words of the format."""
     stored = tensors[f"{layer}.weight"]
     if f"{layer}.SCB" in tensors:
-        return stored.double() * tensors[f"{layer}.SCB"].double()[:, None] / 127
+        # Ones behind the shape of a scale per row mean nothing.
+        return stored.double() * tensors[f"{layer}.SCB"].double().reshape(-1, 1) / 127
     below = {
         name.removeprefix(f"{layer}.weight."): tensor
         for name, tensor in tensors.items()
