@@ -43,6 +43,17 @@ _PACKED = (
     ),
 )
 
+# Kernels of the compiled library: op, dtypes, predicate, preparation.
+_WIDE = ("float32", "bfloat16")
+_NATIVE = (
+    ("linear", _WIDE, "native:judge", "pack"),
+    ("w4a16_linear", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16"),
+    ("w8a16_linear", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w8a16"),
+    ("mxfp4_linear", (*_WIDE, "float16"), "native:judge", "pack_mxfp4"),
+    ("int8_linear", (*_WIDE, "float16"), "native_linear:judge_symmetric", "pack_int8"),
+    ("w4a8_linear", (*_WIDE, "float16"), "native_linear:judge_codes", "pack_w4a8"),
+)
+
 # Processors that are described for planning, each in its file of ``devices``.
 _DESCRIBED = (
     "ampere-altra",
@@ -84,6 +95,20 @@ def interposer_records() -> list[Record]:
         )
         for technique, requires, function, judge, prepare in _PACKED
     ]
+    native = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_linear:{op}",
+            "cpu",
+            Requires(dtypes=dtypes),
+            predicate=f"interposer_cpu.{judge}",
+            prepare=f"interposer_cpu.native_linear:{prepare}",
+            score=20.0,
+            properties=frozenset({"deterministic", "traceable"}),
+        )
+        for op, dtypes, judge, prepare in _NATIVE
+    ]
     return [
         PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),
         AttentionEntry(
@@ -94,5 +119,6 @@ def interposer_records() -> list[Record]:
         ),
         *plain,
         *packed,
+        *native,
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]

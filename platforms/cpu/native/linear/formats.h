@@ -1,0 +1,281 @@
+// How each format of words is multiplied by inputs. Included once for every level.
+//
+// A format decodes a row of words into kParts vectors, and adds each part times the inputs that
+// belong to it to sums of sixteen outputs. A step is one row of words; its inputs are kStep bytes
+// of what `prepare` made of a row of x.
+#pragma once
+
+#include "../vectors.h"
+#include "packed.h"
+
+namespace {
+
+INTERPOSER_INLINE uint32_t load_word(const char* from) { return load<uint32_t>(from); }
+INTERPOSER_INLINE float load_float(const char* from) { return load<float>(from); }
+
+// Sixteen entries, looked up by the low four bits of each lane.
+INTERPOSER_INLINE Floats looked_up(Floats table, Words indices) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permutexvar_ps((__m512i)indices, (__m512)table);
+#else
+  return __builtin_shuffle(table, (Ints)indices);
+#endif
+}
+
+constexpr int kNibbleOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+struct OnFloats {  // x as float32
+  typedef Floats Part;
+  typedef Floats Sum;
+  static constexpr bool kInteger = false;
+  static constexpr int kInputBytes = 4;
+
+  static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
+    sum += part * splat(load_float(x));
+  }
+};
+
+struct Float32OnFloats : OnFloats {
+  static constexpr int kParts = 1, kInputs = 1, kZero = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    parts[0] = as_floats(words);
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+struct BFloat16OnFloats : OnFloats {
+  static constexpr int kParts = 2, kInputs = 2, kZero = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    parts[0] = as_floats(words << 16);
+    parts[1] = as_floats(words & 0xffff0000u);
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+struct Int8OnFloats : OnFloats {
+  static constexpr int kParts = 4, kInputs = 4, kZero = 128;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = __builtin_convertvector((Ints)(words >> 8 * i & 255) - zero, Floats);
+    }
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+struct Int4OnFloats : OnFloats {
+  static constexpr int kParts = 8, kInputs = 8, kZero = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
+#if defined(__AVX512F__)
+    const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats offset = __builtin_convertvector(zero, Floats);
+    for (int i = 0; i < kParts; ++i) parts[i] = looked_up(table, words >> 4 * i) - offset;
+#else
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = __builtin_convertvector((Ints)(words >> 4 * i & 15) - zero, Floats);
+    }
+#endif
+  }
+  static constexpr int place(int part) { return kNibbleOrder[part]; }
+};
+
+struct E2M1OnFloats : OnFloats {
+  static constexpr int kParts = 8, kInputs = 8, kZero = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+#if defined(__x86_64__)
+    const Floats table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    for (int i = 0; i < kParts; ++i) parts[i] = looked_up(table, words >> 4 * i);
+#else
+    // Two bits of exponent and one of mantissa, as those of a float32: the product corrects the
+    // bias, also of the one subnormal.
+    for (int i = 0; i < kParts; ++i) {
+      Words code = words >> 4 * i;
+      Words bits = (code & 7) << 22 | (code & 8) << 28;
+      parts[i] = as_floats(bits) * splat(0x1p126f);
+    }
+#endif
+  }
+  static constexpr int place(int part) { return kNibbleOrder[part]; }
+};
+
+struct E4M3OnFloats : OnFloats {
+  static constexpr int kParts = 4, kInputs = 4, kZero = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    for (int i = 0; i < kParts; ++i) {
+      Words code = words >> 8 * i;
+      Words bits = (code & 0x7f) << 20 | (code & 0x80) << 24;
+      parts[i] = as_floats(bits) * splat(0x1p120f);
+    }
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define INTERPOSER_PAIRS 1
+
+// x as it is, two bfloat16 at a time.
+struct OnPairs {
+  typedef Words Part;
+  typedef Floats Sum;
+  static constexpr bool kInteger = false;
+  static constexpr int kInputBytes = 2;
+
+  static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
+#if defined(__AVX512BF16__)
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)part,
+                                   (__m512bh)_mm512_set1_epi32(int(load_word(x))));
+#else
+    const bfloat16x8_t pair = vreinterpretq_bf16_u32(vdupq_n_u32(load_word(x)));
+    for (int i = 0; i < 4; ++i) {
+      float32x4_t four = load<float32x4_t>((const char*)&sum + 16 * i);
+      bfloat16x8_t eight = load<bfloat16x8_t>((const char*)&part + 16 * i);
+      store((char*)&sum + 16 * i, vbfdotq_f32(four, eight, pair));
+    }
+#endif
+  }
+};
+
+struct BFloat16OnPairs : OnPairs {
+  static constexpr int kParts = 1, kInputs = 2, kZero = 0;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    parts[0] = words;
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+#endif
+
+#if defined(__AVX512BF16__)
+// Entries of 16 bits, looked up by the low five of each half lane.
+struct Table {
+  uint16_t entries[32];
+};
+
+// bfloat16 of the integers from 0 to 15, and of those from -16 to -1.
+constexpr Table kSigned = {{0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                            0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+                            0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110,
+                            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80}};
+// What four bits stand for, twice: the fifth belongs to the next code.
+constexpr Table kCentred = {{0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                             0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0}};
+constexpr Table kE2M1 = {{0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                          0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+                          0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                          0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0}};
+
+template <const Table& table>
+struct NibblesOnPairs : OnPairs {
+  static constexpr int kParts = 4, kInputs = 8, kZero = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    const __m512i entries = load<__m512i>(table.entries);
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)words, 4 * i), entries);
+    }
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+
+typedef NibblesOnPairs<kCentred> Int4OnPairs;
+typedef NibblesOnPairs<kE2M1> E2M1OnPairs;
+
+struct ShiftedInt4OnPairs : OnPairs {
+  static constexpr int kParts = 4, kInputs = 8, kZero = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
+    const __m512i entries = load<__m512i>(kSigned.entries);
+    const __m512i both = (__m512i)((Words)zero << 16 | (Words)zero);
+    for (int i = 0; i < kParts; ++i) {
+      __m512i codes = (__m512i)((Words)_mm512_srli_epi16((__m512i)words, 4 * i) & 0x000f000fu);
+      parts[i] = (Words)_mm512_permutexvar_epi16(_mm512_sub_epi16(codes, both), entries);
+    }
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+#endif
+
+// x as int8 codes, four in a word in the order of the format.
+struct OnCodes {
+  typedef Words Part;  // of bytes from 0 to 255
+  typedef Ints Sum;
+  static constexpr bool kInteger = true;
+  static constexpr int kInputBytes = 1;
+
+  static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
+    const uint32_t four = load_word(x);
+#if defined(__AVX512VNNI__)
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part, _mm512_set1_epi32(int(four)));
+#elif defined(__AVX512BW__)
+    const __m512i codes = _mm512_set1_epi32(int(four));
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
+    sum += (Ints)_mm512_madd_epi16((__m512i)(part & 0x00ff00ffu), even);
+    sum += (Ints)_mm512_madd_epi16((__m512i)(part >> 8 & 0x00ff00ffu), _mm512_srai_epi16(codes, 8));
+#elif defined(__AVX2__)
+    const __m256i codes = _mm256_set1_epi32(int(four));
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
+    const __m256i odd = _mm256_srai_epi16(codes, 8);
+    const __m256i low = _mm256_set1_epi32(0x00ff00ff);
+    for (int i = 0; i < 2; ++i) {
+      __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
+      const __m256i bytes = load<__m256i>((const char*)&part + 32 * i);
+      eight = _mm256_add_epi32(eight, _mm256_madd_epi16(_mm256_and_si256(bytes, low), even));
+      const __m256i high = _mm256_srli_epi16(bytes, 8);
+      store((char*)&sum + 32 * i, _mm256_add_epi32(eight, _mm256_madd_epi16(high, odd)));
+    }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    const int8x16_t codes = vreinterpretq_s8_u32(vdupq_n_u32(four));
+    for (int i = 0; i < 4; ++i) {
+      int32x4_t sums = load<int32x4_t>((const char*)&sum + 16 * i);
+      uint8x16_t bytes = load<uint8x16_t>((const char*)&part + 16 * i);
+      store((char*)&sum + 16 * i, vusdotq_s32(sums, bytes, codes));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    // Both operands of this instruction are signed. A byte with its highest bit flipped is less
+    // by 128, which is made up for by 64 times the codes, twice.
+    const int8x16_t codes = vreinterpretq_s8_u32(vdupq_n_u32(four));
+    const int8x16_t half = vdupq_n_s8(64);
+    for (int i = 0; i < 4; ++i) {
+      int32x4_t sums = load<int32x4_t>((const char*)&sum + 16 * i);
+      int8x16_t bytes = veorq_s8(load<int8x16_t>((const char*)&part + 16 * i), vdupq_n_s8(-128));
+      sums = vdotq_s32(vdotq_s32(sums, half, codes), half, codes);
+      store((char*)&sum + 16 * i, vdotq_s32(sums, bytes, codes));
+    }
+#else
+    for (int i = 0; i < 4; ++i) {
+      sum += (Ints)(part >> 8 * i & 255) * splat(int32_t(int8_t(four >> 8 * i)));
+    }
+#endif
+  }
+};
+
+struct Int8OnCodes : OnCodes {
+  static constexpr int kParts = 1, kInputs = 4, kZero = 128;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    parts[0] = words;
+  }
+  static constexpr int place(int part) { return 4 * part; }
+};
+
+struct Int4OnCodes : OnCodes {
+  static constexpr int kParts = 2, kInputs = 8, kZero = 8;
+
+  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+    parts[0] = words & 0x0f0f0f0fu;
+    parts[1] = words >> 4 & 0x0f0f0f0fu;
+  }
+  static constexpr int place(int part) { return 4 * part; }
+};
+
+// Of eight int8 codes, which one stands at each byte of what `Int4OnCodes` is multiplied by.
+constexpr int kCodeOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+}  // namespace

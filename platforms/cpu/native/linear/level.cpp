@@ -1,0 +1,261 @@
+// Products by packed weights, compiled once for each level with its own flags.
+
+#include <cstddef>
+
+#include "formats.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMostRows = 6;
+constexpr int kRegisterTiles = 4;
+#else
+constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
+constexpr int kRegisterTiles = 1;
+#endif
+constexpr int kTiles = kBlock / kLanes;
+
+// Ahead of what is read, in rows of words of a block.
+constexpr int64_t kPrefetchSteps = 16;
+
+struct Span {
+  int64_t first_block, last_block, first_row, last_row;
+};
+
+INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
+  if (type != kE8M0) return load_floats(scales, type);
+  const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
+  // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
+  const Words edge = (Words)((exponents == 0) | (exponents == 255));
+  return as_floats(exponents << 23 | (edge & 0x400000));
+}
+
+template <class F, int M, int T>
+INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
+                                      int64_t block, int tile, int64_t row) {
+  typedef typename F::Sum Sum;
+  typedef typename F::Part Part;
+  constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
+  const interposer_packed& weight = *product.weight;
+  const int64_t steps = padded_inputs(weight.inputs) / F::kInputs;
+  const int64_t num_groups = weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
+  const int64_t group_steps = num_groups > 1 ? weight.group / F::kInputs : steps;
+  const char* words = at<char>(&weight, weight.words_at) +
+                      (block * steps * kBlock + tile * kLanes) * int64_t(sizeof(uint32_t));
+  const int scale_size = size_of(weight.scale_type);
+  const int64_t first_scale = block * num_groups * kBlock + tile * kLanes;
+  const char* scales = at<char>(&weight, weight.scales_at);
+  const char* zeros = at<char>(&weight, weight.zeros_at);
+  if (scales) scales += first_scale * scale_size;
+  if (zeros) zeros += first_scale;
+  const char* x[M];
+  for (int m = 0; m < M; ++m) {
+    x[m] = static_cast<const char*>(prepared.data) + (row + m) * prepared.stride;
+  }
+  Floats totals[M][T] = {};
+  for (int64_t group = 0; group < num_groups; ++group) {
+    Ints zero[T];
+    for (int t = 0; t < T; ++t) {
+      zero[t] = zeros ? __builtin_convertvector(load<Bytes>(zeros + t * kLanes), Ints)
+                      : splat(int32_t(F::kZero));
+    }
+    Sum sums[M][T][kChains] = {};
+    for (int64_t step = 0; step < group_steps; ++step) {
+      for (int t = 0; t < T; ++t) {
+        __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+        Part parts[F::kParts];
+        F::decode(load<Words>(words + t * 64), zero[t], parts);
+        for (int m = 0; m < M; ++m) {
+          for (int p = 0; p < F::kParts; ++p) {
+            F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
+          }
+        }
+      }
+      words += kBlock * 4;
+      for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
+    }
+    for (int m = 0; m < M; ++m) {
+      for (int t = 0; t < T; ++t) {
+        Sum sum = sums[m][t][0];
+        if constexpr (kChains == 2) sum += sums[m][t][1];
+        Floats term;
+        if constexpr (F::kInteger) {
+          const int32_t codes = prepared.sums[(row + m) * prepared.num_groups + group];
+          term = __builtin_convertvector(sum - zero[t] * splat(codes), Floats);
+        } else {
+          term = sum;
+        }
+        if (scales) {
+          totals[m][t] += term * load_scales(scales + t * kLanes * scale_size, weight.scale_type);
+        } else {
+          totals[m][t] += term;
+        }
+      }
+    }
+    if (scales) scales += kBlock * scale_size;
+    if (zeros) zeros += kBlock;
+  }
+  const float* bias = at<float>(&weight, weight.bias_at);
+  for (int t = 0; t < T; ++t) {
+    const int64_t output = block * kBlock + (tile + t) * kLanes;
+    const int64_t count = weight.outputs - output;
+    if (count <= 0) break;
+    for (int m = 0; m < M; ++m) {
+      Floats result = totals[m][t];
+      if (F::kInteger) {
+        result *= splat(product.x_scales[(row + m) * product.x_scale_stride]);
+      }
+      if (bias) result += load<Floats>(bias + output);
+      char* out = static_cast<char*>(product.out) +
+                  ((row + m) * product.out_stride + output) * size_of(product.out_type);
+      store_some(out, result, product.out_type, int(count < kLanes ? count : kLanes));
+    }
+  }
+}
+
+template <class F, int M>
+void multiply_rows(const interposer_product& product, const Prepared& prepared, int64_t block,
+                   int64_t row) {
+  // With sums of groups beside the totals, half of the tiles fill the registers.
+  constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : M > 2 && F::kInputs > 2 ? 2 : 4;
+  for (int tile = 0; tile < kTiles; tile += T) {
+    if (block * kBlock + tile * kLanes >= product.weight->outputs) break;
+    multiply_tiles<F, M, T>(product, prepared, block, tile, row);
+  }
+}
+
+template <class F>
+void multiply_span(const interposer_product& product, const Prepared& prepared, Span span) {
+  for (int64_t block = span.first_block; block < span.last_block; ++block) {
+    int64_t row = span.first_row;
+    for (; row + kMostRows <= span.last_row; row += kMostRows) {
+      multiply_rows<F, kMostRows>(product, prepared, block, row);
+    }
+    for (; kMostRows > 4 && row + 4 <= span.last_row; row += 4) {
+      multiply_rows<F, 4>(product, prepared, block, row);
+    }
+    for (; row + 2 <= span.last_row; row += 2) multiply_rows<F, 2>(product, prepared, block, row);
+    for (; row < span.last_row; ++row) multiply_rows<F, 1>(product, prepared, block, row);
+  }
+}
+
+bool reads_pairs(const interposer_product& product) {
+#if defined(__AVX512BF16__)
+  const int32_t format = product.weight->format;
+  return product.x_type == kBFloat16 &&
+         (format == kWeightBFloat16 || format == kWeightInt4 || format == kWeightE2M1);
+#elif defined(INTERPOSER_PAIRS)
+  return product.x_type == kBFloat16 && product.weight->format == kWeightBFloat16;
+#else
+  (void)product;
+  return false;
+#endif
+}
+
+int64_t prepared_row_bytes(const interposer_product& product) {
+  const int64_t inputs = padded_inputs(product.weight->inputs);
+  if (product.x_type == kInt8) return round_up(inputs, 64);
+  const bool whole = inputs == product.weight->inputs;
+  if (reads_pairs(product)) return whole ? 0 : round_up(2 * inputs, 64);
+  if (product.x_type == kFloat32 && whole) return 0;
+  return 4 * round_up(inputs, kLanes);
+}
+
+// Four codes of a word, as a number: the first in the lowest byte.
+uint32_t codes_in_word(const int8_t* row, int64_t first, int64_t inputs, const int* order) {
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int64_t input = first + order[i];
+    if (input < inputs) word |= uint32_t(uint8_t(row[input])) << 8 * i;
+  }
+  return word;
+}
+
+void prepare_codes(const interposer_product& product, char* to, int32_t* sums, int64_t row) {
+  const interposer_packed& weight = *product.weight;
+  const int8_t* from = static_cast<const int8_t*>(product.x) + row * product.x_stride;
+  const int64_t inputs = weight.inputs, padded = padded_inputs(inputs);
+  constexpr int kPlain[4] = {0, 1, 2, 3};
+  if (weight.format == kWeightInt4) {
+    for (int64_t first = 0; first < padded; first += 8) {
+      store(to + first, codes_in_word(from, first, inputs, kCodeOrder));
+      store(to + first + 4, codes_in_word(from, first, inputs, kCodeOrder + 4));
+    }
+  } else {
+    for (int64_t first = 0; first < padded; first += 4) {
+      store(to + first, codes_in_word(from, first, inputs, kPlain));
+    }
+  }
+  const int64_t num_groups = (inputs + weight.group - 1) / weight.group;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    int32_t sum = 0;
+    const int64_t end = (group + 1) * weight.group;
+    for (int64_t i = group * weight.group; i < (end < inputs ? end : inputs); ++i) sum += from[i];
+    sums[row * num_groups + group] = sum;
+  }
+}
+
+void prepare_rows(const interposer_product& product, void* data, int64_t row_bytes, int32_t* sums,
+                  int64_t first, int64_t last) {
+  const int64_t inputs = product.weight->inputs;
+  const int size = size_of(product.x_type);
+  for (int64_t row = first; row < last; ++row) {
+    char* to = static_cast<char*>(data) + row * row_bytes;
+    const char* from = static_cast<const char*>(product.x) + row * product.x_stride * size;
+    if (product.x_type == kInt8) {
+      prepare_codes(product, to, sums, row);
+    } else if (reads_pairs(product)) {
+      std::memset(to, 0, size_t(row_bytes));
+      std::memcpy(to, from, size_t(2 * inputs));
+    } else {
+      for (int64_t i = 0; i < inputs; i += kLanes) {
+        const int count = int(inputs - i < kLanes ? inputs - i : kLanes);
+        store(to + 4 * i, load_some(from + i * size, product.x_type, count));
+      }
+    }
+  }
+}
+
+void multiply(const interposer_product& product, const Prepared& prepared, int64_t first_block,
+              int64_t last_block, int64_t first_row, int64_t last_row) {
+  const Span span = {first_block, last_block, first_row, last_row};
+  const int32_t format = product.weight->format;
+  if (product.x_type == kInt8) {
+    if (format == kWeightInt4) return multiply_span<Int4OnCodes>(product, prepared, span);
+    return multiply_span<Int8OnCodes>(product, prepared, span);
+  }
+#if defined(INTERPOSER_PAIRS)
+  if (reads_pairs(product)) {
+#if defined(__AVX512BF16__)
+    if (format == kWeightE2M1) return multiply_span<E2M1OnPairs>(product, prepared, span);
+    if (format == kWeightInt4) {
+      if (product.weight->zeros_at) {
+        return multiply_span<ShiftedInt4OnPairs>(product, prepared, span);
+      }
+      return multiply_span<Int4OnPairs>(product, prepared, span);
+    }
+#endif
+    return multiply_span<BFloat16OnPairs>(product, prepared, span);
+  }
+#endif
+  switch (format) {
+    case kWeightFloat32:
+      return multiply_span<Float32OnFloats>(product, prepared, span);
+    case kWeightBFloat16:
+      return multiply_span<BFloat16OnFloats>(product, prepared, span);
+    case kWeightInt8:
+      return multiply_span<Int8OnFloats>(product, prepared, span);
+    case kWeightInt4:
+      return multiply_span<Int4OnFloats>(product, prepared, span);
+    case kWeightE2M1:
+      return multiply_span<E2M1OnFloats>(product, prepared, span);
+    default:
+      return multiply_span<E4M3OnFloats>(product, prepared, span);
+  }
+}
+
+}  // namespace
+
+extern "C" const LinearKernels INTERPOSER_OF_LEVEL(interposer_linear);
+extern "C" const LinearKernels INTERPOSER_OF_LEVEL(interposer_linear) = {prepared_row_bytes,
+                                                                         prepare_rows, multiply};

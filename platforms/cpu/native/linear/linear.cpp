@@ -1,0 +1,124 @@
+// Chooses the level's kernels, and shares out blocks of outputs and rows among threads.
+
+#include "../levels.h"
+#include "../pool.h"
+#include "../vectors.h"
+#include "packed.h"
+
+#define INTERPOSER_DECLARE(level) extern "C" const LinearKernels interposer_linear_##level
+
+#if defined(__x86_64__)
+INTERPOSER_DECLARE(avx2);
+INTERPOSER_DECLARE(avx512);
+INTERPOSER_DECLARE(avx512_vnni);
+INTERPOSER_DECLARE(avx512_bf16);
+#elif defined(__aarch64__)
+INTERPOSER_DECLARE(neon);
+INTERPOSER_DECLARE(dotprod);
+INTERPOSER_DECLARE(bf16_i8mm);
+#elif defined(__s390x__)
+INTERPOSER_DECLARE(z14);
+INTERPOSER_DECLARE(z15);
+#endif
+
+namespace {
+
+const LinearKernels* kernels() {
+  switch (interposer_level()) {
+#if defined(__x86_64__)
+    case kAVX2:
+      return &interposer_linear_avx2;
+    case kAVX512:
+      return &interposer_linear_avx512;
+    case kAVX512VNNI:
+      return &interposer_linear_avx512_vnni;
+    case kAVX512BF16:
+      return &interposer_linear_avx512_bf16;
+#elif defined(__aarch64__)
+    case kNEON:
+      return &interposer_linear_neon;
+    case kDotProd:
+      return &interposer_linear_dotprod;
+    case kBF16I8MM:
+      return &interposer_linear_bf16_i8mm;
+#elif defined(__s390x__)
+    case kZ14:
+      return &interposer_linear_z14;
+    case kZ15:
+      return &interposer_linear_z15;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+// Up to so many rows are prepared by the thread that calls: waking others takes longer.
+constexpr int64_t kFewRows = 8;
+// Rows that a thread takes at a time where there are fewer blocks than threads need.
+constexpr int64_t kRowShare = 48;
+
+struct Job {
+  const interposer_product* product;
+  const LinearKernels* kernels;
+  Prepared prepared;
+  char* data;
+  int64_t row_bytes;
+  int32_t* sums;
+};
+
+void prepare_some(void* argument, int thread, int threads) {
+  Job& job = *static_cast<Job*>(argument);
+  const int64_t rows = job.product->rows;
+  job.kernels->prepare_rows(*job.product, job.data, job.row_bytes, job.sums, rows * thread / threads,
+                            rows * (thread + 1) / threads);
+}
+
+void multiply_some(void* argument, int thread, int threads) {
+  const Job& job = *static_cast<Job*>(argument);
+  const int64_t rows = job.product->rows;
+  const int64_t blocks = num_blocks(job.product->weight->outputs);
+  // Whole blocks for every thread, unless that leaves some of them without work for long.
+  int64_t shares = 1;
+  while (blocks * shares < 4 * threads && rows / (shares + 1) >= kRowShare) ++shares;
+  const int64_t tasks = blocks * shares;
+  int64_t task = tasks * thread / threads;
+  const int64_t end = tasks * (thread + 1) / threads;
+  while (task < end) {
+    const int64_t share = task / blocks, block = task % blocks;
+    const int64_t count = blocks - block < end - task ? blocks - block : end - task;
+    job.kernels->multiply(*job.product, job.prepared, block, block + count, rows * share / shares,
+                          rows * (share + 1) / shares);
+    task += count;
+  }
+}
+
+}  // namespace
+
+extern "C" int32_t interposer_linear(const interposer_product* product) {
+  const interposer_packed& weight = *product->weight;
+  if (weight.magic != kMagic) return kNotPacked;
+  const bool codes = product->x_type == kInt8;
+  if (codes && weight.format != kWeightInt8 && weight.format != kWeightInt4) return kMismatch;
+  const LinearKernels* chosen = kernels();
+  if (chosen == nullptr) return kNoKernels;
+  if (product->rows == 0) return kDone;
+
+  Job job = {product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr};
+  job.prepared.data = product->x;
+  job.prepared.stride = product->x_stride * size_of(product->x_type);
+  job.prepared.num_groups = (weight.inputs + weight.group - 1) / weight.group;
+  const int threads = interposer_num_threads();
+  if (job.row_bytes) {
+    const int64_t data_bytes = round_up(product->rows * job.row_bytes, 64);
+    const int64_t sum_bytes = codes ? product->rows * job.prepared.num_groups * 4 : 0;
+    job.data = static_cast<char*>(interposer_scratch(data_bytes + sum_bytes));
+    if (job.data == nullptr) return kNoMemory;
+    job.sums = reinterpret_cast<int32_t*>(job.data + data_bytes);
+    interposer_parallel(prepare_some, &job, product->rows <= kFewRows ? 1 : threads);
+    job.prepared.data = job.data;
+    job.prepared.stride = job.row_bytes;
+    job.prepared.sums = job.sums;
+  }
+  interposer_parallel(multiply_some, &job, threads);
+  return kDone;
+}

@@ -1,0 +1,176 @@
+#include <cstring>
+
+#include "../pool.h"
+#include "../vectors.h"
+#include "packed.h"
+
+namespace {
+
+// Of eight inputs, which one each nibble of a word holds, from the lowest. So the bytes of a word
+// hold, each for its low nibbles, inputs 0 4 1 5, and 2 6 3 7 for its high ones; and its two
+// halves are neighbours at every position.
+constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+struct Packing {
+  const interposer_plain* plain;
+  interposer_packed* packed;
+};
+
+uint32_t nibble(const uint8_t* row, int64_t input, int64_t inputs) {
+  if (input >= inputs) return 0;
+  return input % 2 ? row[input / 2] >> 4 : row[input / 2] & 15;
+}
+
+uint32_t word_at(const interposer_plain& plain, int64_t output, int64_t step) {
+  const int64_t inputs = plain.inputs;
+  uint32_t word = 0;
+  switch (plain.format) {
+    case kWeightFloat32:
+      if (step < inputs) {
+        std::memcpy(&word, static_cast<const float*>(plain.weight) + output * inputs + step, 4);
+      }
+      return word;
+    case kWeightBFloat16: {
+      const uint16_t* row = static_cast<const uint16_t*>(plain.weight) + output * inputs;
+      for (int i = 0; i < 2; ++i) {
+        if (2 * step + i < inputs) word |= uint32_t(row[2 * step + i]) << 16 * i;
+      }
+      return word;
+    }
+    case kWeightInt8:
+    case kWeightE4M3: {
+      const uint8_t* row = static_cast<const uint8_t*>(plain.weight) + output * inputs;
+      const uint8_t flip = plain.format == kWeightInt8 ? 0x80 : 0;
+      for (int i = 0; i < 4; ++i) {
+        if (4 * step + i < inputs) word |= uint32_t(row[4 * step + i] ^ flip) << 8 * i;
+      }
+      return word;
+    }
+    default: {
+      const uint8_t* row = static_cast<const uint8_t*>(plain.weight) + output * ((inputs + 1) / 2);
+      for (int i = 0; i < 8; ++i) {
+        word |= nibble(row, 8 * step + kOrder[i], inputs) << 4 * i;
+      }
+      return word;
+    }
+  }
+}
+
+void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_t block) {
+  const int64_t first = block * kBlock;
+  const int64_t count = plain.outputs - first < kBlock ? plain.outputs - first : kBlock;
+  const int64_t steps = padded_inputs(plain.inputs) / inputs_per_word(plain.format);
+  const int64_t groups = plain.group ? (plain.inputs + plain.group - 1) / plain.group : 0;
+  char* memory = reinterpret_cast<char*>(packed);
+
+  uint32_t* words = reinterpret_cast<uint32_t*>(memory + packed->words_at) + block * steps * kBlock;
+  // Sixteen steps at a time: a cache line of each row is then read once, and written to lines
+  // that stay in the cache.
+  for (int64_t begin = 0; begin < steps; begin += 16) {
+    const int64_t end = begin + 16 < steps ? begin + 16 : steps;
+    for (int64_t output = 0; output < kBlock; ++output) {
+      for (int64_t step = begin; step < end; ++step) {
+        words[step * kBlock + output] = output < count ? word_at(plain, first + output, step) : 0;
+      }
+    }
+  }
+  if (packed->scales_at) {
+    const int size = size_of(plain.scale_type);
+    char* scales = memory + packed->scales_at + block * groups * kBlock * size;
+    std::memset(scales, 0, size_t(groups * kBlock * size));
+    for (int64_t output = 0; output < count; ++output) {
+      const char* row =
+          static_cast<const char*>(plain.scales) + (first + output) * plain.scale_stride * size;
+      for (int64_t group = 0; group < groups; ++group) {
+        std::memcpy(scales + (group * kBlock + output) * size, row + group * size, size_t(size));
+      }
+    }
+  }
+  if (packed->zeros_at) {
+    uint8_t* zeros = reinterpret_cast<uint8_t*>(memory + packed->zeros_at) + block * groups * kBlock;
+    std::memset(zeros, 0, size_t(groups * kBlock));
+    for (int64_t output = 0; output < count; ++output) {
+      for (int64_t group = 0; group < groups; ++group) {
+        zeros[group * kBlock + output] = plain.zeros[(first + output) * groups + group];
+      }
+    }
+  }
+  if (packed->bias_at) {
+    float* bias = reinterpret_cast<float*>(memory + packed->bias_at) + first;
+    for (int64_t output = 0; output < kBlock; ++output) {
+      bias[output] = output < count ? plain.bias[first + output] : 0.0f;
+    }
+  }
+}
+
+void pack_some(void* argument, int thread, int threads) {
+  const Packing& packing = *static_cast<Packing*>(argument);
+  const int64_t blocks = num_blocks(packing.plain->outputs);
+  for (int64_t block = blocks * thread / threads; block < blocks * (thread + 1) / threads; ++block) {
+    pack_block(*packing.plain, packing.packed, block);
+  }
+}
+
+interposer_packed header(const interposer_plain& plain) {
+  interposer_packed packed = {};
+  packed.magic = kMagic;
+  packed.format = plain.format;
+  packed.scale_type = plain.scales ? plain.scale_type : kNone;
+  packed.outputs = plain.outputs;
+  packed.inputs = plain.inputs;
+  packed.group = plain.group ? plain.group : plain.inputs;
+  const int64_t rows = num_blocks(plain.outputs) * kBlock;
+  const int64_t groups = plain.group ? (plain.inputs + plain.group - 1) / plain.group : 0;
+  int64_t end = round_up(sizeof packed, 64);
+  packed.words_at = end;
+  end += rows * padded_inputs(plain.inputs) / inputs_per_word(plain.format) * 4;
+  if (plain.scales) {
+    packed.scales_at = end;
+    end = round_up(end + rows * groups * size_of(plain.scale_type), 64);
+  }
+  if (plain.zeros) {
+    packed.zeros_at = end;
+    end = round_up(end + rows * groups, 64);
+  }
+  if (plain.bias) {
+    packed.bias_at = end;
+    end += rows * 4;
+  }
+  packed.bytes = end;
+  return packed;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t interposer_packed_bytes(const interposer_plain* plain) {
+  const bool sound = plain->outputs > 0 && plain->inputs > 0 && plain->group >= 0;
+  return sound ? header(*plain).bytes : 0;
+}
+
+void interposer_pack(const interposer_plain* plain, void* memory) {
+  const interposer_packed packed = header(*plain);
+  std::memcpy(memory, &packed, sizeof packed);
+  Packing packing{plain, static_cast<interposer_packed*>(memory)};
+  interposer_parallel(pack_some, &packing, interposer_num_threads());
+}
+
+void interposer_rows(const interposer_packed* weight, const int64_t* rows, int64_t count,
+                     void* out) {
+  const int64_t steps = padded_inputs(weight->inputs) / inputs_per_word(weight->format);
+  const uint32_t* words = at<uint32_t>(weight, weight->words_at);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t* column = words + rows[i] / kBlock * steps * kBlock + rows[i] % kBlock;
+    if (weight->format == kWeightFloat32) {
+      uint32_t* row = static_cast<uint32_t*>(out) + i * weight->inputs;
+      for (int64_t input = 0; input < weight->inputs; ++input) row[input] = column[input * kBlock];
+    } else {
+      uint16_t* row = static_cast<uint16_t*>(out) + i * weight->inputs;
+      for (int64_t input = 0; input < weight->inputs; ++input) {
+        row[input] = uint16_t(column[input / 2 * kBlock] >> 16 * (input % 2));
+      }
+    }
+  }
+}
+}

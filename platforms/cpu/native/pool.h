@@ -1,0 +1,20 @@
+// The threads that share out work: those of torch's own OpenMP runtime, once it was named.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+typedef void (*interposer_task)(void* argument, int thread, int threads);
+
+// Use the OpenMP runtime whose functions these are; null pointers mean to work alone.
+void interposer_set_pool(void* parallel, void* thread_num, void* num_threads, void* max_threads);
+
+// How many threads a task gets: what torch.set_num_threads said last.
+int interposer_num_threads();
+
+// Call `task` once on each of at most `threads` threads, and wait for all of them.
+void interposer_parallel(interposer_task task, void* argument, int threads);
+
+// Memory of this thread that holds until its next call; aligned to 64 bytes. Null if there is none.
+void* interposer_scratch(int64_t bytes);
+}

@@ -1,0 +1,165 @@
+// Sixteen numbers at a time, whatever the processor's vectors hold: the compiler splits them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// The name of what each level has of its own.
+#define INTERPOSER_PASTE(name, level) name##_##level
+#define INTERPOSER_PASTE_VALUES(name, level) INTERPOSER_PASTE(name, level)
+#define INTERPOSER_OF_LEVEL(name) INTERPOSER_PASTE_VALUES(name, INTERPOSER_LEVEL)
+
+#define INTERPOSER_INLINE inline __attribute__((always_inline))
+
+// The numeric formats that cross the C interface.
+enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kE8M0 = 4, kNone = -1 };
+
+namespace {  // a copy for each level: none may be shared between files of different flags
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+template <class V>
+INTERPOSER_INLINE V load(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class V>
+INTERPOSER_INLINE void store(void* to, V value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+#define INTERPOSER_SPLAT(s) {s, s, s, s, s, s, s, s, s, s, s, s, s, s, s, s}
+INTERPOSER_INLINE Floats splat(float s) { return Floats INTERPOSER_SPLAT(s); }
+INTERPOSER_INLINE Ints splat(int32_t s) { return Ints INTERPOSER_SPLAT(s); }
+INTERPOSER_INLINE Words splat(uint32_t s) { return Words INTERPOSER_SPLAT(s); }
+
+INTERPOSER_INLINE Floats as_floats(Words bits) { return (Floats)bits; }
+
+INTERPOSER_INLINE float float_of_bfloat16(uint16_t half) {
+  uint32_t bits = uint32_t(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Rounded to nearest, ties to even; a NaN stays one.
+INTERPOSER_INLINE uint16_t bfloat16_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INTERPOSER_INLINE Floats floats_of_bfloat16(Halves halves) {
+  return as_floats(__builtin_convertvector(halves, Words) << 16);
+}
+
+INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
+#if defined(__AVX512BF16__)
+  // The instruction treats denormals as zero, which is within half a unit of float32's smallest.
+  return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#else
+  Words bits = (Words)values;
+  Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  Words nan = bits >> 16 | 0x40;
+  Words is_nan = (Words)((bits & 0x7fffffff) > splat(uint32_t(0x7f800000)));
+  return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), Halves);
+#endif
+}
+
+INTERPOSER_INLINE Floats floats_of_float16(Halves halves) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+  Floats values;
+  for (int part = 0; part < 2; ++part) {
+    __m128i eight = load<__m128i>((const char*)&halves + 16 * part);
+    store((char*)&values + 32 * part, _mm256_cvtph_ps(eight));
+  }
+  return values;
+#else
+  // Exponent and mantissa are shifted into place, and the bias is corrected by a product that is
+  // exact for subnormals too. Infinities and NaN keep the largest exponent.
+  Words wide = __builtin_convertvector(halves, Words);
+  Words magnitude = (wide & 0x7fff) << 13;
+  Floats scaled = as_floats(magnitude) * splat(0x1p112f);
+  Words special = (Words)((wide & 0x7c00) == splat(uint32_t(0x7c00)));
+  Words bits = ((Words)scaled & ~special) | ((magnitude | 0x7f800000) & special);
+  return as_floats(bits | (wide & 0x8000) << 16);
+#endif
+}
+
+INTERPOSER_INLINE Halves float16_of_floats(Floats values) {
+#if defined(__AVX512F__)
+  return (Halves)_mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  Halves halves;
+  for (int part = 0; part < 2; ++part) {
+    __m256 eight = load<__m256>((const char*)&values + 32 * part);
+    store((char*)&halves + 16 * part, _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+  }
+  return halves;
+#else
+  Words bits = (Words)values;
+  Words sign = bits >> 16 & 0x8000;
+  Words magnitude = bits & 0x7fffffff;
+  // Normal numbers: rebias, then round the thirteen bits that are lost to nearest even.
+  Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  // Below 2^-14: adding 0.5 leaves the mantissa of a subnormal in the lowest bits, rounded.
+  Words small = (Words)(as_floats(magnitude) + splat(0.5f)) - 0x3f000000;
+  Words is_small = (Words)(magnitude < splat(uint32_t(0x38800000)));
+  Words is_large = (Words)(magnitude >= splat(uint32_t(0x477ff000)));
+  Words is_nan = (Words)(magnitude > splat(uint32_t(0x7f800000)));
+  Words result = (small & is_small) | (normal & ~is_small);
+  result = (result & ~is_large) | (splat(uint32_t(0x7c00)) & is_large) | (0x200 & is_nan);
+  return __builtin_convertvector(result | sign, Halves);
+#endif
+}
+
+INTERPOSER_INLINE Floats load_floats(const void* from, int32_t type) {
+  if (type == kFloat32) return load<Floats>(from);
+  Halves halves = load<Halves>(from);
+  return type == kBFloat16 ? floats_of_bfloat16(halves) : floats_of_float16(halves);
+}
+
+INTERPOSER_INLINE void store_floats(void* to, Floats values, int32_t type) {
+  if (type == kFloat32) {
+    store(to, values);
+  } else {
+    store(to, type == kBFloat16 ? bfloat16_of_floats(values) : float16_of_floats(values));
+  }
+}
+
+constexpr int size_of(int32_t type) {
+  return type == kFloat32 ? 4 : type == kInt8 || type == kE8M0 ? 1 : 2;
+}
+
+// The first `count` of the lanes, at most sixteen; the rest is zero or stays.
+INTERPOSER_INLINE Floats load_some(const void* from, int32_t type, int count) {
+  if (count >= kLanes) return load_floats(from, type);
+  alignas(64) unsigned char bytes[64] = {};
+  std::memcpy(bytes, from, size_t(count) * size_of(type));
+  return load_floats(bytes, type);
+}
+
+INTERPOSER_INLINE void store_some(void* to, Floats values, int32_t type, int count) {
+  if (count >= kLanes) return store_floats(to, values, type);
+  alignas(64) unsigned char bytes[64];
+  store_floats(bytes, values, type);
+  std::memcpy(to, bytes, size_t(count) * size_of(type));
+}
+
+}  // namespace

@@ -1,0 +1,118 @@
+"""The compiled library of this platform: whether it is there, and which instructions it uses.
+
+It holds every kernel once for each level of instructions of its architecture, and uses those of
+the highest level that the processor has.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from interposer import Capability, Request, Verdict
+from interposer.errors import ConfigError, nearest_first
+from interposer_cpu.features import architecture
+
+__all__ = ["LEVELS", "force_level", "judge", "level", "levels", "library", "why_absent"]
+
+LEVELS = {
+    1: "avx2",
+    2: "avx512",
+    3: "avx512_vnni",
+    4: "avx512_bf16",
+    16: "neon",
+    17: "dotprod",
+    18: "bf16_i8mm",
+    32: "z14",
+    33: "z15",
+}
+"""Names of the levels by the library's numbers, ascending on each architecture."""
+
+# What the lowest level of each architecture needs.
+_FEATURES = {
+    "x86_64": {"avx2", "fma", "f16c", "bmi2"},
+    "aarch64": {"neon"},
+    "s390x": {"vx", "vxe"},
+}
+
+
+@cache
+def _load() -> tuple[ModuleType | None, str]:
+    """Return the library, ready for use, or why there is none."""
+    try:
+        from interposer_cpu import _native
+    except ImportError as error:
+        return None, (
+            "this installation holds no native kernels: no C++ compiler was found when it was "
+            f"built ({error}). Try: install one, then interposer-cpu anew"
+        )
+    libraries = Path(torch.__file__).parent / "lib"
+    paths = [*libraries.glob("libtorch_cpu.*"), *libraries.glob("libtorch.so")]
+    missing = _native.attach(str(paths[0])) if paths else "libtorch_cpu"
+    if missing:
+        return None, f"the native kernels do not find {missing} in torch {torch.__version__}"
+    if not _native.levels():
+        return None, "the native kernels need newer instructions than this processor has"
+    torch.library.register_fake("interposer_cpu::linear_out", lambda out, x, packed, scale: None)
+    return _native, ""
+
+
+def library() -> ModuleType:
+    """Return the compiled module.
+
+    Raises: ConfigError: this installation has none, or not for this processor.
+    """
+    module, reason = _load()
+    if module is None:
+        raise ConfigError(reason)
+    return module
+
+
+def why_absent() -> str:
+    """Return why native kernels cannot be used here; empty where they can."""
+    return _load()[1]
+
+
+def levels() -> tuple[str, ...]:
+    """Return the levels that the processor has, ascending; none without native kernels."""
+    module = _load()[0]
+    return tuple(LEVELS[number] for number in module.levels()) if module else ()
+
+
+def level() -> str:
+    """Return the level in use, empty without native kernels."""
+    module = _load()[0]
+    return LEVELS[module.level()] if module else ""
+
+
+def force_level(name: str | None) -> None:
+    """Use the instructions of the level ``name`` from now on; None for the best.
+
+    Raises: ConfigError: the processor or the library lacks it.
+    """
+    wanted = 0 if name is None else {v: k for k, v in LEVELS.items()}.get(name, -1)
+    if not library().force_level(wanted):
+        has = ", ".join(nearest_first(str(name), levels()))
+        raise ConfigError(f"there is no level {name!r} here. This processor has: {has}")
+
+
+def judge(request: Request) -> Verdict:
+    """Accept devices that the library has kernels for, and this machine if it holds it."""
+    return judge_device(request.capability)
+
+
+def judge_device(capability: Capability) -> Verdict:
+    """Accept devices that the library has kernels for, and this machine if it holds it."""
+    needed = _FEATURES.get(capability.architecture)
+    if needed is None:
+        known = ", ".join(_FEATURES)
+        return Verdict.refuse(f"is written for {known}, the device is {capability.architecture}")
+    missing = sorted(needed - capability.features)
+    if missing:
+        return Verdict.refuse(f"needs {', '.join(missing)}, which the device lacks")
+    # Other architectures are only described, and have an installation of their own.
+    reason = why_absent() if capability.architecture == architecture() else ""
+    return Verdict.refuse(reason) if reason else Verdict.accept()
