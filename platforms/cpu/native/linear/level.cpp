@@ -102,7 +102,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     if (count <= 0) break;
     for (int m = 0; m < M; ++m) {
       Floats result = totals[m][t];
-      if (F::kInteger) {
+      if (product.x_scales) {
         result *= splat(product.x_scales[(row + m) * product.x_scale_stride]);
       }
       if (bias) result += load<Floats>(bias + output);

@@ -56,7 +56,7 @@ struct interposer_product {
   int32_t x_type;
   int32_t out_type;
   int64_t rows, x_stride;         // elements
-  const float* x_scales;          // for int8: one per row, or one where the stride is 0
+  const float* x_scales;          // one per row, or one where the stride is 0; null for none
   int64_t x_scale_stride;
   void* out;
   int64_t out_stride;             // elements

@@ -24,11 +24,11 @@ __all__ = [
     "pack_fp8",
     "pack_int8",
     "pack_mxfp4",
-    "pack_w4a16",
     "pack_w4a8",
+    "pack_w4a16",
     "pack_w8a16",
-    "w4a16_linear",
     "w4a8_linear",
+    "w4a16_linear",
     "w8a16_linear",
 ]
 

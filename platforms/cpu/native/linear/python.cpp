@@ -1,0 +1,92 @@
+// Packing and products, by addresses.
+
+#include "../python.h"
+
+#include "packed.h"
+
+namespace {
+
+// Format, scale type, O, I, group; addresses of weight, scales, zeros and bias; elements between
+// the scales of two outputs.
+constexpr Py_ssize_t kDescription = 10;
+
+interposer_plain described(const int64_t* values) {
+  interposer_plain plain = {};
+  plain.format = static_cast<int32_t>(values[0]);
+  plain.scale_type = static_cast<int32_t>(values[1]);
+  plain.outputs = values[2];
+  plain.inputs = values[3];
+  plain.group = values[4];
+  plain.weight = address<const void>(values[5]);
+  plain.scales = address<const void>(values[6]);
+  plain.zeros = address<const uint8_t>(values[7]);
+  plain.bias = address<const float>(values[8]);
+  plain.scale_stride = values[9];
+  return plain;
+}
+
+PyObject* packed_bytes(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[kDescription];
+  if (!interposer_numbers(arguments, given, kDescription, values)) return nullptr;
+  const interposer_plain plain = described(values);
+  return PyLong_FromLongLong(interposer_packed_bytes(&plain));
+}
+
+// A description, and the address to pack to.
+PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[kDescription + 1];
+  if (!interposer_numbers(arguments, given, kDescription + 1, values)) return nullptr;
+  const interposer_plain plain = described(values);
+  Py_BEGIN_ALLOW_THREADS;
+  interposer_pack(&plain, address<void>(values[kDescription]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+// Addresses of the packed weight and of x; type of x, rows, elements between rows; address of the
+// scales of x; address and type of the result, elements between its rows; elements between scales.
+PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[10];
+  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
+  interposer_product product = {};
+  product.weight = address<const interposer_packed>(values[0]);
+  product.x = address<const void>(values[1]);
+  product.x_type = static_cast<int32_t>(values[2]);
+  product.rows = values[3];
+  product.x_stride = values[4];
+  product.x_scales = address<const float>(values[5]);
+  product.out = address<void>(values[6]);
+  product.out_type = static_cast<int32_t>(values[7]);
+  product.out_stride = values[8];
+  product.x_scale_stride = values[9];
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = interposer_linear(&product);
+  Py_END_ALLOW_THREADS;
+  if (failure) {
+    PyErr_Format(PyExc_RuntimeError, "the native product failed with code %d", int(failure));
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// Addresses of a packed weight and of int64 row numbers, their count, and the address to write to.
+PyObject* rows(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[4];
+  if (!interposer_numbers(arguments, given, 4, values)) return nullptr;
+  Py_BEGIN_ALLOW_THREADS;
+  interposer_rows(address<const interposer_packed>(values[0]), address<const int64_t>(values[1]),
+                  values[2], address<void>(values[3]));
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+PyMethodDef interposer_linear_methods[] = {
+    INTERPOSER_METHOD(packed_bytes),
+    INTERPOSER_METHOD(pack),
+    INTERPOSER_METHOD(linear),
+    INTERPOSER_METHOD(rows),
+    {nullptr, nullptr, 0, nullptr},
+};

@@ -1,0 +1,32 @@
+// Products as ops of torch, which its compiler can call.
+
+#include "../torch_runtime.h"
+#include "../vectors.h"
+#include "packed.h"
+
+namespace {
+
+// x [T, I], out [T, O].
+void linear_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), x(stack[1]), packed(stack[2]), scale(stack[3]);
+  interposer_product product = {};
+  product.weight = packed.data<const interposer_packed>();
+  product.x = x.data<const void>();
+  product.x_type = x.type();
+  product.out = out.data<void>();
+  product.out_type = out.type();
+  product.rows = x.size(0);
+  product.x_stride = x.stride(0);
+  product.out_stride = out.stride(0);
+  product.x_scales = scale.type() == kFloat32 ? scale.data<const float>() : nullptr;
+  product.x_scale_stride = product.x_scales && scale.count() > 1 ? 1 : 0;
+  interposer_linear(&product);
+}
+
+}  // namespace
+
+const TorchOp interposer_linear_ops[] = {
+    {"linear_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor x_scale) -> ()", "linear_out",
+     linear_out},
+    {nullptr, nullptr, nullptr},
+};
