@@ -25,6 +25,7 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
+extern const TorchOp interposer_linear_ops[];
 const TorchOp interposer_linear_ops[] = {
     {"linear_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor x_scale) -> ()", "linear_out",
      linear_out},

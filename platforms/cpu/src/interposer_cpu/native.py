@@ -44,11 +44,13 @@ def _load() -> tuple[ModuleType | None, str]:
     """Return the library, ready for use, or why there is none."""
     try:
         from interposer_cpu import _native
-    except ImportError as error:
+    except ModuleNotFoundError:
         return None, (
-            "this installation holds no native kernels: no C++ compiler was found when it was "
-            f"built ({error}). Try: install one, then interposer-cpu anew"
+            "this installation holds no native kernels, as they could not be compiled. "
+            "Try: install a C++ compiler, then interposer-cpu anew"
         )
+    except ImportError as error:
+        return None, f"the native kernels cannot be loaded: {error}"
     libraries = Path(torch.__file__).parent / "lib"
     paths = [*libraries.glob("libtorch_cpu.*"), *libraries.glob("libtorch.so")]
     missing = _native.attach(str(paths[0])) if paths else "libtorch_cpu"
