@@ -28,7 +28,7 @@ struct Scratch {
   ~Scratch() { std::free(memory); }
 };
 
-thread_local Scratch scratch;
+thread_local Scratch all_scratch[kPurposes];
 
 }  // namespace
 
@@ -50,7 +50,8 @@ void interposer_parallel(interposer_task task, void* argument, int threads) {
   parallel(run, &job, static_cast<unsigned>(threads), 0);
 }
 
-void* interposer_scratch(int64_t bytes) {
+void* interposer_scratch(Purpose purpose, int64_t bytes) {
+  Scratch& scratch = all_scratch[purpose];
   if (bytes > scratch.bytes) {
     std::free(scratch.memory);
     int64_t rounded = (bytes + 4095) / 4096 * 4096;

@@ -15,6 +15,8 @@ int interposer_num_threads();
 // Call `task` once on each of at most `threads` threads, and wait for all of them.
 void interposer_parallel(interposer_task task, void* argument, int threads);
 
-// Memory of this thread that holds until its next call; aligned to 64 bytes. Null if there is none.
-void* interposer_scratch(int64_t bytes);
+// Memory of this thread that holds until it asks for `purpose` again; aligned to 64 bytes. Null if
+// there is none.
+enum Purpose { kForRows, kForWeights, kForResults, kPurposes };
+void* interposer_scratch(Purpose purpose, int64_t bytes);
 }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "../pool.h"
 #include "formats.h"
 
 namespace {
@@ -18,9 +19,35 @@ constexpr int kTiles = kBlock / kLanes;
 // Ahead of what is read, in rows of words of a block.
 constexpr int64_t kPrefetchSteps = 16;
 
+// From so many rows on, words of few bits are decoded once for all of them.
+constexpr int64_t kManyRows = 16;
+
 struct Span {
   int64_t first_block, last_block, first_row, last_row;
 };
+
+// What the tiles of one block share.
+struct Block {
+  const char* words;  // [steps][64]
+  const char* scales;
+  const char* zeros;
+  int64_t first_output;
+};
+
+int64_t num_groups(const interposer_packed& weight) {
+  return weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
+}
+
+Block block_of(const interposer_packed& weight, int64_t index) {
+  const int64_t words = padded_inputs(weight.inputs) / inputs_per_word(weight.format) * kBlock;
+  const int64_t scales = num_groups(weight) * kBlock;
+  Block block = {at<char>(&weight, weight.words_at) + index * words * int64_t(sizeof(uint32_t)),
+                 at<char>(&weight, weight.scales_at), at<char>(&weight, weight.zeros_at),
+                 index * kBlock};
+  if (block.scales) block.scales += index * scales * size_of(weight.scale_type);
+  if (block.zeros) block.zeros += index * scales;
+  return block;
+}
 
 INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   if (type != kE8M0) return load_floats(scales, type);
@@ -30,35 +57,33 @@ INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   return as_floats(exponents << 23 | (edge & 0x400000));
 }
 
+template <class F>
+INTERPOSER_INLINE Ints zeros_of(const char* zeros) {
+  return zeros ? __builtin_convertvector(load<Bytes>(zeros), Ints) : splat(int32_t(F::kZero));
+}
+
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
-                                      int64_t block, int tile, int64_t row) {
+                                      const Block& block, int tile, int64_t row) {
   typedef typename F::Sum Sum;
   typedef typename F::Part Part;
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
   const interposer_packed& weight = *product.weight;
-  const int64_t steps = padded_inputs(weight.inputs) / F::kInputs;
-  const int64_t num_groups = weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
-  const int64_t group_steps = num_groups > 1 ? weight.group / F::kInputs : steps;
-  const char* words = at<char>(&weight, weight.words_at) +
-                      (block * steps * kBlock + tile * kLanes) * int64_t(sizeof(uint32_t));
+  const int64_t groups = num_groups(weight);
+  const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
+  const int64_t group_steps = group_inputs / F::kInputs;
   const int scale_size = size_of(weight.scale_type);
-  const int64_t first_scale = block * num_groups * kBlock + tile * kLanes;
-  const char* scales = at<char>(&weight, weight.scales_at);
-  const char* zeros = at<char>(&weight, weight.zeros_at);
-  if (scales) scales += first_scale * scale_size;
-  if (zeros) zeros += first_scale;
+  const char* words = block.words + tile * kLanes * int64_t(sizeof(uint32_t));
+  const char* scales = block.scales ? block.scales + tile * kLanes * scale_size : nullptr;
+  const char* zeros = block.zeros ? block.zeros + tile * kLanes : nullptr;
   const char* x[M];
   for (int m = 0; m < M; ++m) {
     x[m] = static_cast<const char*>(prepared.data) + (row + m) * prepared.stride;
   }
   Floats totals[M][T] = {};
-  for (int64_t group = 0; group < num_groups; ++group) {
+  for (int64_t group = 0; group < groups; ++group) {
     Ints zero[T];
-    for (int t = 0; t < T; ++t) {
-      zero[t] = zeros ? __builtin_convertvector(load<Bytes>(zeros + t * kLanes), Ints)
-                      : splat(int32_t(F::kZero));
-    }
+    for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros ? zeros + t * kLanes : nullptr);
     Sum sums[M][T][kChains] = {};
     for (int64_t step = 0; step < group_steps; ++step) {
       for (int t = 0; t < T; ++t) {
@@ -74,8 +99,10 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       words += kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
     }
-    for (int m = 0; m < M; ++m) {
-      for (int t = 0; t < T; ++t) {
+    for (int t = 0; t < T; ++t) {
+      const Floats scale = scales ? load_scales(scales + t * kLanes * scale_size, weight.scale_type)
+                                  : splat(1.0f);
+      for (int m = 0; m < M; ++m) {
         Sum sum = sums[m][t][0];
         if constexpr (kChains == 2) sum += sums[m][t][1];
         Floats term;
@@ -85,11 +112,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
         } else {
           term = sum;
         }
-        if (scales) {
-          totals[m][t] += term * load_scales(scales + t * kLanes * scale_size, weight.scale_type);
-        } else {
-          totals[m][t] += term;
-        }
+        totals[m][t] += term * scale;
       }
     }
     if (scales) scales += kBlock * scale_size;
@@ -97,7 +120,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   }
   const float* bias = at<float>(&weight, weight.bias_at);
   for (int t = 0; t < T; ++t) {
-    const int64_t output = block * kBlock + (tile + t) * kLanes;
+    const int64_t output = block.first_output + (tile + t) * kLanes;
     const int64_t count = weight.outputs - output;
     if (count <= 0) break;
     for (int m = 0; m < M; ++m) {
@@ -114,38 +137,90 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
 }
 
 template <class F, int M>
-void multiply_rows(const interposer_product& product, const Prepared& prepared, int64_t block,
+void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
                    int64_t row) {
   // With sums of groups beside the totals, half of the tiles fill the registers.
   constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : M > 2 && F::kInputs > 2 ? 2 : 4;
   for (int tile = 0; tile < kTiles; tile += T) {
-    if (block * kBlock + tile * kLanes >= product.weight->outputs) break;
+    if (block.first_output + tile * kLanes >= product.weight->outputs) break;
     multiply_tiles<F, M, T>(product, prepared, block, tile, row);
   }
 }
 
 template <class F>
+void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
+                    int64_t row, int64_t end) {
+  // Seven or eight rows are two times four rather than six and two.
+  for (; row + kMostRows <= end && (end - row) / 4 != 2; row += kMostRows) {
+    multiply_rows<F, kMostRows>(product, prepared, block, row);
+  }
+  for (; kMostRows > 4 && row + 4 <= end; row += 4) {
+    multiply_rows<F, 4>(product, prepared, block, row);
+  }
+  for (; row + 2 <= end; row += 2) multiply_rows<F, 2>(product, prepared, block, row);
+  for (; row < end; ++row) multiply_rows<F, 1>(product, prepared, block, row);
+}
+
+template <class F>
 void multiply_span(const interposer_product& product, const Prepared& prepared, Span span) {
-  for (int64_t block = span.first_block; block < span.last_block; ++block) {
-    int64_t row = span.first_row;
-    for (; row + kMostRows <= span.last_row; row += kMostRows) {
-      multiply_rows<F, kMostRows>(product, prepared, block, row);
-    }
-    for (; kMostRows > 4 && row + 4 <= span.last_row; row += 4) {
-      multiply_rows<F, 4>(product, prepared, block, row);
-    }
-    for (; row + 2 <= span.last_row; row += 2) multiply_rows<F, 2>(product, prepared, block, row);
-    for (; row < span.last_row; ++row) multiply_rows<F, 1>(product, prepared, block, row);
+  for (int64_t index = span.first_block; index < span.last_block; ++index) {
+    const Block block = block_of(*product.weight, index);
+    multiply_block<F>(product, prepared, block, span.first_row, span.last_row);
   }
 }
 
+// Write a block's words as those of bfloat16, which holds what the codes stand for exactly.
+template <class F>
+void widen(const interposer_packed& weight, const Block& block, char* to) {
+  const int64_t groups = num_groups(weight);
+  const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
+  const char* words = block.words;
+  for (int64_t group = 0; group < groups; ++group) {
+    Ints zero[kTiles];
+    for (int t = 0; t < kTiles; ++t) {
+      zero[t] = zeros_of<F>(block.zeros ? block.zeros + group * kBlock + t * kLanes : nullptr);
+    }
+    for (int64_t step = 0; step < group_inputs / F::kInputs; ++step) {
+      for (int t = 0; t < kTiles; ++t) {
+        typename F::Part parts[F::kParts];
+        F::decode(load<Words>(words + t * 64), zero[t], parts);
+        Words halves[F::kInputs];
+        for (int p = 0; p < F::kParts; ++p) halves[F::place(p)] = (Words)parts[p] >> 16;
+        for (int i = 0; i < F::kInputs; i += 2) {
+          store(to + i / 2 * kBlock * 4 + t * 64, halves[i] | halves[i + 1] << 16);
+        }
+      }
+      words += kBlock * 4;
+      to += F::kInputs / 2 * kBlock * 4;
+    }
+  }
+}
+
+template <class Codes, class Wide>
+void multiply_widened(const interposer_product& product, const Prepared& prepared, Span span) {
+  const interposer_packed& weight = *product.weight;
+  const int64_t bytes = padded_inputs(weight.inputs) / 2 * kBlock * 4;
+  char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
+  if (memory == nullptr) return multiply_span<Codes>(product, prepared, span);
+  for (int64_t index = span.first_block; index < span.last_block; ++index) {
+    Block block = block_of(weight, index);
+    widen<Codes>(weight, block, memory);
+    block.words = memory;
+    multiply_block<Wide>(product, prepared, block, span.first_row, span.last_row);
+  }
+}
+
+// Whether rows of x are multiplied as they are. All threads must say the same, so it depends on the
+// number of all rows: few of them are multiplied by codes that have no product with pairs.
 bool reads_pairs(const interposer_product& product) {
-#if defined(__AVX512BF16__)
+#if defined(INTERPOSER_PAIRS)
+  if (product.x_type != kBFloat16) return false;
   const int32_t format = product.weight->format;
-  return product.x_type == kBFloat16 &&
-         (format == kWeightBFloat16 || format == kWeightInt4 || format == kWeightE2M1);
-#elif defined(INTERPOSER_PAIRS)
-  return product.x_type == kBFloat16 && product.weight->format == kWeightBFloat16;
+#if defined(__AVX512BF16__)
+  if (format == kWeightInt4 || format == kWeightE2M1) return true;
+#endif
+  return format == kWeightBFloat16 ||
+         (format != kWeightFloat32 && product.rows >= kManyRows);
 #else
   (void)product;
   return false;
@@ -216,6 +291,44 @@ void prepare_rows(const interposer_product& product, void* data, int64_t row_byt
   }
 }
 
+template <class Codes>
+void multiply_codes(const interposer_product& product, const Prepared& prepared, Span span) {
+  if (span.last_row - span.first_row < kManyRows) {
+    return multiply_span<Codes>(product, prepared, span);
+  }
+  multiply_widened<Codes, BFloat16OnFloats>(product, prepared, span);
+}
+
+#if defined(INTERPOSER_PAIRS)
+void multiply_pairs(const interposer_product& product, const Prepared& prepared, Span span) {
+  const bool many = span.last_row - span.first_row >= kManyRows;
+  switch (product.weight->format) {
+    case kWeightBFloat16:
+      return multiply_span<BFloat16OnPairs>(product, prepared, span);
+    case kWeightInt8:
+      return multiply_widened<Int8OnFloats, BFloat16OnPairs>(product, prepared, span);
+    case kWeightE4M3:
+      return multiply_widened<E4M3OnFloats, BFloat16OnPairs>(product, prepared, span);
+#if defined(__AVX512BF16__)
+    case kWeightE2M1:
+      if (many) return multiply_widened<E2M1OnFloats, BFloat16OnPairs>(product, prepared, span);
+      return multiply_span<E2M1OnPairs>(product, prepared, span);
+    default:
+      if (many) return multiply_widened<Int4OnFloats, BFloat16OnPairs>(product, prepared, span);
+      if (product.weight->zeros_at) {
+        return multiply_span<ShiftedInt4OnPairs>(product, prepared, span);
+      }
+      return multiply_span<Int4OnPairs>(product, prepared, span);
+#else
+    case kWeightE2M1:
+      return multiply_widened<E2M1OnFloats, BFloat16OnPairs>(product, prepared, span);
+    default:
+      return multiply_widened<Int4OnFloats, BFloat16OnPairs>(product, prepared, span);
+#endif
+  }
+}
+#endif
+
 void multiply(const interposer_product& product, const Prepared& prepared, int64_t first_block,
               int64_t last_block, int64_t first_row, int64_t last_row) {
   const Span span = {first_block, last_block, first_row, last_row};
@@ -225,18 +338,7 @@ void multiply(const interposer_product& product, const Prepared& prepared, int64
     return multiply_span<Int8OnCodes>(product, prepared, span);
   }
 #if defined(INTERPOSER_PAIRS)
-  if (reads_pairs(product)) {
-#if defined(__AVX512BF16__)
-    if (format == kWeightE2M1) return multiply_span<E2M1OnPairs>(product, prepared, span);
-    if (format == kWeightInt4) {
-      if (product.weight->zeros_at) {
-        return multiply_span<ShiftedInt4OnPairs>(product, prepared, span);
-      }
-      return multiply_span<Int4OnPairs>(product, prepared, span);
-    }
-#endif
-    return multiply_span<BFloat16OnPairs>(product, prepared, span);
-  }
+  if (reads_pairs(product)) return multiply_pairs(product, prepared, span);
 #endif
   switch (format) {
     case kWeightFloat32:
@@ -244,13 +346,13 @@ void multiply(const interposer_product& product, const Prepared& prepared, int64
     case kWeightBFloat16:
       return multiply_span<BFloat16OnFloats>(product, prepared, span);
     case kWeightInt8:
-      return multiply_span<Int8OnFloats>(product, prepared, span);
+      return multiply_codes<Int8OnFloats>(product, prepared, span);
     case kWeightInt4:
-      return multiply_span<Int4OnFloats>(product, prepared, span);
+      return multiply_codes<Int4OnFloats>(product, prepared, span);
     case kWeightE2M1:
-      return multiply_span<E2M1OnFloats>(product, prepared, span);
+      return multiply_codes<E2M1OnFloats>(product, prepared, span);
     default:
-      return multiply_span<E4M3OnFloats>(product, prepared, span);
+      return multiply_codes<E4M3OnFloats>(product, prepared, span);
   }
 }
 

@@ -111,7 +111,7 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   if (job.row_bytes) {
     const int64_t data_bytes = round_up(product->rows * job.row_bytes, 64);
     const int64_t sum_bytes = codes ? product->rows * job.prepared.num_groups * 4 : 0;
-    job.data = static_cast<char*>(interposer_scratch(data_bytes + sum_bytes));
+    job.data = static_cast<char*>(interposer_scratch(kForRows, data_bytes + sum_bytes));
     if (job.data == nullptr) return kNoMemory;
     job.sums = reinterpret_cast<int32_t*>(job.data + data_bytes);
     interposer_parallel(prepare_some, &job, product->rows <= kFewRows ? 1 : threads);

@@ -1,0 +1,225 @@
+"""Writes what the references of ops say about many arguments, for kernels without torch.
+
+    python golden_vectors.py FILE
+
+``native/tests/golden.h`` describes the file and reads it. An op is added by a line of ``OPS``, and a
+runner of the same name in ``native/tests``.
+
+Dimensions: T tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from interposer import Case, CustomOp
+from interposer.cases import planned_cases
+from interposer.testing.expectation import Expectation
+from interposer_ops.block_scaled_linear import mxfp4_linear
+from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.int8_linear import int8_linear, w4a8_linear
+from interposer_ops.linear import embedding, linear
+from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+
+_MAGIC = b"interposer golden 1\n"
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SEED = 0
+# Sums of a kernel are kept for a few rows at a time, so that every rest is another path.
+_TOKENS = range(1, 14)
+
+Dims = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """What native kernels take of an op.
+
+    Attributes:
+        takes: says whether they take a case.
+        dtypes: of the cases.
+        strided: arguments whose memory they take as it is where elements of a row follow each
+            other; all others are packed before, or made contiguous.
+        dims: of the samples that are drawn for every number of tokens.
+    """
+
+    op: CustomOp[..., Any]
+    takes: Callable[[Case], bool] = lambda case: True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    strided: tuple[str, ...] = ("x",)
+    dims: tuple[Dims, ...] = ()
+
+
+def _sizes(*sizes: tuple[int, int], **others: object) -> tuple[Dims, ...]:
+    return tuple({"in_features": i, "out_features": o, **others} for i, o in sizes)
+
+
+def _groups(case: Case) -> bool:
+    return case.dims["num_groups"] == 1 or int(case.dims["group_size"]) % 8 == 0
+
+
+_GROUPED = {"group_size": 24, "num_groups": 7, "scale_dtype": "float32"}
+_BY_ROW = {"x_scales": "token", "asymmetric": False, "asymmetric_inputs": False}
+_WIDE = (torch.float32, torch.bfloat16)
+
+OPS = (
+    Covered(linear, dtypes=_WIDE, dims=_sizes((173, 83), (64, 200))),
+    Covered(
+        w4a16_linear,
+        _groups,
+        dims=(
+            *_sizes((168, 83), **_GROUPED, asymmetric=False),
+            *_sizes((168, 83), **_GROUPED, asymmetric=True),
+        ),
+    ),
+    Covered(w8a16_linear, _groups, dims=_sizes((168, 83), **_GROUPED, asymmetric=True)),
+    Covered(mxfp4_linear, dims=_sizes((160, 83))),
+    Covered(
+        int8_linear,
+        lambda case: not case.dims["asymmetric"],
+        dims=_sizes((173, 83), **_BY_ROW, weight_scales="channel"),
+    ),
+    Covered(
+        w4a8_linear,
+        lambda case: not case.dims["asymmetric_inputs"] and _groups(case),
+        dims=(
+            *_sizes((168, 83), **_GROUPED, **_BY_ROW, asymmetric_weights=False),
+            *_sizes((168, 83), **_GROUPED, **_BY_ROW, asymmetric_weights=True),
+        ),
+    ),
+    Covered(
+        fp8_linear,
+        lambda case: case.dims["weight_dtype"] == "float8_e4m3fn",
+        dims=_sizes(
+            (173, 83),
+            x_scales="token",
+            weight_scales="channel",
+            x_dtype="float8_e4m3fn",
+            weight_dtype="float8_e4m3fn",
+        ),
+    ),
+    Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
+)
+
+
+def write(path: Path) -> int:
+    """Write all cases to ``path``, and return how many there are."""
+    cases = [_case(covered, case) for covered in OPS for case in _cases(covered)]
+    path.write_bytes(_MAGIC + _count(len(cases)) + b"".join(cases))
+    return len(cases)
+
+
+def _cases(covered: Covered) -> Iterator[Case]:
+    """Yield few cases among which every value of every axis occurs, and every number of tokens."""
+    for planned in planned_cases(covered.op, _SEED, quick=True):
+        if planned.dtype in covered.dtypes:
+            case = planned.build()
+            if covered.takes(case):
+                yield replace(case, label=f"{case.label}, {_name(planned.dtype)}")
+    sample = covered.op.sample
+    for dims in covered.dims:
+        assert sample is not None, f"{covered.op.name} draws no samples"
+        for dtype in covered.dtypes:
+            for num_tokens in _TOKENS:
+                case = sample(dtype, dims, num_tokens, _SEED)
+                of = ", ".join(f"{name} {value}" for name, value in dims.items())
+                yield replace(case, label=f"{case.label}, {_name(dtype)}, {of}")
+
+
+def _case(covered: Covered, case: Case) -> bytes:
+    """Return the case as golden.h has it."""
+    op = covered.op
+    exact = op.tolerance.roundings == 0 and case.reduction == 0
+    texts, numbers, arrays = list[bytes](), list[bytes](), list[bytes]()
+    for name, value in case.arguments.items():
+        if isinstance(value, torch.Tensor):
+            kept = value if name in covered.strided and _has_rows(value) else value.contiguous()
+            arrays.append(_text(name) + _array(kept))
+        elif isinstance(value, str | torch.dtype):
+            texts.append(_text(name) + _text(_name(value)))
+        elif value is not None:
+            numbers.append(_text(name) + struct.pack("<d", value))
+    parts = _text(op.name), _text(case.label), _count(exact)
+    results = [_result(op, case, *result) for result in _expected(op, case)]
+    lists = (_count(len(part)) + b"".join(part) for part in (texts, numbers, arrays, results))
+    return b"".join((*parts, *lists))
+
+
+def _expected(
+    op: CustomOp[..., Any], case: Case
+) -> Iterator[tuple[torch.dtype, torch.Tensor]]:
+    """Yield the dtype that each result has, and its values in float64 where it is a float."""
+    from interposer.testing.call import Subject
+
+    given = Subject(op, op.reference).given(case)
+    expectation = Expectation.of(op, case, given)
+    forms = _forms(op, expectation.fake, case.arguments)
+    yield from zip(forms, expectation.values.values(), strict=True)
+
+
+def _forms(
+    op: CustomOp[..., Any], fake: Any, arguments: Mapping[str, Any]
+) -> list[torch.dtype]:
+    from interposer.testing.call import tensors_of
+
+    outputs = [tensor.dtype for tensor in tensors_of(fake)]
+    return outputs + [cast(torch.Tensor, arguments[name]).dtype for name in op.mutates]
+
+
+def _result(
+    op: CustomOp[..., Any], case: Case, dtype: torch.dtype, expected: torch.Tensor
+) -> bytes:
+    bound = op.tolerance.bound(expected, dtype, case)
+    head = _text(_name(dtype)) + struct.pack("<q", expected.numel())
+    return head + _bytes(expected.double()) + _bytes(bound.double())
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Say whether the rows of ``tensor`` are at even distances, and whole."""
+    sizes = tensor.shape
+    if tensor.numel() == 0 or tensor.ndim == 0:
+        return False
+    if tensor.ndim == 1:
+        return tensor.stride(0) >= 1
+    even = all(
+        tensor.stride(i) == tensor.stride(i + 1) * sizes[i + 1] for i in range(tensor.ndim - 2)
+    )
+    return even and tensor.stride(-1) == 1 and tensor.stride(-2) >= sizes[-1]
+
+
+def _array(tensor: torch.Tensor) -> bytes:
+    """Return dtype, sizes, strides and all elements between the first and the last."""
+    sizes, strides = tensor.shape, tensor.stride()
+    steps = zip(sizes, strides, strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    memory = torch.full((extent,), -1, dtype=_BITS[tensor.dtype.itemsize])
+    memory.as_strided(sizes, strides).copy_(tensor.view(memory.dtype))
+    form = struct.pack(f"<I{2 * len(sizes) + 1}q", len(sizes), *sizes, *strides, extent)
+    return _text(_name(tensor.dtype)) + form + _bytes(memory)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    assert sys.byteorder == "little", "files are written on little-endian machines"
+    return tensor.contiguous().numpy().tobytes()
+
+
+def _text(text: str) -> bytes:
+    return _count(len(text.encode())) + text.encode()
+
+
+def _count(count: int) -> bytes:
+    return struct.pack("<I", count)
+
+
+def _name(value: str | torch.dtype) -> str:
+    return str(value).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    print(f"{write(Path(sys.argv[1]))} cases")
