@@ -7,6 +7,7 @@
 #include "levels.h"
 #include "torch_runtime.h"
 
+extern PyMethodDef interposer_elementwise_methods[];
 extern PyMethodDef interposer_linear_methods[];
 
 bool interposer_numbers(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t count,
@@ -71,7 +72,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods,
 
 PyMODINIT_FUNC PyInit__native() {
   PyObject* made = PyModule_Create(&module);
-  for (PyMethodDef* family : {interposer_linear_methods}) {
+  for (PyMethodDef* family : {interposer_linear_methods, interposer_elementwise_methods}) {
     if (made && PyModule_AddFunctions(made, family)) Py_CLEAR(made);
   }
   return made;

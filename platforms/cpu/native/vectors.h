@@ -48,6 +48,10 @@ INTERPOSER_INLINE Words splat(uint32_t s) { return Words INTERPOSER_SPLAT(s); }
 
 INTERPOSER_INLINE Floats as_floats(Words bits) { return (Floats)bits; }
 
+// All ones where `a` is less than `b`; both are below 2^31. Where no vector has sixteen lanes,
+// compilers compare them one by one, but subtract several at once.
+INTERPOSER_INLINE Words less(Words a, Words b) { return -((a - b) >> 31); }
+
 INTERPOSER_INLINE float float_of_bfloat16(uint16_t half) {
   uint32_t bits = uint32_t(half) << 16;
   float value;
@@ -71,11 +75,18 @@ INTERPOSER_INLINE Halves bfloat16_of_floats(Floats values) {
 #if defined(__AVX512BF16__)
   // The instruction treats denormals as zero, which is within half a unit of float32's smallest.
   return (Halves)_mm512_cvtneps_pbh((__m512)values);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  Halves halves;
+  for (int part = 0; part < 4; ++part) {
+    float32x4_t four = load<float32x4_t>((const char*)&values + 16 * part);
+    store((char*)&halves + 8 * part, vcvt_bf16_f32(four));
+  }
+  return halves;
 #else
   Words bits = (Words)values;
   Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   Words nan = bits >> 16 | 0x40;
-  Words is_nan = (Words)((bits & 0x7fffffff) > splat(uint32_t(0x7f800000)));
+  Words is_nan = less(splat(uint32_t(0x7f800000)), bits & 0x7fffffff);
   return __builtin_convertvector((rounded & ~is_nan) | (nan & is_nan), Halves);
 #endif
 }
@@ -90,13 +101,20 @@ INTERPOSER_INLINE Floats floats_of_float16(Halves halves) {
     store((char*)&values + 32 * part, _mm256_cvtph_ps(eight));
   }
   return values;
+#elif defined(__aarch64__)
+  Floats values;
+  for (int part = 0; part < 4; ++part) {
+    float16x4_t four = load<float16x4_t>((const char*)&halves + 8 * part);
+    store((char*)&values + 16 * part, vcvt_f32_f16(four));
+  }
+  return values;
 #else
   // Exponent and mantissa are shifted into place, and the bias is corrected by a product that is
   // exact for subnormals too. Infinities and NaN keep the largest exponent.
   Words wide = __builtin_convertvector(halves, Words);
   Words magnitude = (wide & 0x7fff) << 13;
   Floats scaled = as_floats(magnitude) * splat(0x1p112f);
-  Words special = (Words)((wide & 0x7c00) == splat(uint32_t(0x7c00)));
+  Words special = less(splat(uint32_t(0x7bff)), wide & 0x7fff);
   Words bits = ((Words)scaled & ~special) | ((magnitude | 0x7f800000) & special);
   return as_floats(bits | (wide & 0x8000) << 16);
 #endif
@@ -112,6 +130,13 @@ INTERPOSER_INLINE Halves float16_of_floats(Floats values) {
     store((char*)&halves + 16 * part, _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
   }
   return halves;
+#elif defined(__aarch64__)
+  Halves halves;
+  for (int part = 0; part < 4; ++part) {
+    float32x4_t four = load<float32x4_t>((const char*)&values + 16 * part);
+    store((char*)&halves + 8 * part, vcvt_f16_f32(four));
+  }
+  return halves;
 #else
   Words bits = (Words)values;
   Words sign = bits >> 16 & 0x8000;
@@ -120,9 +145,9 @@ INTERPOSER_INLINE Halves float16_of_floats(Floats values) {
   Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
   // Below 2^-14: adding 0.5 leaves the mantissa of a subnormal in the lowest bits, rounded.
   Words small = (Words)(as_floats(magnitude) + splat(0.5f)) - 0x3f000000;
-  Words is_small = (Words)(magnitude < splat(uint32_t(0x38800000)));
-  Words is_large = (Words)(magnitude >= splat(uint32_t(0x477ff000)));
-  Words is_nan = (Words)(magnitude > splat(uint32_t(0x7f800000)));
+  Words is_small = less(magnitude, splat(uint32_t(0x38800000)));
+  Words is_large = less(splat(uint32_t(0x477fefff)), magnitude);
+  Words is_nan = less(splat(uint32_t(0x7f800000)), magnitude);
   Words result = (small & is_small) | (normal & ~is_small);
   result = (result & ~is_large) | (splat(uint32_t(0x7c00)) & is_large) | (0x200 & is_nan);
   return __builtin_convertvector(result | sign, Halves);

@@ -19,8 +19,9 @@ constexpr int kTiles = kBlock / kLanes;
 // Ahead of what is read, in rows of words of a block.
 constexpr int64_t kPrefetchSteps = 16;
 
-// From so many rows on, words of few bits are decoded once for all of them.
-constexpr int64_t kManyRows = 16;
+// From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
+// which have no table, sooner.
+constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
 struct Span {
   int64_t first_block, last_block, first_row, last_row;
@@ -53,7 +54,7 @@ INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   if (type != kE8M0) return load_floats(scales, type);
   const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
   // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
-  const Words edge = (Words)((exponents == 0) | (exponents == 255));
+  const Words edge = less(exponents + 1 & 255, splat(uint32_t(2)));
   return as_floats(exponents << 23 | (edge & 0x400000));
 }
 
@@ -150,8 +151,7 @@ void multiply_rows(const interposer_product& product, const Prepared& prepared, 
 template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
-  // Seven or eight rows are two times four rather than six and two.
-  for (; row + kMostRows <= end && (end - row) / 4 != 2; row += kMostRows) {
+  for (; row + kMostRows <= end; row += kMostRows) {
     multiply_rows<F, kMostRows>(product, prepared, block, row);
   }
   for (; kMostRows > 4 && row + 4 <= end; row += 4) {
@@ -220,7 +220,7 @@ bool reads_pairs(const interposer_product& product) {
   if (format == kWeightInt4 || format == kWeightE2M1) return true;
 #endif
   return format == kWeightBFloat16 ||
-         (format != kWeightFloat32 && product.rows >= kManyRows);
+         (format != kWeightFloat32 && product.rows >= kSeveralRows);
 #else
   (void)product;
   return false;

@@ -1,0 +1,143 @@
+// How keys and values lie in a paged cache, and how those of one token are put there.
+//
+// A page holds, for one kv head, all keys and behind them all values. Both are taken 16 tokens at
+// a time, a tile, and are made of 32-bit words:
+//
+//   keys    [tiles][D / E][16]   a word is E neighbouring dimensions of one token
+//   values  [tiles][16 / E][D]   a word is one dimension of E neighbouring tokens
+//
+// where E elements make a word: 1 of float32, 2 of 16 bits, 4 of 8 bits. So a row of key words
+// times E dimensions of a query is part of the scores of 16 tokens, and a row of value words times
+// E weights is part of 16 dimensions of the result: no vector is ever summed across. The elements
+// of a word stand at the bits that `element_shift` says; words are numbers, not bytes.
+//
+// Heads and pages lie as far apart as the strides say.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+constexpr int kTile = 16;  // tokens
+
+enum CacheType : int32_t {
+  kCacheFloat32 = 0,
+  kCacheBFloat16 = 1,
+  kCacheFloat16 = 2,
+  kCacheE4M3 = 3,
+  kCacheE5M2 = 4,
+};
+
+struct interposer_kv_cache {
+  char* data;
+  int64_t head_stride, page_stride;  // bytes
+  int32_t page_tokens;               // a multiple of 16
+  int32_t head_size;                 // a multiple of 16
+  int32_t type;                      // of CacheType
+};
+
+namespace {  // a copy for each level
+
+constexpr int elements_per_word(int32_t type) {
+  return type == kCacheFloat32 ? 1 : type == kCacheBFloat16 || type == kCacheFloat16 ? 2 : 4;
+}
+
+// The lowest bit of element `index` of a word. Every second byte of four makes a pair of halves.
+constexpr int element_shift(int elements, int index) {
+  return elements == 4 ? (index & 1) << 4 | (index & 2) << 2 : index * 16;
+}
+
+inline int64_t tile_bytes(const interposer_kv_cache& cache) {
+  return int64_t(cache.head_size) * kTile * 4 / elements_per_word(cache.type);
+}
+
+// Where the tile of keys begins that holds `offset` of `page`; its values are `value_distance` on.
+inline char* tile_at(const interposer_kv_cache& cache, int64_t head, int64_t page, int64_t offset) {
+  return cache.data + head * cache.head_stride + page * cache.page_stride +
+         offset / kTile * tile_bytes(cache);
+}
+
+inline int64_t value_distance(const interposer_kv_cache& cache) {
+  return cache.page_tokens / kTile * tile_bytes(cache);
+}
+
+template <int E>
+struct ElementOf;
+template <>
+struct ElementOf<1> {
+  typedef uint32_t Bits;
+};
+template <>
+struct ElementOf<2> {
+  typedef uint16_t Bits;
+};
+template <>
+struct ElementOf<4> {
+  typedef uint8_t Bits;
+};
+
+template <int E>
+void put_elements(const interposer_kv_cache& cache, int64_t head, int64_t slot, const void* key,
+                  const void* value) {
+  typedef typename ElementOf<E>::Bits Bits;
+  const int64_t offset = slot % cache.page_tokens;
+  char* keys = tile_at(cache, head, slot / cache.page_tokens, offset);
+  char* values = keys + value_distance(cache);
+  const int token = int(offset % kTile), size = cache.head_size;
+  const Bits* from = static_cast<const Bits*>(key);
+  for (int i = 0; i < size / E; ++i) {
+    uint32_t word = 0;
+    for (int e = 0; e < E; ++e) word |= uint32_t(from[i * E + e]) << element_shift(E, e);
+    std::memcpy(keys + (i * kTile + token) * 4, &word, 4);
+  }
+  // Other tokens' elements of the same words stay, so they must not be written meanwhile.
+  const uint32_t mask = uint32_t(Bits(~Bits(0))) << element_shift(E, token % E);
+  const Bits* row = static_cast<const Bits*>(value);
+  char* words = values + token / E * int64_t(size) * 4;
+  for (int i = 0; i < size; ++i) {
+    uint32_t word;
+    std::memcpy(&word, words + i * 4, 4);
+    word = (word & ~mask) | uint32_t(row[i]) << element_shift(E, token % E);
+    std::memcpy(words + i * 4, &word, 4);
+  }
+}
+
+// Store one head's key and value of one token, both of `head_size` elements of the cache's type.
+// Tokens of one tile are stored by one thread.
+inline void put_token(const interposer_kv_cache& cache, int64_t head, int64_t slot, const void* key,
+                      const void* value) {
+  switch (elements_per_word(cache.type)) {
+    case 1:
+      return put_elements<1>(cache, head, slot, key, value);
+    case 2:
+      return put_elements<2>(cache, head, slot, key, value);
+    default:
+      return put_elements<4>(cache, head, slot, key, value);
+  }
+}
+
+// The nearest 8-bit float, half to even; what is too large becomes the largest.
+inline uint8_t rounded_to_8_bits(float value, int32_t type) {
+  const int mantissa = type == kCacheE4M3 ? 3 : 2, bias = type == kCacheE4M3 ? 7 : 15;
+  const float largest = type == kCacheE4M3 ? 448.0f : 57344.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint32_t sign = bits >> 24 & 0x80;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return uint8_t(sign | 0x7f);
+  float magnitude;
+  std::memcpy(&magnitude, &bits, 4);
+  if (magnitude > largest) magnitude = largest;
+  const float smallest_normal = type == kCacheE4M3 ? 0x1p-6f : 0x1p-14f;
+  if (magnitude < smallest_normal) {
+    // Whole multiples of the smallest subnormal are the lowest bits of a number beyond 2^23.
+    const float multiple = magnitude * (type == kCacheE4M3 ? 0x1p9f : 0x1p16f) + 0x1p23f;
+    std::memcpy(&bits, &multiple, 4);
+    return uint8_t(sign | (bits & 0x7f));
+  }
+  std::memcpy(&bits, &magnitude, 4);
+  const int lost = 23 - mantissa;
+  bits += (1u << (lost - 1)) - 1 + (bits >> lost & 1);
+  return uint8_t(sign | ((bits >> lost) - (uint32_t(127 - bias) << mantissa)));
+}
+
+}  // namespace

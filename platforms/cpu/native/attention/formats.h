@@ -1,0 +1,134 @@
+// How the words of each cache are multiplied. Included once for every level.
+//
+// A format decodes a row of words into kParts vectors, and adds each part times the elements of x
+// that belong to it, at `place`, to sums of sixteen lanes. A word holds kInputs elements.
+#pragma once
+
+#include "../vectors.h"
+#include "cache.h"
+
+namespace {
+
+struct OnFloats {  // x as float32
+  typedef Floats Part;
+  static constexpr bool kPairs = false;
+  static constexpr int kInputBytes = 4;
+
+  static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
+    sum += part * splat(load<float>(x));
+  }
+};
+
+struct Float32OnFloats : OnFloats {
+  static constexpr int kParts = 1, kInputs = 1;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = as_floats(words);
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+struct BFloat16OnFloats : OnFloats {
+  static constexpr int kParts = 2, kInputs = 2;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = as_floats(words << 16);
+    parts[1] = as_floats(words & 0xffff0000u);
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+struct Float16OnFloats : OnFloats {
+  static constexpr int kParts = 2, kInputs = 2;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = floats_of_float16(__builtin_convertvector(words, Halves));
+    parts[1] = floats_of_float16(__builtin_convertvector(words >> 16, Halves));
+  }
+  static constexpr int place(int part) { return part; }
+};
+
+// Floats of 8 bits. Exponent and mantissa are shifted to those of a float32, and the product
+// corrects the bias, of subnormals too.
+template <int Mantissa>
+struct Float8OnFloats : OnFloats {
+  static constexpr int kParts = 4, kInputs = 4;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    const Floats unbias = splat(Mantissa == 3 ? 0x1p120f : 0x1p112f);
+    for (int i = 0; i < kParts; ++i) {
+      const Words code = words >> 8 * i;
+      const Words bits = (code & 0x7f) << (23 - Mantissa) | (code & 0x80) << 24;
+      parts[i] = as_floats(bits) * unbias;
+    }
+  }
+  static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
+};
+
+typedef Float8OnFloats<3> E4M3OnFloats;
+typedef Float8OnFloats<2> E5M2OnFloats;
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define INTERPOSER_PAIRS 1
+
+struct OnPairs {  // x as bfloat16, two at a time
+  typedef Words Part;
+  static constexpr bool kPairs = true;
+  static constexpr int kInputBytes = 2;
+
+  static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
+#if defined(__AVX512BF16__)
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)part,
+                                   (__m512bh)_mm512_set1_epi32(load<int32_t>(x)));
+#else
+    const bfloat16x8_t pair = vreinterpretq_bf16_u32(vdupq_n_u32(load<uint32_t>(x)));
+    for (int i = 0; i < 4; ++i) {
+      const float32x4_t four = load<float32x4_t>((const char*)&sum + 16 * i);
+      const bfloat16x8_t eight = load<bfloat16x8_t>((const char*)&part + 16 * i);
+      store((char*)&sum + 16 * i, vbfdotq_f32(four, eight, pair));
+    }
+#endif
+  }
+};
+
+struct BFloat16OnPairs : OnPairs {
+  static constexpr int kParts = 1, kInputs = 2;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) { parts[0] = words; }
+  static constexpr int place(int part) { return part; }
+};
+#endif
+
+#if defined(__AVX512BF16__)
+// bfloat16 holds every 8-bit float. Normal ones get their exponent by an addition, the few
+// subnormals come from a table.
+template <int Mantissa>
+struct Float8OnPairs : OnPairs {
+  static constexpr int kParts = 2, kInputs = 4;
+  static constexpr int kShift = 7 - Mantissa, kBias = (Mantissa == 3 ? 120 : 112) << 7;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    // Multiples of 2^-9 or of 2^-16.
+    constexpr uint16_t kOne = (Mantissa == 3 ? 118 : 111) << 7;
+    const __m512i subnormals = _mm512_castsi128_si512(
+        _mm_setr_epi16(0, short(kOne), short(kOne + 0x80), short(kOne + 0xc0), short(kOne + 0x100),
+                       short(kOne + 0x120), short(kOne + 0x140), short(kOne + 0x160)));
+    for (int i = 0; i < kParts; ++i) {
+      const __m512i code = (__m512i)(words >> 8 * i);
+      const __m512i magnitude = (__m512i)((Words)code & 0x007f007fu);
+      const __m512i sign = _mm512_slli_epi16((__m512i)((Words)code & 0x00800080u), 8);
+      const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << Mantissa));
+      const __m512i normal =
+          _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift), _mm512_set1_epi16(kBias));
+      const __m512i bits = _mm512_mask_permutexvar_epi16(normal, small, magnitude, subnormals);
+      parts[i] = (Words)_mm512_or_si512(bits, sign);
+    }
+  }
+  static constexpr int place(int part) { return 2 * part; }
+};
+
+typedef Float8OnPairs<3> E4M3OnPairs;
+typedef Float8OnPairs<2> E5M2OnPairs;
+#endif
+
+}  // namespace

@@ -1,0 +1,577 @@
+// Attention of one query block over keys in pages, compiled once for each level.
+//
+// Scores are products of query rows and tiles of keys; their maxima and sums run along, in base 2,
+// from one block of keys to the next; weights times values are the same kind of product.
+//
+// Dimensions: rows are tokens times the heads of a group, D head size.
+
+#include <cmath>
+#include <cstddef>
+#include <type_traits>
+
+#include "attention.h"
+#include "formats.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMostRows = 6;
+constexpr int score_tiles(int rows) { return rows > 0 ? 4 : 0; }
+constexpr int value_tiles(int rows) { return rows > 2 ? 4 : 8; }
+#else
+constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
+constexpr int score_tiles(int rows) { return 4 / rows; }
+constexpr int value_tiles(int rows) { return 4 / rows; }
+#endif
+
+// Keys that are taken at a time.
+constexpr int64_t kKeys = 512;
+constexpr int64_t kMostTiles = kKeys / kTile;
+
+constexpr float kLog2E = 1.44269504f;
+// Below any score, but not so far that differences to it are infinite.
+constexpr float kLowest = -1e30f;
+
+INTERPOSER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+INTERPOSER_INLINE Floats chosen(Ints mask, Floats a, Floats b) {
+  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
+}
+
+// 2^x for x of at most 0, relative error below 2e-7; 0 where that is below the normal floats.
+INTERPOSER_INLINE Floats exp2_of(Floats x) {
+  const Floats magic = splat(12582912.0f);  // adding it rounds to a whole number
+  const Floats shifted = x + magic;
+  const Floats f = x - (shifted - magic);
+  Floats power = splat(0.001326472731307149f);
+  power = power * f + splat(0.009671512991189957f);
+  power = power * f + splat(0.05550733581185341f);
+  power = power * f + splat(0.24022242426872253f);
+  power = power * f + splat(0.6931470036506653f);
+  power = power * f + splat(1.0f);
+  const Floats result = (Floats)((Ints)power + ((Ints)shifted << 23));
+  return x < splat(-126.0f) ? splat(0.0f) : result;
+}
+
+INTERPOSER_INLINE float exp2_of(float x) { return exp2_of(splat(x))[0]; }
+
+INTERPOSER_INLINE Floats tanh_of(Floats x) {
+  const Floats magnitude = (Floats)((Ints)x & 0x7fffffff);
+  const Floats e = exp2_of(magnitude * splat(-2 * kLog2E));
+  const Floats result = (splat(1.0f) - e) / (splat(1.0f) + e);
+  return (Floats)((Ints)result | ((Ints)x & splat(int32_t(0x80000000))));
+}
+
+INTERPOSER_INLINE float sum_of(Floats values) {
+  float sums[kLanes];
+  store(sums, values);
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
+INTERPOSER_INLINE float largest_of(Floats values) {
+  float found[kLanes];
+  store(found, values);
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int i = 0; i < width; ++i) {
+      found[i] = found[i] > found[i + width] ? found[i] : found[i + width];
+    }
+  }
+  return found[0];
+}
+
+constexpr int64_t rounded_up(int64_t number, int64_t multiple) {
+  return (number + multiple - 1) / multiple * multiple;
+}
+
+// What a block works on. Scores are those of the few rows at hand, and later their weights.
+struct Block {
+  int64_t rows, head_size;
+  char* x;         // [rows][D] as the format wants it
+  float* result;   // [rows][D]
+  float* maximum;  // [rows]
+  float* sum;      // [rows]
+  float* scores;   // [kMostRows][kKeys]
+  char* words;     // [D]
+
+  Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
+      : rows(rows), head_size(head_size) {
+    const int64_t padded = rounded_up(most_rows, kLanes);
+    x = scratch;
+    result = reinterpret_cast<float*>(x + most_rows * head_size * 4);
+    maximum = result + most_rows * head_size;
+    sum = maximum + padded;
+    scores = sum + padded;
+    words = reinterpret_cast<char*>(scores + kMostRows * kKeys);
+  }
+
+  static int64_t bytes(int64_t most_rows, int64_t head_size) {
+    const int64_t padded = rounded_up(most_rows, kLanes);
+    return 4 * (2 * most_rows * head_size + 2 * padded + kMostRows * kKeys + head_size);
+  }
+};
+
+// Where the tiles of the keys at hand are, and one more to fetch ahead.
+struct Tiles {
+  const char* keys[kMostTiles + 1];
+  int64_t count;
+  int64_t first_key;       // position
+  int64_t value_distance;  // bytes
+};
+
+template <class F, int M, int T>
+INTERPOSER_INLINE void add_products(Floats (&sums)[M][T], const char* const (&words)[T],
+                                    int64_t row_bytes, int64_t steps, const char* x,
+                                    int64_t x_stride, const char* const (&ahead)[T]) {
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int t = 0; t < T; ++t) {
+      typename F::Part parts[F::kParts];
+      __builtin_prefetch(ahead[t] + step * row_bytes);
+      F::decode(load<Words>(words[t] + step * row_bytes), parts);
+      for (int m = 0; m < M; ++m) {
+        for (int p = 0; p < F::kParts; ++p) {
+          F::add(sums[m][t], parts[p], x + m * x_stride + F::place(p) * F::kInputBytes);
+        }
+      }
+    }
+    x += F::kInputs * F::kInputBytes;
+  }
+}
+
+template <class F, int M, int T>
+void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t row) {
+  const int64_t x_stride = block.head_size * F::kInputBytes;
+  Floats sums[M][T] = {};
+  const char *words[T], *ahead[T];
+  for (int t = 0; t < T; ++t) {
+    words[t] = tiles.keys[tile + t];
+    const int64_t next = tile + t + T;
+    ahead[t] = tiles.keys[next < tiles.count ? next : tiles.count];
+  }
+  add_products<F, M, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
+                        block.x + row * x_stride, x_stride, ahead);
+  for (int m = 0; m < M; ++m) {
+    for (int t = 0; t < T; ++t) {
+      store(block.scores + m * kKeys + (tile + t) * kTile, sums[m][t]);
+    }
+  }
+}
+
+template <class F, int M>
+void score_rows(const Block& block, const Tiles& tiles, int64_t tile, int64_t end, int64_t row) {
+  constexpr int T = score_tiles(M);
+  for (; tile + T <= end; tile += T) score_group<F, M, T>(block, tiles, tile, row);
+  if constexpr (T > 2) {
+    for (; tile + 2 <= end; tile += 2) score_group<F, M, 2>(block, tiles, tile, row);
+  }
+  if constexpr (T > 1) {
+    for (; tile < end; ++tile) score_group<F, M, 1>(block, tiles, tile, row);
+  }
+}
+
+// Rows of values that are whole, and one more whose later elements nothing was written to.
+struct Reach {
+  int64_t tiles, steps, rest;  // rest: elements of the last row's words
+};
+
+template <class F>
+Reach reach_of(const Tiles& tiles, int64_t end_key) {
+  const int64_t tokens = end_key - tiles.first_key;
+  const int64_t left = tokens % kTile;
+  return {tokens / kTile, left / F::kInputs, left % F::kInputs};
+}
+
+template <class F, int M, int T>
+void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int64_t column,
+                 int64_t row, const float* factors) {
+  const int64_t D = block.head_size, row_bytes = D * 4, x_stride = kKeys * 4;
+  constexpr int64_t kSteps = kTile / F::kInputs, kTileX = kTile * F::kInputBytes;
+  const char* x = reinterpret_cast<const char*>(block.scores);
+  float* result = block.result + row * D + column;
+  Floats sums[M][T] = {};
+  if (factors) {
+    for (int m = 0; m < M; ++m) {
+      const Floats factor = splat(factors[m]);
+      for (int t = 0; t < T; ++t) {
+        sums[m][t] = load<Floats>(result + m * D + t * kLanes) * factor;
+      }
+    }
+  }
+  const char *words[T], *ahead[T];
+  for (int64_t tile = 0; tile < reach.tiles; ++tile) {
+    for (int t = 0; t < T; ++t) {
+      words[t] = tiles.keys[tile] + tiles.value_distance + (column + t * kLanes) * 4;
+      ahead[t] = tiles.keys[tile + 1] + tiles.value_distance + (column + t * kLanes) * 4;
+    }
+    add_products<F, M, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, ahead);
+  }
+  if (reach.steps || reach.rest) {
+    x += reach.tiles * kTileX;
+    for (int t = 0; t < T; ++t) {
+      words[t] = tiles.keys[reach.tiles] + tiles.value_distance + (column + t * kLanes) * 4;
+    }
+    add_products<F, M, T>(sums, words, row_bytes, reach.steps, x, x_stride, words);
+    if (reach.rest) {
+      for (int t = 0; t < T; ++t) words[t] = block.words + (column + t * kLanes) * 4;
+      x += reach.steps * F::kInputs * F::kInputBytes;
+      add_products<F, M, T>(sums, words, row_bytes, 1, x, x_stride, words);
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int t = 0; t < T; ++t) store(result + m * D + t * kLanes, sums[m][t]);
+  }
+}
+
+template <class F, int M>
+void weigh_rows(const Block& block, const Tiles& tiles, int64_t end_key, int64_t row,
+                const float* factors) {
+  constexpr int T = value_tiles(M);
+  const Reach reach = reach_of<F>(tiles, end_key);
+  if (reach.rest) {
+    // What was never written may be no number, which a weight of zero does not silence.
+    uint32_t mask = 0;
+    constexpr int kBits = 32 / F::kInputs;
+    for (int e = 0; e < reach.rest; ++e) {
+      mask |= uint32_t((uint64_t(1) << kBits) - 1) << element_shift(F::kInputs, e);
+    }
+    const char* from =
+        tiles.keys[reach.tiles] + tiles.value_distance + reach.steps * block.head_size * 4;
+    for (int64_t i = 0; i < block.head_size; i += kLanes) {
+      store(block.words + i * 4, load<Words>(from + i * 4) & mask);
+    }
+  }
+  int64_t column = 0;
+  for (; column + T * kLanes <= block.head_size; column += T * kLanes) {
+    weigh_group<F, M, T>(block, tiles, reach, column, row, factors);
+  }
+  if constexpr (T > 4) {
+    for (; column + 4 * kLanes <= block.head_size; column += 4 * kLanes) {
+      weigh_group<F, M, 4>(block, tiles, reach, column, row, factors);
+    }
+  }
+  if constexpr (T > 2) {
+    for (; column + 2 * kLanes <= block.head_size; column += 2 * kLanes) {
+      weigh_group<F, M, 2>(block, tiles, reach, column, row, factors);
+    }
+  }
+  if constexpr (T > 1) {
+    for (; column < block.head_size; column += kLanes) {
+      weigh_group<F, M, 1>(block, tiles, reach, column, row, factors);
+    }
+  }
+}
+
+// Positions that a row sees: from `first` to before `end`.
+struct Seen {
+  int64_t first, end;
+};
+
+struct Scoring {
+  float scale;    // from products to base 2
+  float cap;      // in base 2, or 0
+  float uncapped; // from products to what tanh takes
+};
+
+INTERPOSER_INLINE Floats scored(const Scoring& scoring, Floats product) {
+  if (scoring.cap == 0) return product * splat(scoring.scale);
+  return tanh_of(product * splat(scoring.uncapped)) * splat(scoring.cap);
+}
+
+// Make weights of the scores of row `row + m`, the `m`th at hand; beyond what it sees, up to
+// `count` tiles, they are 0. Returns the factor for what its result holds already.
+template <class F>
+float soften(const Block& block, const Scoring& scoring, int64_t row, int m, Seen seen,
+             int64_t count) {
+  float* scores = block.scores + m * kKeys;
+  char* weights = reinterpret_cast<char*>(scores);
+  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Floats maximum = splat(kLowest);
+  const int64_t begin = seen.first / kTile, last = seen.end > 0 ? (seen.end - 1) / kTile + 1 : 0;
+  for (int64_t tile = begin; tile < last; ++tile) {
+    Floats score = scored(scoring, load<Floats>(scores + tile * kTile));
+    if (tile * kTile < seen.first || (tile + 1) * kTile > seen.end) {
+      const Ints at = lanes + splat(int32_t(tile * kTile));
+      const Ints visible =
+          (at >= splat(int32_t(seen.first))) & (at < splat(int32_t(seen.end)));
+      score = chosen(visible, score, splat(-INFINITY));
+    }
+    store(scores + tile * kTile, score);
+    maximum = larger(maximum, score);
+  }
+  const float before = block.maximum[row + m], highest = largest_of(maximum);
+  const float now = highest > before ? highest : before;
+  Floats sum = {};
+  for (int64_t tile = 0; tile < count; ++tile) {
+    Floats weight = {};
+    if (tile >= begin && tile < last) {
+      weight = exp2_of(load<Floats>(scores + tile * kTile) - splat(now));
+    }
+    if constexpr (F::kPairs) {
+      const Halves rounded = bfloat16_of_floats(weight);
+      store(weights + tile * kTile * 2, rounded);
+      weight = floats_of_bfloat16(rounded);
+    } else {
+      store(weights + tile * kTile * 4, weight);
+    }
+    sum += weight;
+  }
+  const float factor = exp2_of(before - now);
+  block.maximum[row + m] = now;
+  block.sum[row + m] = block.sum[row + m] * factor + sum_of(sum);
+  return factor;
+}
+
+template <class F>
+void prepare(const interposer_attention_call& call, const AttentionItem& item, const Block& block) {
+  const interposer_attention_step& step = call.plan->step;
+  const int64_t group = step.num_heads / step.num_kv_heads, D = block.head_size;
+  const int64_t size = size_of(step.type);
+  const int64_t start = step.query_starts[item.sequence] + item.first_token;
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const char* from = static_cast<const char*>(call.query) +
+                       ((start + row / group) * call.query_stride +
+                        (item.head * group + row % group) * D) *
+                           size;
+    char* to = block.x + row * D * F::kInputBytes;
+    if constexpr (F::kPairs) {
+      std::memcpy(to, from, size_t(2 * D));
+    } else {
+      for (int64_t i = 0; i < D; i += kLanes) {
+        store(to + i * 4, load_floats(from + i * size, step.type));
+      }
+    }
+  }
+}
+
+// Write results: weighted values over the sum of weights, in which a sink takes part.
+void finish(const interposer_attention_call& call, const AttentionItem& item, const Block& block) {
+  const interposer_attention_step& step = call.plan->step;
+  const int64_t group = step.num_heads / step.num_kv_heads, D = block.head_size;
+  const int64_t size = size_of(step.type);
+  const int64_t start = step.query_starts[item.sequence] + item.first_token;
+  const float scale = call.value_scales ? call.value_scales[item.head * call.scale_stride] : 1.0f;
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int64_t head = item.head * group + row % group;
+    float sum = block.sum[row], factor = scale;
+    if (call.sinks) {
+      const char* from = static_cast<const char*>(call.sinks) + head * size;
+      const float sink = load_some(from, step.type, 1)[0] * kLog2E;
+      const float maximum = block.maximum[row];
+      const float highest = sink > maximum ? sink : maximum;
+      factor *= exp2_of(maximum - highest);
+      sum = sum * exp2_of(maximum - highest) + exp2_of(sink - highest);
+    }
+    const Floats weight = splat(factor / sum);
+    char* to = static_cast<char*>(call.out) +
+               ((start + row / group) * step.num_heads + head) * D * size;
+    for (int64_t i = 0; i < D; i += kLanes) {
+      store_floats(to + i * size, load<Floats>(block.result + row * D + i) * weight, step.type);
+    }
+  }
+}
+
+// Put the parts of a block together, in their order, and finish it.
+void merge(const interposer_attention_call& call, const AttentionItem& item,
+           const AttentionPartials& partials, const Block& block) {
+  const int64_t rows = block.rows, D = block.head_size;
+  const float* parts = partials.data + item.first_partial * partials.stride;
+  for (int64_t row = 0; row < rows; ++row) {
+    float maximum = kLowest, sum = 0;
+    for (int part = 0; part < item.num_parts; ++part) {
+      const float found = parts[part * partials.stride + row];
+      maximum = found > maximum ? found : maximum;
+    }
+    for (int part = 0; part < item.num_parts; ++part) {
+      const float* from = parts + part * partials.stride;
+      const float factor = exp2_of(from[row] - maximum);
+      sum += from[rows + row] * factor;
+      const float* values = from + 2 * rows + row * D;
+      for (int64_t i = 0; i < D; i += kLanes) {
+        float* to = block.result + row * D + i;
+        const Floats term = load<Floats>(values + i) * splat(factor);
+        store(to, part ? load<Floats>(to) + term : term);
+      }
+    }
+    block.maximum[row] = maximum;
+    block.sum[row] = sum;
+  }
+  finish(call, item, block);
+}
+
+void round_row(const char* from, const interposer_attention_step& step, float scale, int64_t size,
+               char* to) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    float values[kLanes];
+    store(values, load_floats(from + i * size_of(step.type), step.type) / splat(scale));
+    for (int lane = 0; lane < kLanes; ++lane) {
+      to[i + lane] = char(rounded_to_8_bits(values[lane], step.cache_type));
+    }
+  }
+}
+
+// Store tokens of one sequence, numbered within this step, of one head.
+void store_tokens(const interposer_attention_call& call, int64_t sequence, int64_t first,
+                  int64_t end, int64_t head, char* room) {
+  const interposer_attention_step& step = call.plan->step;
+  const interposer_kv_cache cache = cache_of(call);
+  const int64_t D = step.head_size, size = size_of(step.type);
+  for (int64_t token = first; token < end; ++token) {
+    const int64_t index = step.query_starts[sequence] + token;
+    const char* key =
+        static_cast<const char*>(call.key) + (index * call.key_stride + head * D) * size;
+    const char* value =
+        static_cast<const char*>(call.value) + (index * call.value_stride + head * D) * size;
+    if (call.key_scales) {
+      round_row(key, step, call.key_scales[head * call.scale_stride], D, room);
+      round_row(value, step, call.value_scales[head * call.scale_stride], D, room + D);
+      put_token(cache, head, step.slots[index], room, room + D);
+    } else {
+      put_token(cache, head, step.slots[index], key, value);
+    }
+  }
+}
+
+template <class F, int M>
+void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring, const Seen* seen,
+                 int64_t row, bool first) {
+  // The last row sees most, the first row furthest back.
+  const int64_t end = seen[M - 1].end;
+  if (end <= 0) {
+    // Nothing is added, and what is there stays as it is.
+    if (!first) return;
+    for (int m = 0; m < M; ++m) {
+      float* result = block.result + (row + m) * block.head_size;
+      for (int64_t i = 0; i < block.head_size; i += kLanes) store(result + i, Floats{});
+    }
+    return;
+  }
+  const int64_t count = (end - 1) / kTile + 1;
+  score_rows<F, M>(block, tiles, seen[0].first / kTile, count, row);
+  float factors[M];
+  for (int m = 0; m < M; ++m) factors[m] = soften<F>(block, scoring, row, m, seen[m], count);
+  weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
+}
+
+template <class F>
+void attend_block(const interposer_attention_call& call, const AttentionItem& item,
+                  const AttentionPartials& partials, char* scratch) {
+  const interposer_attention_step& step = call.plan->step;
+  const interposer_kv_cache cache = cache_of(call);
+  const int64_t group = step.num_heads / step.num_kv_heads, D = step.head_size;
+  const Block block(scratch, call.plan->most_rows, item.num_tokens * group, D);
+  const int64_t num_tokens = step.query_starts[item.sequence + 1] - step.query_starts[item.sequence];
+  const int64_t before = step.seq_lens[item.sequence] - num_tokens;
+  if (item.num_tokens == num_tokens) {  // the only block of these keys, so it stores them
+    const int64_t from = item.first_key - before;
+    store_tokens(call, item.sequence, from > 0 ? from : 0, item.end_key - before, item.head,
+                 scratch);
+  }
+  prepare<F>(call, item, block);
+  for (int64_t row = 0; row < block.rows; ++row) block.maximum[row] = kLowest, block.sum[row] = 0;
+  Scoring scoring = {float(step.scale * kLog2E), 0, 0};
+  if (call.key_scales) scoring.scale *= call.key_scales[item.head * call.scale_stride];
+  if (step.softcap != 0) {
+    scoring.cap = float(step.softcap * kLog2E);
+    scoring.uncapped = scoring.scale / scoring.cap;
+  }
+  const int64_t* table = step.page_table + item.sequence * step.table_stride;
+  const int64_t begin = item.first_key / kTile * kTile;
+  Tiles tiles;
+  tiles.value_distance = value_distance(cache);
+  for (int64_t key = begin; key < item.end_key; key += kKeys) {
+    const int64_t left = item.end_key - key;
+    const int64_t end = key + (left < kKeys ? left : kKeys);
+    tiles.first_key = key;
+    tiles.count = (end - key + kTile - 1) / kTile;
+    for (int64_t i = 0; i <= tiles.count; ++i) {
+      const int64_t position = key + i * kTile;
+      if (position >= item.end_key) {
+        tiles.keys[i] = tiles.keys[i - 1];
+        break;
+      }
+      tiles.keys[i] = tile_at(cache, item.head, table[position / step.page_tokens],
+                              position % step.page_tokens);
+    }
+    auto attend_group = [&](auto rows, int64_t row) {
+      constexpr int M = decltype(rows)::value;
+      Seen seen[M];
+      for (int m = 0; m < M; ++m) {
+        const int64_t position = before + item.first_token + (row + m) / group;
+        const int64_t oldest = step.window_tokens ? position - step.window_tokens + 1 : 0;
+        const int64_t lowest = oldest > item.first_key ? oldest : item.first_key;
+        const int64_t highest = position + 1 < end ? position + 1 : end;
+        seen[m] = {lowest > key ? lowest - key : 0, highest - key};
+        if (seen[m].first > seen[m].end) seen[m].first = seen[m].end > 0 ? seen[m].end : 0;
+      }
+      attend_rows<F, M>(block, tiles, scoring, seen, row, key == begin);
+    };
+    int64_t row = 0;
+    for (; row + kMostRows <= block.rows; row += kMostRows) {
+      attend_group(std::integral_constant<int, kMostRows>(), row);
+    }
+    for (; kMostRows > 4 && row + 4 <= block.rows; row += 4) {
+      attend_group(std::integral_constant<int, 4>(), row);
+    }
+    for (; row + 2 <= block.rows; row += 2) attend_group(std::integral_constant<int, 2>(), row);
+    for (; row < block.rows; ++row) attend_group(std::integral_constant<int, 1>(), row);
+  }
+  if (item.num_parts == 1) return finish(call, item, block);
+  float* part = partials.data + (item.first_partial + item.part) * partials.stride;
+  std::memcpy(part, block.maximum, size_t(block.rows) * 4);
+  std::memcpy(part + block.rows, block.sum, size_t(block.rows) * 4);
+  std::memcpy(part + 2 * block.rows, block.result, size_t(block.rows * D) * 4);
+  // The last one to be done puts them together.
+  if (partials.unfinished[item.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    merge(call, item, partials, block);
+  }
+}
+
+void attend(const interposer_attention_call& call, const AttentionItem& item,
+            const AttentionPartials& partials, char* scratch) {
+  const interposer_attention_step& step = call.plan->step;
+#if defined(INTERPOSER_PAIRS)
+  if (step.type == kBFloat16) {
+    if (step.cache_type == kCacheBFloat16) {
+      return attend_block<BFloat16OnPairs>(call, item, partials, scratch);
+    }
+#if defined(__AVX512BF16__)
+    if (step.cache_type == kCacheE4M3) {
+      return attend_block<E4M3OnPairs>(call, item, partials, scratch);
+    }
+    return attend_block<E5M2OnPairs>(call, item, partials, scratch);
+#endif
+  }
+#endif
+  switch (step.cache_type) {
+    case kCacheFloat32:
+      return attend_block<Float32OnFloats>(call, item, partials, scratch);
+    case kCacheBFloat16:
+      return attend_block<BFloat16OnFloats>(call, item, partials, scratch);
+    case kCacheFloat16:
+      return attend_block<Float16OnFloats>(call, item, partials, scratch);
+    case kCacheE4M3:
+      return attend_block<E4M3OnFloats>(call, item, partials, scratch);
+    default:
+      return attend_block<E5M2OnFloats>(call, item, partials, scratch);
+  }
+}
+
+int64_t scratch_bytes(const interposer_attention_plan& plan) {
+  return Block::bytes(plan.most_rows, plan.step.head_size);
+}
+
+void store_some_tokens(const interposer_attention_call& call, const AttentionWrite& write,
+                       int64_t head) {
+  constexpr int64_t kMostHeadSize = 4096;
+  char room[2 * kMostHeadSize];
+  store_tokens(call, write.sequence, write.first_token, write.first_token + write.num_tokens, head,
+               room);
+}
+
+}  // namespace
+
+extern "C" const AttentionKernels INTERPOSER_OF_LEVEL(interposer_attention);
+extern "C" const AttentionKernels INTERPOSER_OF_LEVEL(interposer_attention) = {
+    scratch_bytes, store_some_tokens, attend};

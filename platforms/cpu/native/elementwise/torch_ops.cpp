@@ -1,0 +1,119 @@
+// Rows one by one, as ops of torch, which its compiler can call. All tensors are without gaps.
+
+#include <cstring>
+
+#include "../torch_runtime.h"
+#include "../vectors.h"
+#include "elementwise.h"
+
+namespace {
+
+// Bits of `parts`: a tensor that is not there is named by another one.
+constexpr uint64_t kWeighted = 1, kBiased = 2, kCentred = 4, kTurned = 8;
+
+float fraction(TorchValue value) {
+  double number;
+  std::memcpy(&number, &value, sizeof number);
+  return static_cast<float>(number);
+}
+
+interposer_rows_of dense(const TorchTensor& x, int64_t width) {
+  return {width ? x.count() / width : 0, 1, width, width, width};
+}
+
+// x [T, H], weight [H], bias [H].
+void normalise_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), x(stack[1]), weight(stack[2]), bias(stack[3]);
+  interposer_norm norm = {};
+  norm.x = x.data<const void>();
+  norm.weight = stack[4] & kWeighted ? weight.data<const void>() : nullptr;
+  norm.bias = stack[4] & kBiased ? bias.data<const void>() : nullptr;
+  norm.centred = stack[4] & kCentred ? 1 : 0;
+  norm.out = out.data<void>();
+  norm.type = x.type();
+  norm.rows = dense(x, x.size(1));
+  norm.eps = fraction(stack[5]);
+  norm.shift = fraction(stack[6]);
+  interposer_normalise(&norm);
+}
+
+// x and residual [T, H], weight [H].
+void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), total(stack[1]), x(stack[2]), residual(stack[3]);
+  const TorchTensor weight(stack[4]);
+  interposer_norm norm = {};
+  norm.x = x.data<const void>();
+  norm.residual = residual.data<const void>();
+  norm.weight = weight.data<const void>();
+  norm.out = out.data<void>();
+  norm.total = total.data<void>();
+  norm.type = x.type();
+  norm.residual_type = residual.type();
+  norm.rows = dense(x, x.size(1));
+  norm.eps = fraction(stack[5]);
+  norm.shift = fraction(stack[6]);
+  interposer_normalise(&norm);
+}
+
+// x [T, 2 I], gates in its first half.
+void gate_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), x(stack[1]);
+  const int64_t width = out.size(1);
+  interposer_gated gated = {};
+  gated.type = gated.out_type = x.type();
+  gated.gate = x.data<const void>();
+  gated.up = x.data<const char>() + width * size_of(gated.type);
+  gated.out = out.data<void>();
+  gated.activation = static_cast<int32_t>(stack[2]);
+  gated.rows = {x.size(0), 1, width, 2 * width, 0};
+  interposer_gate(&gated);
+}
+
+// x [T, N, D], weight [D], cosines and sines [T, R / 2].
+void turn_heads_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), x(stack[1]), weight(stack[2]), cos(stack[3]), sin(stack[4]);
+  const int64_t count = x.size(1), width = x.size(2);
+  interposer_heads heads = {};
+  heads.x = x.data<const void>();
+  heads.weight = stack[5] & kWeighted ? weight.data<const void>() : nullptr;
+  if (stack[5] & kTurned) {
+    heads.cos = cos.data<const float>();
+    heads.sin = sin.data<const float>();
+    heads.half = cos.size(1);
+  }
+  heads.out = out.data<void>();
+  heads.type = x.type();
+  heads.rows = {x.size(0), count, width, count * width, width};
+  heads.eps = fraction(stack[6]);
+  interposer_turn_heads(&heads);
+}
+
+// x [T, H].
+void code_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor codes(stack[0]), scales(stack[1]), x(stack[2]);
+  interposer_coded coded = {};
+  coded.x = x.data<const void>();
+  coded.codes = codes.data<int8_t>();
+  coded.scales = scales.data<float>();
+  coded.type = x.type();
+  coded.rows = dense(x, x.size(1));
+  interposer_code(&coded);
+}
+
+}  // namespace
+
+extern const TorchOp interposer_elementwise_ops[];
+const TorchOp interposer_elementwise_ops[] = {
+    {"normalise_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor bias, int parts, float eps, "
+     "float shift) -> ()",
+     "normalise_out", normalise_out},
+    {"add_rms_norm_out(Tensor(a!) out, Tensor(b!) total, Tensor x, Tensor residual, "
+     "Tensor weight, float eps, float shift) -> ()",
+     "add_rms_norm_out", add_rms_norm_out},
+    {"gate_out(Tensor(a!) out, Tensor x, int activation) -> ()", "gate_out", gate_out},
+    {"turn_heads_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor cos, Tensor sin, int parts, "
+     "float eps) -> ()",
+     "turn_heads_out", turn_heads_out},
+    {"code_out(Tensor(a!) codes, Tensor(b!) scales, Tensor x) -> ()", "code_out", code_out},
+    {nullptr, nullptr, nullptr},
+};

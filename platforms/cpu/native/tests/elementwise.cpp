@@ -1,0 +1,138 @@
+// Norms, gated activations, rotations and codes, called as their Python modules call them.
+
+#include "../elementwise/elementwise.h"
+
+#include <stdexcept>
+
+#include "../vectors.h"
+#include "golden.h"
+
+namespace {
+
+int32_t type_of(const std::string& dtype) {
+  if (dtype == "float32") return kFloat32;
+  if (dtype == "bfloat16") return kBFloat16;
+  if (dtype == "float16") return kFloat16;
+  throw std::runtime_error("kernels do not take " + dtype);
+}
+
+const void* data_of(const Array* array) { return array ? array->data<void>() : nullptr; }
+
+void check(int32_t failure) {
+  if (failure) throw std::runtime_error("the kernel failed with code " + std::to_string(failure));
+}
+
+interposer_rows_of rows_of(const Array& x) {
+  return {x.rows(), 1, x.columns(), x.row_stride(), 0};
+}
+
+std::vector<Result> normalised(const Case& golden, float shift, bool centred) {
+  const Array& x = golden.array("x");
+  const Array* residual = golden.find("residual");
+  // Results have no gaps.
+  Rows out(x.dtype, x.rows(), x.columns(), 0);
+  Rows total(residual ? residual->dtype : x.dtype, residual ? x.rows() : 0, x.columns(), 0);
+  interposer_norm norm = {};
+  norm.x = x.data<void>();
+  norm.weight = data_of(golden.find("weight"));
+  norm.bias = data_of(golden.find("bias"));
+  norm.out = out.data();
+  norm.type = type_of(x.dtype);
+  norm.centred = centred;
+  norm.rows = rows_of(x);
+  norm.eps = float(golden.number("eps"));
+  norm.shift = shift;
+  if (residual) {
+    norm.residual = residual->data<void>();
+    norm.residual_type = type_of(residual->dtype);
+    norm.total = total.data();
+  }
+  check(interposer_normalise(&norm));
+  if (residual) return {out.result(), total.result()};
+  return {out.result()};
+}
+
+std::vector<Result> rms_norm(const Case& golden) { return normalised(golden, 0, false); }
+
+std::vector<Result> gemma_rms_norm(const Case& golden) { return normalised(golden, 1, false); }
+
+std::vector<Result> layer_norm(const Case& golden) { return normalised(golden, 0, true); }
+
+std::vector<Result> gated(const Case& golden, int32_t activation) {
+  const Array& x = golden.array("x");
+  const int64_t width = x.columns() / 2;
+  Rows out(x.dtype, x.rows(), width, 0);
+  interposer_gated gated = {};
+  gated.type = gated.out_type = type_of(x.dtype);
+  gated.gate = x.data<void>();
+  gated.up = x.data<char>() + width * size_of(gated.type);
+  gated.out = out.data();
+  gated.activation = activation;
+  gated.rows = rows_of(x);
+  gated.rows.width = width;
+  check(interposer_gate(&gated));
+  return {out.result()};
+}
+
+std::vector<Result> silu_and_mul(const Case& golden) { return gated(golden, kSilu); }
+
+std::vector<Result> gelu_and_mul(const Case& golden) {
+  return gated(golden, golden.text("approximate") == "tanh" ? kGeluTanh : kGelu);
+}
+
+Result turned(const Case& golden, const char* name, const char* weight) {
+  const Array& x = golden.array(name);
+  const Array *cos = golden.find("cos"), *sin = golden.find("sin");
+  const int64_t outer = x.shape[0], inner = x.shape[1], width = x.columns();
+  Rows out(x.dtype, outer * inner, width, 0);
+  interposer_heads heads = {};
+  heads.x = x.data<void>();
+  heads.type = type_of(x.dtype);
+  heads.weight = data_of(golden.find(weight));
+  if (cos) {
+    heads.cos = cos->data<float>();
+    heads.sin = sin->data<float>();
+    heads.half = cos->columns();
+  } else {
+    heads.eps = float(golden.number("eps"));
+  }
+  heads.out = out.data();
+  heads.rows = {outer, inner, width, inner * width, width};
+  check(interposer_turn_heads(&heads));
+  return out.result();
+}
+
+std::vector<Result> heads(const Case& golden) {
+  std::vector<Result> results;
+  results.push_back(turned(golden, "query", "query_weight"));
+  results.push_back(turned(golden, "key", "key_weight"));
+  return results;
+}
+
+std::vector<Result> quantize_int8_per_token(const Case& golden) {
+  const Array& x = golden.array("x");
+  Rows codes("int8", x.rows(), x.columns(), 0), scales("float32", x.rows(), 1, 0);
+  interposer_coded coded = {};
+  coded.x = x.data<void>();
+  coded.codes = static_cast<int8_t*>(codes.data());
+  coded.scales = static_cast<float*>(scales.data());
+  coded.type = type_of(x.dtype);
+  coded.rows = rows_of(x);
+  check(interposer_code(&coded));
+  return {codes.result(), scales.result()};
+}
+
+const Registration registrations[] = {
+    {"rms_norm", rms_norm},
+    {"fused_add_rms_norm", rms_norm},
+    {"gemma_rms_norm", gemma_rms_norm},
+    {"fused_add_gemma_rms_norm", gemma_rms_norm},
+    {"layer_norm", layer_norm},
+    {"silu_and_mul", silu_and_mul},
+    {"gelu_and_mul", gelu_and_mul},
+    {"rotary_embedding", heads},
+    {"qk_norm", heads},
+    {"quantize_int8_per_token", quantize_int8_per_token},
+};
+
+}  // namespace
