@@ -59,6 +59,40 @@ def test_a_model_is_its_own_plan_and_planned_anew_for_another_place(make_plugin:
     assert again.asked["placement"] is elsewhere
 
 
+def test_who_does_not_take_the_quantization_is_not_asked_for_it(make_plugin: Make) -> None:
+    def interposer_plan(path: Path, quantization: Any) -> Plan:
+        return Plan(path, asked={"quantization": quantization})
+
+    a = make_plugin("a", interposer_plan=reader(".one"))
+    with register(a):
+        with pytest.raises(
+            ConfigError, match=r"reads the .*'model\.one' and quantizes it by 'fp8'"
+        ):
+            planned("model.one", Config(disable={"models"}), quantization="fp8")
+        with register(make_plugin("b", interposer_plan=interposer_plan)):
+            found = planned("model.one", quantization="fp8")
+            plain = planned("model.one")
+    assert isinstance(found, Plan)
+    assert isinstance(plain, Plan)
+    assert found.asked == {"quantization": "fp8"}
+    assert "dtype" in plain.asked
+
+
+def test_a_model_is_planned_anew_with_its_own_quantization(make_plugin: Make) -> None:
+    def interposer_plan(path: Path, quantization: Any) -> Plan:
+        return Plan(path, asked={"quantization": quantization})
+
+    model = Plan(Path("model.one"))
+    model.quantization = "fp8"  # type: ignore[attr-defined]
+    elsewhere = Placement(None, Device("far", "cpu", "", Capability("any")), None)  # type: ignore[arg-type]
+    with register(make_plugin("one", interposer_plan=interposer_plan)):
+        again = planned(model, placement=elsewhere)
+        other = planned(model, placement=elsewhere, quantization="int8")
+    assert isinstance(again, Plan)
+    assert isinstance(other, Plan)
+    assert (again.asked["quantization"], other.asked["quantization"]) == ("fp8", "int8")
+
+
 def test_what_the_reader_raises_is_passed_on_and_costs_it_nothing(make_plugin: Make) -> None:
     def interposer_plan(path: Path) -> None:
         raise CheckpointError(path, "no config.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ from interposer import CheckpointEntry, CheckpointFile, Config, explain, hookimp
 from interposer.errors import CheckpointError, PluginError
 from interposer_models import load
 from interposer_models.loader import plan
+from interposer_ops.layers.linear import Linear
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 PROMPT = "import os\n"
+TOKENS = [token * 37 % 4096 for token in range(16)]
 
 
 class Link(CheckpointFile):
@@ -70,6 +73,33 @@ def registered() -> Iterator[None]:
         yield
 
 
+def gptq_without_order(folder: Path) -> tuple[Path, dict[str, torch.Tensor], list[str]]:
+    """Write a config, and return random tensors of GPTQ without ``g_idx``, block by block."""
+    folder.mkdir()
+    config = json.loads((SHIPPED / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    config["quantization_config"] |= {"sym": False, "desc_act": False}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "model.safetensors").touch()
+    shutil.copy(SHIPPED / "tokenizer.json", folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(SHIPPED / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            tensors[name] = tensor
+            continue
+        outputs, inputs = tensor.shape
+        for kind, shape in (
+            ("qweight", (inputs // 8, outputs)),
+            ("qzeros", (inputs // 16, outputs // 8)),
+        ):
+            words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator)
+            tensors[f"{layer}.{kind}"] = words.to(torch.int32)
+        tensors[f"{layer}.scales"] = torch.full((inputs // 16, outputs), 0.01)
+    return folder, tensors, sorted(tensors)
+
+
 def written(path: Path, target: Path) -> Path:
     path.write_text(str(target), encoding="utf-8")
     return path
@@ -83,6 +113,31 @@ def test_a_file_is_the_model_that_it_tells(tmp_path: Path) -> None:
     assert lm.generate(PROMPT, max_new_tokens=8) == reference.generate(PROMPT, max_new_tokens=8)
     assert lm.path == path
     assert told[-1][0] <= told[-1][1]
+
+
+def test_a_layer_waits_for_what_is_optional_only_if_names_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups that follow each other GPTQ need not store which input is in which."""
+    folder, tensors, order = gptq_without_order(tmp_path / "gptq")
+    path = written(tmp_path / "model.link", folder)
+    ready: list[bool] = []
+
+    def stream(self: Link) -> Iterator[tuple[str, torch.Tensor]]:
+        finalized.clear()
+        for name in order:
+            yield name, tensors[name]
+        ready.append(len(finalized) >= 6 * 4)
+
+    finalized: list[object] = []
+    finalize = Linear.finalize
+    monkeypatch.setattr(Linear, "finalize", lambda layer: finalized.append(finalize(layer)))
+    monkeypatch.setattr(Link, "stream", stream)
+    without = load(path, dtype="float32").logits(TOKENS)
+    monkeypatch.setattr(Link, "names", lambda self: frozenset(tensors))
+    known = load(path, dtype="float32").logits(TOKENS)
+    assert ready == [False, True]
+    assert torch.equal(without, known)
 
 
 def test_the_choice_is_explained(tmp_path: Path) -> None:

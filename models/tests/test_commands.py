@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from interposer import explain
 from interposer.cli import main
+from interposer.errors import ConfigError
+from interposer_models import load
 
 
 class Command:
@@ -105,6 +108,34 @@ def test_explain_on_a_described_device_makes_the_choices_of_that_device(
     assert command("doctor", "--describe", here)[0] == 0
     named = [(c["chosen"], c["places"]) for c in linears("--on", here)]
     assert named == [(c["chosen"], c["places"]) for c in linears()]
+
+
+def test_explain_plans_what_is_quantized_while_it_loads(command: Command, llama: Path) -> None:
+    def places(told: dict[str, Any]) -> set[str]:
+        chosen = [c for c in told["choices"] if (c["kind"], c["name"]) == ("kernel", "fp8_linear")]
+        return {place for choice in chosen for place in choice["places"]}
+
+    assert places(facts(command, "explain", llama)) == set()
+    told = facts(command, "explain", llama, "--quantization", "fp8")
+    assert "model.layers.1.mlp.down_proj" in places(told)
+    lm = load(llama, cache_tokens=64, quantization="fp8")
+    made = explain(lm)
+    assert places(made.to_dict()) == places(told)
+    # The directory and the loaded model are planned alike for a machine that is not there.
+    far = command("explain", llama, "--quantization", "fp8", "--on", "graviton4")
+    assert far[0] == 0
+    assert places(explain(lm, device="graviton4").to_dict()) == places(told)
+    settings = {"quant_method": "fp8", "modules_to_not_convert": ["down_proj"]}
+    less = places(explain(llama, quantization=settings).to_dict())
+    assert less == {place for place in places(told) if not place.endswith("down_proj")}
+    code, out, err = command("explain", llama, "--quantization", "fp9")
+    assert (code, out) == (1, "")
+    assert "Unknown method 'fp9' to quantize weights by" in err
+    code, out, err = command("explain", "--quantization", "fp8")
+    assert (code, out) == (1, "")
+    assert "quantization='fp8' is about a model, and none is given" in err
+    with pytest.raises(ConfigError, match="takes no quantization for what is built already"):
+        explain(lm, quantization="fp8")
 
 
 def test_why_shows_the_places_of_one_op(command: Command, llama: Path) -> None:

@@ -9,16 +9,34 @@ import pytest
 import torch
 from torch import nn
 
-from interposer import Config, Resolver, SchemeEntry, Site, current_registry, place
+from interposer import (
+    Config,
+    ExpertsSpec,
+    Resolver,
+    SchemeEntry,
+    Site,
+    current_registry,
+    place,
+)
 from interposer.errors import CheckpointError
 from interposer.records import load_target
 from interposer_models.tensor_places import places_of
 from interposer_models.weights import Weights
+from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.plugin import interposer_records
 
-PREFIX = "model.layers.0.self_attn.q_proj"
+PREFIX, MIXTURE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
 IN_FEATURES, OUT_FEATURES = 512, 96
+EXPERTS = ExpertsSpec(
+    hidden_size=128,
+    intermediate_size=64,
+    num_experts=4,
+    top_k=2,
+    activation="silu",
+    biased=True,
+    alternating=True,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -33,11 +51,17 @@ def examples() -> list[Any]:
     ]
 
 
-def built(scheme: Any, settings: Mapping[str, Any], device: str) -> Linear:
+def built(scheme: Any, settings: Mapping[str, Any], device: str) -> Linear | Experts:
+    """Return a linear layer, or experts where the scheme leaves that plain."""
     resolver = Resolver(
         current_registry(), place().device, Config(canary="off"), scheme.parse(settings)
     )
+    parsed = resolver.scheme
+    assert parsed is not None
+    is_linear = parsed.linear_method(PREFIX, ("q_proj",)) is not None
     with torch.device(device):
+        if not is_linear:
+            return Experts(Site(resolver, MIXTURE, torch.float32), EXPERTS)
         return Linear(Site(resolver, PREFIX, torch.float32), IN_FEATURES, OUT_FEATURES, bias=True)
 
 
@@ -53,7 +77,16 @@ def number(parameter: nn.Parameter, generator: torch.Generator) -> torch.Tensor:
     return content.view(parameter.dtype).reshape(parameter.shape)
 
 
-def drawn(layer: Linear, seed: int) -> Tensors:
+def result(layer: Linear | Experts) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(layer, Linear):
+        return layer(torch.randn(3, IN_FEATURES, generator=generator))  # type: ignore[no-any-return]
+    routing = torch.tensor([[0.5, 0.25]] * 3), torch.tensor([[0, 1], [3, 2], [1, 3]])
+    x = torch.randn(3, EXPERTS.hidden_size, generator=generator)
+    return layer(x, *routing)  # type: ignore[no-any-return]
+
+
+def drawn(layer: Linear | Experts, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     places, _ = places_of([layer])
     return {name: number(place.parameter, generator) for name, place in places.items()}
@@ -66,17 +99,16 @@ def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
     first, second = (drawn(built(scheme, settings, "cpu"), seed) for seed in (1, 2))
     layers = [built(scheme, settings, "meta") for _ in range(2)]
     weights = [Weights(nn.ModuleList([layer]), "cpu") for layer in layers]
-    x = torch.randn(3, IN_FEATURES, generator=torch.Generator().manual_seed(0))
     for each, tensors in zip(weights, (first, second), strict=True):
         each.load(tensors.items(), "test")
-    before, wanted = (layer(x) for layer in layers)
+    before, wanted = (result(layer) for layer in layers)
     assert not torch.equal(before, wanted)
     weights[0].update(second.items(), "test")
-    assert torch.equal(layers[0](x), wanted)
+    assert torch.equal(result(layers[0]), wanted)
     for name in second:
         if len(second) > 1:
             with pytest.raises(CheckpointError, match="goes together with"):
                 weights[0].update([(name, first[name])], "test")
-    assert torch.equal(layers[0](x), wanted)
+    assert torch.equal(result(layers[0]), wanted)
     weights[0].update(first.items(), "test")
-    assert torch.equal(layers[0](x), before)
+    assert torch.equal(result(layers[0]), before)

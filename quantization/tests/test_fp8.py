@@ -319,6 +319,7 @@ def test_fused_layers_must_share_the_scale_of_their_input(tmp_path: Path) -> Non
     assert message.startswith("model.layers.2.self_attn.q_proj.input_scale: ")
     assert f"{name} = 0.0357142" in message
     assert "model.layers.2.self_attn.v_proj.input_scale = 0.0178571" in message
+    assert "or quantize with activation_scheme 'dynamic'" in message
 
 
 LAYER = "model.layers.1.self_attn.v_proj"

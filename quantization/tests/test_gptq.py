@@ -392,6 +392,65 @@ def test_bad_tensors_are_refused_by_name(
         load(tmp_path)
 
 
+def biased(name: str, value: float) -> Edit:
+    """Add what AutoGPTQ stores for every layer: a bias, of zeros but for one number."""
+
+    def edit(tensors: Tensors) -> None:
+        for scales in [key for key in tensors if key.endswith("_proj.scales")]:
+            layer = scales.removesuffix(".scales")
+            offsets = torch.zeros(tensors[scales].shape[1], dtype=torch.float16)
+            offsets[5] = value if layer == name else -0.0
+            tensors[f"{layer}.bias"] = offsets
+
+    return edit
+
+
+def test_biases_of_zeros_are_left_out(act_order: Path, tmp_path: Path) -> None:
+    shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(act_order / "model.safetensors")
+    expected = load(act_order, dtype="float32").logits(TOKENS)
+    biased(K_PROJ, 0.0)(tensors)
+    assert sum(name.endswith(".bias") for name in tensors) == 6 * 7
+    save_file(tensors, tmp_path / "model.safetensors")
+    lm = load(tmp_path, dtype="float32")
+    assert torch.equal(lm.logits(TOKENS), expected)
+    assert all(
+        layer._parameters["bias"] is None
+        for layer in (m for m in lm.engine.model.modules() if isinstance(m, Linear))
+    )
+    assert lm.update_weights(tensors) == ()
+    assert torch.equal(lm.logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("layer", [K_PROJ, "model.layers.3.mlp.down_proj"])
+@pytest.mark.parametrize("value", [2.0**-24, float("nan")])
+def test_other_biases_are_refused_where_the_model_has_none(
+    act_order: Path, tmp_path: Path, layer: str, value: float
+) -> None:
+    shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(act_order / "model.safetensors")
+    biased(layer, value)(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    outputs = len(tensors[f"{layer}.bias"])
+    message = rf"'{layer}\.bias', 1 of whose {outputs} numbers are not 0, but the model has no bias"
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+    lm = load(act_order, dtype="float32")
+    expected = lm.logits(TOKENS)
+    with pytest.raises(CheckpointError, match=message):
+        lm.update_weights(tensors)
+    assert torch.equal(lm.logits(TOKENS), expected)
+
+
+def test_biases_of_layers_that_are_unknown_stay_unknown(act_order: Path, tmp_path: Path) -> None:
+    shutil.copytree(act_order, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(act_order / "model.safetensors")
+    tensors["model.layers.0.mlp.bias"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.bias', which the model has no"):
+        load(tmp_path)
+
+
 def test_negative_scales_are_read() -> None:
     config = gptq()
     layer = built(config, {"o_proj": 8}, 48)

@@ -11,11 +11,18 @@ from interposer_quantization.fp8_linear import Fp8TensorLinear
 from interposer_quantization.modelopt import ModelOpt
 from interposer_quantization.modelopt_blocks import MxFp8Linear, NvFp4Linear
 from interposer_quantization.modelopt_channels import Fp8ChannelLinear
-from interposer_quantization.modelopt_config import Settings
+from interposer_quantization.modelopt_config import Settings, Stored
+from interposer_quantization.modelopt_input_scale import ScaledInputLinear
+from interposer_quantization.modelopt_weights import (
+    Fp8BlockWeightLinear,
+    Int8WeightLinear,
+    NvFp4WeightLinear,
+)
 
 PLACE = "model.layers.3.self_attn"
 QKV = ("q_proj", "k_proj", "v_proj")
 NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
+AWQ = {"quant_algo": "W4A16_AWQ", "group_size": 128, "pre_quant_scale": True}
 NUMBERS_OF_NVFP4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 NUMBERS_OF_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 
@@ -41,6 +48,12 @@ def group(numbers: dict[str, Any], *targets: str) -> dict[str, Any]:
         ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, Fp8ChannelLinear),
         (NVFP4, NvFp4Linear),
         ({"quant_algo": "MXFP8", "group_size": 32}, MxFp8Linear),
+        ({"quant_algo": "fp8_pb_wo"}, Fp8BlockWeightLinear),
+        ({"quant_algo": "FP8_PB_WO"}, Fp8BlockWeightLinear),
+        ({"quant_algo": "W8A16"}, Int8WeightLinear),
+        ({"quant_algo": "W4A16_NVFP4", "group_size": 16}, NvFp4WeightLinear),
+        (AWQ, ScaledInputLinear),
+        ({"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, ScaledInputLinear),
     ],
 )
 def test_every_algorithm_has_its_method(algorithm: dict[str, Any], method: type) -> None:
@@ -71,7 +84,7 @@ def test_globs_leave_out_modules_with_what_is_in_them(glob: str, left_out: bool)
         of_config(**NVFP4, ignore=["x", glob]),
     ):
         found = Settings.parse(settings).stored(f"{PLACE}.q_proj")
-        assert found == (None if left_out else "NVFP4")
+        assert found == (None if left_out else Stored("NVFP4", 16))
 
 
 def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
@@ -92,6 +105,16 @@ def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
         ModelOpt.parse(of_file(**mixed)).linear_method(f"{PLACE}.qkv_proj", QKV)
 
 
+def test_the_size_of_groups_may_stand_in_the_other_file_alone() -> None:
+    for settings in (
+        of_config(quant_algo="W4A16_AWQ", quantization=AWQ),
+        of_config(**AWQ, quantization={**AWQ, "group_size": None}),
+    ):
+        found = Settings.parse(settings).stored(f"{PLACE}.q_proj")
+        assert found == Stored("W4A16_AWQ", 128)
+    assert str(found) == "W4A16_AWQ in groups of 128"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -103,13 +126,30 @@ def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
             of_config(**NVFP4, kv_cache_scheme={"num_bits": 4, "type": "float"}),
             "kv_cache_scheme.num_bits = 4: Input should be 8",
         ),
-        (of_file(quant_algo="W4A16_AWQ"), "quantization.quant_algo = 'W4A16_AWQ': Input should be"),
-        (of_config(quant_algo="NVFP4_AWQ"), "quant_algo = 'NVFP4_AWQ': Input should be 'FP8', "),
+        (of_file(quant_algo="W4A8_AWQ"), "quantization.quant_algo = 'W4A8_AWQ': Input should be"),
+        (of_config(quant_algo="NVFP4_SVD"), "quant_algo = 'NVFP4_SVD': Input should be 'FP8', "),
+        (of_file(quant_algo="W4A16_AWQ"), "W4A16_AWQ needs group_size, which hf_quant_config.json"),
+        (of_config(quant_algo="W4A16_AWQ"), "W4A16_AWQ needs group_size, which hf_quant_config.j"),
+        (of_file(**{**AWQ, "group_size": 0}), "group_size 0 must be positive"),
+        (of_file(**{**AWQ, "has_zero_point": True}), "quantization.has_zero_point = True"),
+        (
+            of_file(
+                quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "W4A16_AWQ"}}
+            ),
+            "quantization.quantized_layers.a",
+        ),
+        (
+            of_config(**{**AWQ, "group_size": 64}, quantization=AWQ),
+            "group_size 64 of config.json contradicts group_size 128",
+        ),
         (of_file(), "quantization.quant_algo = missing"),
         (of_config(ignore=[]), "neither config.json nor hf_quant_config.json says quant_algo"),
         (of_file(quant_algo="NVFP4", group_size=32), "group_size 32 does not go with NVFP4"),
         (of_file(quant_algo="FP8", group_size=128), "group_size 128 does not go with FP8"),
-        (of_file(**NVFP4, pre_quant_scale=True), "quantization.pre_quant_scale = True"),
+        (
+            of_file(**NVFP4, pre_quant_scale=True),
+            "pre_quant_scale does not go with NVFP4, but with NVFP4_AWQ, W4A16_AWQ",
+        ),
         (of_file(**NVFP4, lora_rank=8), "quantization.lora_rank = 8"),
         (of_file(quant_algo="MIXED_PRECISION"), "quantized_layers goes with quant_algo"),
         (
@@ -117,12 +157,12 @@ def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
             "quantized_layers goes with quant_algo 'MIXED_PRECISION' and no other",
         ),
         (
-            of_file(quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "W8A16"}}),
-            "quantized_layers.a.quant_algo = 'W8A16'",
+            of_file(quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "W8A8"}}),
+            "quantized_layers.a.quant_algo = 'W8A8'",
         ),
         (
             of_config(quant_algo="FP8", config_groups={"g": group(NUMBERS_OF_NVFP4, "Linear")}),
-            "config_groups has weights of 4 bits and group_size 16, but FP8 has 8 and None",
+            "config_groups has weights of 4 bits (float) and group_size 16, but FP8 has 8 (float)",
         ),
         (
             of_config(
@@ -138,7 +178,7 @@ def test_what_is_not_read_is_refused(settings: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError) as caught:
         ModelOpt.parse(settings)
     assert message in str(caught.value)
-    assert "Supported: quant_algo FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, MXFP8" in str(caught.value)
+    assert "Supported: quant_algo FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO" in str(caught.value)
 
 
 def test_unknown_settings_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ class CheckpointFile(ABC):
 
         Raises: CheckpointError: it is no such file, corrupt, or of a model that cannot be told so.
         """
+
+    def names(self) -> Collection[str] | None:
+        """Return the names of all tensors that ``stream`` yields, None if they aren't known before.
+
+        Where they are, no layer waits until the end for a tensor that is optional and not there.
+
+        Raises: CheckpointError: the file is corrupt.
+        """
+        return None
 
     @abstractmethod
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, get_args
 
@@ -163,6 +163,7 @@ def explain(
     device: str | os.PathLike[str] | None = None,
     config: Config | None = None,
     dtype: str = "auto",
+    quantization: str | Mapping[str, Any] | None = None,
 ) -> Explanation:
     """Return every distinct choice for a model, or all that there is to choose from.
 
@@ -173,9 +174,12 @@ def explain(
             machine's; what was built is planned anew.
         config: policy above all other sources; what was built has had its own.
         dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
+        quantization: the method by which plain weights of a directory are to be quantized while
+            they load, or its settings; what was built has had its own.
     Raises:
-        ConfigError: ``config`` is given for what is built, nothing can plan ``model``, or, without
-            one, a rule names what nobody has.
+        ConfigError: ``config`` or ``quantization`` is given for what is built, ``quantization``
+            without a model, nothing can plan ``model``, or, without one, a rule names what nobody
+            has.
         NoCandidateError: nothing can serve a part of the model, or no platform can be used.
         UnknownNameError: ``device`` is neither known nor a file.
         StorageError: the file describes no device.
@@ -197,11 +201,22 @@ def explain(
                 "explain() takes no config for what is built already: it has had its own. "
                 "Try: explain(path, config=...)"
             )
+        if quantization is not None:
+            raise ConfigError(
+                "explain() takes no quantization for what is built already: its weights are "
+                "stored as they are. Try: explain(path, quantization=...)"
+            )
         return _made(cast(Explainable, model))
+    if model is None and quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} is about a model, and none is given. "
+            "Try: explain(path, quantization=...)"
+        )
     registry = current_registry(config)
     placement = None if device is None else described_placement(registry, device)
     if model is not None:
-        return _made(planned(cast("str | Planned", model), config, dtype, placement))
+        asked = cast("str | Planned", model)
+        return _made(planned(asked, config, dtype, placement, quantization))
     registry.check_rules(effective_config(config))
     found = placement or place(config)
     return Explanation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
@@ -48,12 +48,17 @@ def interposer_records() -> Iterable[Record]:  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def interposer_plan(
-    path: Path, config: Config, dtype: str, placement: Placement | None
+    path: Path,
+    config: Config,
+    dtype: str,
+    placement: Placement | None,
+    quantization: str | Mapping[str, Any] | None,
 ) -> Planned | None:
     """Return the model in the directory ``path`` with every choice made and no weight read.
 
     None leaves the directory to the next plugin. ``placement`` is where it is planned for; None
-    leaves that to the selection.
+    leaves that to the selection. ``quantization`` is the method by which plain weights are to be
+    quantized while they load, or its settings; where there is one, only who takes it is asked.
     """
 
 

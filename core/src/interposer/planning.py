@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from interposer.config import Config, effective_config
 from interposer.errors import ConfigError
@@ -40,6 +41,7 @@ def planned(
     config: Config | None = None,
     dtype: str = "auto",
     placement: Placement | None = None,
+    quantization: str | Mapping[str, Any] | None = None,
 ) -> Planned:
     """Return the plan of a model directory; a model that was built already is its own.
 
@@ -48,6 +50,8 @@ def planned(
         config: policy for the plan, above every other source.
         dtype: to compute in, such as ``"bfloat16"``.
         placement: where to plan for instead of this machine; a built model is planned anew.
+        quantization: the method by which plain weights are to be quantized while they load, or
+            its settings; None for a built model means the one that it was loaded with.
     Raises: ConfigError: nothing that is installed can plan ``model``.
     """
     if isinstance(model, str | os.PathLike):
@@ -56,6 +60,8 @@ def planned(
         return model
     elif isinstance(getattr(model, "path", None), Path):
         path = model.path
+        if quantization is None:
+            quantization = getattr(model, "quantization", None)
     else:
         raise ConfigError(
             f"{model!r} is neither a model directory nor a model. "
@@ -64,7 +70,13 @@ def planned(
     config = effective_config(config)
     plugins = current_registry(config).plugins
     plan, plugin = plugins.first_result(
-        "interposer_plan", path=path, config=config, dtype=dtype, placement=placement
+        "interposer_plan",
+        () if quantization is None else ("quantization",),
+        path=path,
+        config=config,
+        dtype=dtype,
+        placement=placement,
+        quantization=quantization,
     )
     if plan is not None and not isinstance(plan, Planned):
         raise ConfigError(
@@ -72,8 +84,9 @@ def planned(
             f"which lacks a resolver, a placement or a path. Try: INTERPOSER_DISABLE={plugin}"
         )
     if plan is None:
+        by = "" if quantization is None else f" and quantizes it by {quantization!r}"
         raise ConfigError(
-            f"No installed plugin reads the model directory {str(path)!r}. "
+            f"No installed plugin reads the model directory {str(path)!r}{by}. "
             "Try: pip install interposer-models"
         )
     return plan

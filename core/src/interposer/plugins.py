@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,12 +228,15 @@ class Plugins:
             self._forget(name)
             self.quarantine(source, reason, cause=cause)
 
-    def first_result(self, hook: str, **facts: Any) -> tuple[Any, str]:
+    def first_result(
+        self, hook: str, needed: Collection[str] = (), **facts: Any
+    ) -> tuple[Any, str]:
         """Return the first answer to ``hook`` that is not None, and the plugin that gave it.
 
         Parts of the SDK are asked last, the others in the order of their names. An error of the
         SDK's own kinds speaks of the question and is passed on; what else a plugin raises
-        quarantines it, and the next is asked.
+        quarantines it, and the next is asked. Who does not take all facts that are ``needed``
+        would answer another question, and is passed over.
         """
         found = list(getattr(self._manager.hook, hook).get_hookimpls())
         standard = {
@@ -244,6 +247,8 @@ class Plugins:
         found.sort(key=lambda hook: (hook.plugin_name in standard, hook.plugin_name))
         for implementation in found:
             name = implementation.plugin_name
+            if not set(needed) <= set(implementation.argnames):
+                continue
             try:
                 answer = implementation.function(**{k: facts[k] for k in implementation.argnames})
             except InterposerError:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interposer.commands.options import AsJson, Dtype, Kernels, Locked, PlatformName, policy
+from interposer.commands.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    policy,
+)
 
 if TYPE_CHECKING:
     from interposer import Config
@@ -31,10 +39,7 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
     dtype: Dtype = "auto",
-    quantization: Annotated[
-        str | None,
-        typer.Option(metavar="METHOD", help="Quantize plain weights by it while they load."),
-    ] = None,
+    quantization: Quantization = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,

@@ -60,6 +60,7 @@ class LanguageModel:
         self.resolver = plan.resolver
         self.placement = plan.placement
         self.path = plan.path
+        self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
 
     def generate(
         self,

@@ -12,7 +12,6 @@ import torch
 from interposer import Config, Resolver, Rule, Site, current_registry, effective_config, place
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.placement import Placement
-from interposer_models.checkpoint import Checkpoint
 from interposer_models.checkpoint_files import config_source, open_checkpoint, tokenizer_of
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
@@ -42,6 +41,7 @@ class Plan:
     ) -> None:
         self.checkpoint, opened = open_checkpoint(path, config)
         self.path = self.checkpoint.path
+        self.quantization = quantization
         self.decoder = DecoderConfig.parse(self.checkpoint.config, config_source(self.checkpoint))
         self.placement = placement or place(config)
         platform, choice = self.placement.platform, self.placement.choice
@@ -137,9 +137,8 @@ def load(
         if progress is not None:
             progress(done, total)
 
-    names = checkpoint.names() if isinstance(checkpoint, Checkpoint) else None
     weights = Weights(planned.model, device)
-    weights.load(checkpoint.stream(), checkpoint.path, advance, names)
+    weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
     planned.model.finalize(device)
     if cache_tokens is None:
         cache_tokens = _cache_tokens(planned, max_sequences)

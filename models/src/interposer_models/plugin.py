@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from interposer.hookspecs import hookimpl
 
@@ -15,8 +16,14 @@ INTERPOSER_API = ">=1.0,<2"
 
 
 @hookimpl
-def interposer_plan(path: Path, config: Config, dtype: str, placement: Placement | None) -> Plan:
+def interposer_plan(
+    path: Path,
+    config: Config,
+    dtype: str,
+    placement: Placement | None,
+    quantization: str | Mapping[str, Any] | None,
+) -> Plan:
     """Return the plan of a Hugging Face model directory."""
     from interposer_models.loader import Plan
 
-    return Plan(path, dtype, config, placement)
+    return Plan(path, dtype, config, placement, quantization)

@@ -12,7 +12,7 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["TensorPlace", "places_of"]
+__all__ = ["TensorPlace", "absent_biases", "places_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class TensorPlace:
         """
         entries = self.of(whole)
         expected = list(entries.shape)
-        if expected == [1] and tensor.ndim == 0:
-            tensor = tensor.reshape(1)
+        if tensor.ndim == 0 and entries.numel() == 1:
+            tensor = tensor.reshape(expected)
         while tensor.ndim > len(expected) and tensor.shape[-1] == 1:
             tensor = tensor.squeeze(-1)  # as scales are stored that are to be broadcast
         if list(tensor.shape) != expected:
@@ -103,6 +103,17 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
             else:
                 places[full] = TensorPlace(parameter)
     return places, tied
+
+
+def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
+    """Return what checkpoints would call the biases of linear layers that have none."""
+    return frozenset(
+        f"{parent}{dot}{part}.bias"
+        for layer in layers
+        if isinstance(layer, Linear) and layer._parameters.get("bias") is None
+        for parent, dot, _ in [layer.prefix.rpartition(".")]
+        for part in layer.parts
+    )
 
 
 def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:

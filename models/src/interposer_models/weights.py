@@ -11,7 +11,7 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models.layer_group import Filling, LayerGroup, groups_of
 from interposer_models.renewal import Renewal
-from interposer_models.tensor_places import places_of
+from interposer_models.tensor_places import absent_biases, places_of
 
 __all__ = ["Progress", "Weights"]
 
@@ -36,6 +36,7 @@ class Weights:
         self.device = device
         layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
         places, self._tied = places_of(layers)
+        self._absent = absent_biases(layers) - places.keys()
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
 
@@ -75,7 +76,7 @@ class Weights:
         fillings: dict[LayerGroup, Filling] = {}
         waiting = dict.fromkeys(self._groups)
         for name, tensor in tensors:
-            group = self._owner(name, path)
+            group = self._owner(name, tensor, path)
             if group is not None:
                 if group not in waiting:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
@@ -123,7 +124,7 @@ class Weights:
         for name, tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(path, f"{name!r} is {type(tensor).__name__}, not a tensor")
-            group = self._owner(name, path)
+            group = self._owner(name, tensor, path)
             if group is None:
                 tied |= {name} & self._tied.keys()
                 continue
@@ -153,14 +154,25 @@ class Weights:
         renewed = [renewal for renewal in renewals.values() if renewal.pairs is None]
         return tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
 
-    def _owner(self, name: str, path: object) -> LayerGroup | None:
+    def _owner(self, name: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor belongs to, None if nobody needs it."""
         group = self._owners.get(name)
-        if group is None and name not in self._tied and not name.endswith(_DERIVED):
+        if group is not None or name in self._tied or name.endswith(_DERIVED):
+            return group
+        if name not in self._absent:
             raise CheckpointError(
                 path, f"holds the tensor {name!r}, which the model has no place for"
             )
-        return group
+        # Writers of GPTQ and AWQ give every layer a bias, of zeros where the model has none.
+        offsets = tensor.bool()
+        if offsets.any():
+            raise CheckpointError(
+                path,
+                f"holds the tensor {name!r}, {int(offsets.sum())} of whose {offsets.numel()} "
+                "numbers are not 0, but the model has no bias there",
+                "correct config.json if the layer has one",
+            )
+        return None
 
     def _check_tied(
         self, tied: Iterable[str], renewals: dict[LayerGroup, Renewal], path: object

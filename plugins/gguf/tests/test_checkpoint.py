@@ -53,6 +53,15 @@ def test_floats_give_the_tokens_of_the_directory(
     assert greedy(lm) == greedy(reference)
 
 
+def test_names_are_those_of_the_stream(directory: Callable[[str], Path], write: Write) -> None:
+    for stored_as in ("f16", "q4_1"):
+        file = GGUFCheckpoint.open(write(directory("qwen2"), stored_as))
+        yielded = [name for name, _ in file.stream()]
+        assert len(yielded) == len(set(yielded))
+        assert file.names() == set(yielded)
+        assert any(name.endswith("_proj.q4_1") for name in yielded) == (stored_as == "q4_1")
+
+
 @pytest.mark.parametrize("stored_as", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_blocks_give_what_their_numbers_give(
     directory: Callable[[str], Path], write: Write, tmp_path: Path, stored_as: str

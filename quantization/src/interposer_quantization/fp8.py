@@ -14,6 +14,7 @@ from interposer_quantization.fused_layers import stored_alike
 __all__ = ["FbgemmFp8", "Fp8"]
 
 _MEND = "quantize all of them, or name all of them in 'modules_to_not_convert'"
+_SAME_INPUT = "calibrate them on the same input, or quantize with activation_scheme 'dynamic'"
 
 
 class Fp8(QuantizationScheme):
@@ -46,7 +47,7 @@ class Fp8(QuantizationScheme):
             power_of_two = self.settings.scale_fmt == "ue8m0"
             return Fp8BlockLinear(rows, columns, power_of_two, weight_scale)
         static = self.settings.activation_scheme == "static"
-        return Fp8TensorLinear(weight_scale, input_scale if static else None)
+        return Fp8TensorLinear(weight_scale, input_scale if static else None, mend=_SAME_INPUT)
 
 
 class FbgemmFp8(QuantizationScheme):

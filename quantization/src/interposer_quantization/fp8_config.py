@@ -50,13 +50,16 @@ class LayersLeftOut(SettingsModel):
         """Return the patterns of layers that are not quantized."""
         return self.modules_to_not_convert or []
 
-    def stored(self, name: str) -> str | None:
-        """Return the format of the weights of the linear layer ``name``, None if left out."""
-        left_out = any(
+    def leaves_out(self, name: str) -> bool:
+        """Say whether the layer ``name`` is not quantized."""
+        return any(
             name.endswith(pattern) or re.match(f"(?:{pattern}){_BOUNDARY}", name)
             for pattern in self.left_out
         )
-        return None if left_out else "float8_e4m3fn"
+
+    def stored(self, name: str) -> str | None:
+        """Return the format of the weights of the linear layer ``name``, None if left out."""
+        return None if self.leaves_out(name) else "float8_e4m3fn"
 
 
 class Fp8Settings(LayersLeftOut):

@@ -26,6 +26,8 @@ from interposer_quantization.fp8_parameters import (
 
 __all__ = ["Fp8RowLinear", "Fp8TensorLinear"]
 
+_MEND = "calibrate them on the same input, or quantize inputs dynamically"
+
 
 class _Fp8Linear(LinearMethod):
     """``weight`` ``[O, I]`` float8_e4m3fn with one scale for all of it or one per output.
@@ -35,14 +37,21 @@ class _Fp8Linear(LinearMethod):
         input_scale: name of the parameter that holds the input's scale; None where every token
             gets its own.
         scale_limit: largest scale of a token, or None.
+        mend: what to do where layers that are fused disagree on the scale of their input, in the
+            words of the format.
     """
 
     def __init__(
-        self, weight_scale: str, input_scale: str | None = None, scale_limit: float | None = None
+        self,
+        weight_scale: str,
+        input_scale: str | None = None,
+        scale_limit: float | None = None,
+        mend: str = _MEND,
     ) -> None:
         self.weight_scale = weight_scale
         self.input_scale = input_scale
         self.scale_limit = scale_limit
+        self.mend = mend
 
     @abstractmethod
     def _create_scale(self, layer: nn.Module) -> bool:
@@ -130,7 +139,7 @@ class _Fp8Linear(LinearMethod):
             raise CheckpointError(
                 self.members.tensor(next(iter(self.members.sizes)), name),
                 f"layers of one input quantize it differently, but run as one product: {listed}",
-                "calibrate them on the same input, or quantize inputs dynamically",
+                self.mend,
             )
         return scales[:1]
 

@@ -1,4 +1,4 @@
-"""Checkpoints that NVIDIA ModelOpt exports: 8-bit floats, MXFP8, NVFP4, and mixtures of them."""
+"""Checkpoints that NVIDIA ModelOpt exports: floats and integers of 8 or 4 bits, and mixtures."""
 
 from __future__ import annotations
 
@@ -12,20 +12,36 @@ from interposer_quantization.fp8_linear import Fp8TensorLinear
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.modelopt_blocks import MxFp8Linear, NvFp4Linear
 from interposer_quantization.modelopt_channels import Fp8ChannelLinear
-from interposer_quantization.modelopt_config import Algorithm, Settings
+from interposer_quantization.modelopt_config import Algorithm, Settings, Stored
+from interposer_quantization.modelopt_input_scale import ScaledInputLinear
+from interposer_quantization.modelopt_weights import (
+    Fp8BlockWeightLinear,
+    Int4WeightLinear,
+    Int8WeightLinear,
+    NvFp4WeightLinear,
+)
 
 __all__ = ["ModelOpt"]
 
+_SAME_INPUT = (
+    "export the model with a release of ModelOpt that makes them equal, or quantize it as "
+    "FP8_PER_CHANNEL_PER_TOKEN, which has no such scale"
+)
+
 _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
-    "FP8": lambda: Fp8TensorLinear("weight_scale", "input_scale"),
+    "FP8": lambda: Fp8TensorLinear("weight_scale", "input_scale", mend=_SAME_INPUT),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8ChannelLinear,
-    "NVFP4": NvFp4Linear,
+    "FP8_PB_WO": lambda: Fp8BlockWeightLinear(None),
     "MXFP8": MxFp8Linear,
+    "NVFP4": NvFp4Linear,
+    "NVFP4_AWQ": lambda: ScaledInputLinear(NvFp4Linear()),
+    "W4A16_NVFP4": lambda: NvFp4WeightLinear(None),
+    "W8A16": lambda: Int8WeightLinear(None),
 }
 
 
 class ModelOpt(QuantizationScheme):
-    """Floats of 8 or 4 bits whose inputs are quantized as well, on the way."""
+    """Weights in 8 or 4 bits; with floats of some kinds inputs are quantized on the way."""
 
     method = "modelopt"
 
@@ -47,8 +63,12 @@ class ModelOpt(QuantizationScheme):
         Raises: ConfigError: layers that are fused there are quantized in different ways.
         """
         mend = "quantize them alike, or leave out all of them"
-        found: Algorithm | None = stored_alike(prefix, parts, self.settings.stored, mend)
-        return None if found is None else _METHODS[found]()
+        found: Stored | None = stored_alike(prefix, parts, self.settings.stored, mend)
+        if found is None:
+            return None
+        if found.group_size is not None and found.algorithm == "W4A16_AWQ":
+            return ScaledInputLinear(Int4WeightLinear(found.group_size))
+        return _METHODS[found.algorithm]()
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return FP8 with scales beside those of the projections, where the settings say so."""

@@ -8,14 +8,15 @@ from typing import Any
 from interposer import LinearMethod, QuantizationScheme
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.torchao_config import Settings
-from interposer_quantization.torchao_fp8_linear import TorchAoFp8Linear
+from interposer_quantization.torchao_fp8_linear import TorchAoFp8Linear, TorchAoFp8WeightLinear
+from interposer_quantization.torchao_int8_linear import TorchAoInt8Linear
 from interposer_quantization.torchao_linear import TorchAoLinear
 
 __all__ = ["TorchAo"]
 
 
 class TorchAo(QuantizationScheme):
-    """Integers in 8 bits each, or 8-bit floats whose inputs are quantized as well."""
+    """Integers in 8 bits each, or 8-bit floats; inputs as they are, or quantized on the way."""
 
     method = "torchao"
 
@@ -40,4 +41,9 @@ class TorchAo(QuantizationScheme):
         found = stored_alike(prefix, parts, self.settings.weights, mend)
         if found is None:
             return None
-        return TorchAoFp8Linear() if found.kind == "float8" else TorchAoLinear(found)
+        plain = found.inputs == "plain"
+        if found.kind == "float8":
+            return TorchAoFp8WeightLinear(None) if plain else TorchAoFp8Linear()
+        if plain or not found.symmetric or found.inputs_per_scale is not None:
+            return TorchAoLinear(found)
+        return TorchAoInt8Linear(found)

@@ -19,9 +19,11 @@ from interposer_quantization.settings_model import SettingsModel
 __all__ = ["Settings", "Weights"]
 
 _SUPPORTED = """\
-Supported: quant_type Int8WeightOnlyConfig, IntxWeightOnlyConfig with the packing \
-UNPACKED_TO_INT8, and Float8DynamicActivationFloat8WeightConfig of PerRow, all of version 2 and \
-stored as safetensors; layers left out by modules_to_not_convert.
+Supported: quant_type Int8WeightOnlyConfig, IntxWeightOnlyConfig and \
+Int8DynamicActivationIntxWeightConfig with the packing UNPACKED_TO_INT8, \
+Int8DynamicActivationInt8WeightConfig, Float8WeightOnlyConfig and \
+Float8DynamicActivationFloat8WeightConfig of PerRow, all of version 2 and stored as safetensors; \
+layers left out by modules_to_not_convert.
 Try: quantize the original model that way"""
 
 
@@ -32,17 +34,21 @@ class Weights:
     Attributes:
         inputs_per_scale: the group size; None where one scale holds for a whole output.
         symmetric: every zero point is 0; there are none for floats.
-        kind: of the numbers; where they are floats, inputs are quantized to them as well.
+        kind: of the numbers.
+        inputs: what is done with inputs: nothing, or they are quantized to numbers of that kind
+            with a scale per token and, if asymmetric, a zero point.
     """
 
     inputs_per_scale: int | None
     symmetric: bool
     kind: Literal["int8", "float8"] = "int8"
+    inputs: Literal["plain", "symmetric", "asymmetric"] = "plain"
 
     def __str__(self) -> str:
         size = self.inputs_per_scale
         grouped = "per output" if size is None else f"per group of {size} inputs"
-        return f"{self.kind} {grouped}, {'symmetric' if self.symmetric else 'asymmetric'}"
+        weights = f"{self.kind} {grouped}, {'symmetric' if self.symmetric else 'asymmetric'}"
+        return weights if self.inputs == "plain" else f"{weights}, with {self.inputs} inputs"
 
 
 class Place(SettingsModel):
@@ -135,6 +141,80 @@ class IntxWeightOnly(SettingsModel):
         return Weights(self.data.granularity.data.group_size, symmetric)
 
 
+class InputMapping(Member):
+    """Whether inputs have zero points."""
+
+    data: Literal["SYMMETRIC", "ASYMMETRIC"] = Field(alias="_data")
+
+
+class AsymmetricInputs(Member):
+    """Inputs that have zero points."""
+
+    data: Literal["ASYMMETRIC"] = Field(alias="_data")
+
+
+class Row(Granularity):
+    """One scale per row."""
+
+    type_: Literal["PerRow"] = Field(alias="_type")
+
+
+Rows = Annotated[list[Row], Field(min_length=2, max_length=2)]
+"""One scale per row, of inputs and of weights."""
+
+
+class Int8DynamicFields(SettingsModel):
+    """The fields of ``Int8DynamicActivationInt8WeightConfig``."""
+
+    act_mapping_type: InputMapping
+    granularity: Row | Rows | None = None
+    weight_only_decode: Literal[False] | None = None
+    reduce_range: Literal[False] | None = None
+    set_inductor_config: bool | None = None
+
+
+class Int8Dynamic(SettingsModel):
+    """Symmetric weights of 8 bits, and inputs that are quantized per token."""
+
+    type_: Literal["Int8DynamicActivationInt8WeightConfig"] = Field(alias="_type")
+    version: Literal[2] = Field(alias="_version")
+    data: Int8DynamicFields = Field(alias="_data")
+
+    @property
+    def weights(self) -> Weights:
+        """Return how weights are stored, with zero points that are 0."""
+        symmetric = self.data.act_mapping_type.data == "SYMMETRIC"
+        inputs: Literal["symmetric", "asymmetric"] = "symmetric" if symmetric else "asymmetric"
+        return Weights(None, symmetric=True, inputs=inputs)
+
+
+class IntxDynamicFields(SettingsModel):
+    """The fields of ``Int8DynamicActivationIntxWeightConfig``."""
+
+    weight_granularity: Granularity
+    weight_dtype: WeightDtype
+    weight_mapping_type: Member
+    weight_scale_dtype: Member | None = None
+    act_mapping_type: AsymmetricInputs
+    intx_packing_format: Packing
+    intx_choose_qparams_algorithm: Member | None = None
+
+
+class IntxDynamic(SettingsModel):
+    """Weights of 1 to 8 bits, in 8 bits each, and inputs that are quantized per token."""
+
+    type_: Literal["Int8DynamicActivationIntxWeightConfig"] = Field(alias="_type")
+    version: Literal[2] = Field(alias="_version")
+    data: IntxDynamicFields = Field(alias="_data")
+
+    @property
+    def weights(self) -> Weights:
+        """Return how weights are stored."""
+        symmetric = self.data.weight_mapping_type.data != "ASYMMETRIC"
+        size = self.data.weight_granularity.data.group_size
+        return Weights(size, symmetric, inputs="asymmetric")
+
+
 class Float8Dtype(Member):
     """A dtype of 8-bit floats."""
 
@@ -147,16 +227,31 @@ class PlainPacking(Member):
     data: Literal["PLAIN"] = Field(alias="_data")
 
 
-class Row(Granularity):
-    """One scale per row."""
+class Float8WeightFields(SettingsModel):
+    """The fields of ``Float8WeightOnlyConfig``."""
 
-    type_: Literal["PerRow"] = Field(alias="_type")
+    weight_dtype: Float8Dtype
+    granularity: Row | None = None
+    set_inductor_config: bool | None = None
+
+
+class Float8WeightOnly(SettingsModel):
+    """Weights of 8-bit floats."""
+
+    type_: Literal["Float8WeightOnlyConfig"] = Field(alias="_type")
+    version: Literal[2] = Field(alias="_version")
+    data: Float8WeightFields = Field(alias="_data")
+
+    @property
+    def weights(self) -> Weights:
+        """Return how weights are stored."""
+        return Weights(None, symmetric=True, kind="float8")
 
 
 class Float8Fields(SettingsModel):
     """The fields of ``Float8DynamicActivationFloat8WeightConfig``."""
 
-    granularity: Annotated[list[Row], Field(min_length=2, max_length=2)]
+    granularity: Rows
     activation_dtype: Float8Dtype
     weight_dtype: Float8Dtype
     packing_format: PlainPacking
@@ -179,10 +274,13 @@ class Float8(SettingsModel):
     @property
     def weights(self) -> Weights:
         """Return how weights are stored."""
-        return Weights(None, symmetric=True, kind="float8")
+        return Weights(None, symmetric=True, kind="float8", inputs="symmetric")
 
 
-Configuration = Annotated[Int8WeightOnly | IntxWeightOnly | Float8, Field(discriminator="type_")]
+Configuration = Annotated[
+    Int8WeightOnly | IntxWeightOnly | Int8Dynamic | IntxDynamic | Float8WeightOnly | Float8,
+    Field(discriminator="type_"),
+]
 
 
 class Settings(LayersLeftOut):

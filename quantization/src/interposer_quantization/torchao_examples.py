@@ -28,6 +28,32 @@ def torchao_examples() -> Mapping[str, Mapping[str, Any]]:
             packing_format={"_type": "Float8PackingFormat", "_data": "PLAIN"},
         ),
     }
+    for label, mapping in (
+        ("8 bits, int8 inputs", "SYMMETRIC"),
+        ("asymmetric inputs", "ASYMMETRIC"),
+    ):
+        kinds[label] = _tagged(
+            "Int8DynamicActivationInt8WeightConfig",
+            2,
+            granularity=row,
+            act_mapping_type={"_type": "MappingType", "_data": mapping},
+        )
+    for label, granularity, mapping in (
+        ("any bits per row, int8 inputs", axis, "SYMMETRIC"),
+        ("any bits per group, int8 inputs", groups, "ASYMMETRIC"),
+    ):
+        kinds[label] = _tagged(
+            "Int8DynamicActivationIntxWeightConfig",
+            2,
+            weight_granularity=granularity,
+            weight_dtype={"_type": "torch.dtype", "_data": "int4"},
+            weight_mapping_type={"_type": "MappingType", "_data": mapping},
+            act_mapping_type={"_type": "MappingType", "_data": "ASYMMETRIC"},
+            intx_packing_format={"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+        )
+    kinds["8-bit floats, weights only"] = _tagged(
+        "Float8WeightOnlyConfig", 2, granularity=row, weight_dtype=_FLOAT8
+    )
     return {
         label: {"quant_method": "torchao", "quant_type": {"default": kind}}
         for label, kind in kinds.items()

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, Site
+from interposer.resolver import BoundKernel
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_per_token
+from interposer_ops.linear import linear
+from interposer_quantization.compressed_weight_linear import WeightLinear
 from interposer_quantization.fp8_parameters import FORMAT, FORMAT_NAME, Members, register
 
-__all__ = ["TorchAoFp8Linear"]
+__all__ = ["TorchAoFp8Linear", "TorchAoFp8WeightLinear"]
 
 _NAMES = {"weight": "_weight_qdata", "weight_scale": "_weight_scale", "bias": "bias"}
 
@@ -88,3 +91,37 @@ class TorchAoFp8Linear(LinearMethod):
     ) -> torch.Tensor:
         quantized, scale = self.quantize(x, FORMAT, None)
         return self.bound.function(quantized, weight, scale, weight_scale, bias, self.dtype)
+
+
+class TorchAoFp8WeightLinear(WeightLinear):
+    """``_weight_qdata`` ``[O, I]`` float8_e4m3fn and ``_weight_scale`` ``[O, 1]``, inputs plain.
+
+    No op multiplies plain inputs by such weights. So they are brought to the model's dtype once,
+    when the layer is finalized, and take its memory from then on.
+    """
+
+    def create_stored(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+    ) -> BoundKernel[Any, Any]:
+        """Register the numbers and their scales, and return a kernel for plain weights."""
+        weight = torch.empty(out_features, in_features, dtype=FORMAT)
+        scale = torch.empty(out_features, 1, dtype=torch.float32)
+        register(layer, **{_NAMES["weight"]: weight, _NAMES["weight_scale"]: scale})
+        return site.bind_kernel(linear, in_features=in_features, out_features=out_features)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]`` that is multiplied by, in the model's dtype."""
+        return self._plain(layer).double()
+
+    def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
+        """Return the weight in the model's dtype.
+
+        Raises: CheckpointError: a scale is not a positive number.
+        """
+        name = _NAMES["weight_scale"]
+        self.members.check(layer.get_parameter(name), name)
+        return {"weight": self._plain(layer)}
+
+    def _plain(self, layer: nn.Module) -> torch.Tensor:
+        weight, scale = (layer.get_parameter(_NAMES[n]) for n in ("weight", "weight_scale"))
+        return (weight.float() * scale).to(self.dtype)

@@ -9,6 +9,7 @@ Source: ``flatten_tensor_state_dict`` of torchao 0.18 for the names of tensors, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
+from interposer.resolver import BoundKernel
 from interposer_ops.weight_only_linear import w8a16_linear
+from interposer_quantization.compressed_inputs import bound_rounding
+from interposer_quantization.compressed_stored import Inputs
 from interposer_quantization.fp8_parameters import Members, register
 from interposer_quantization.packed_linear import register_stored
 from interposer_quantization.torchao_config import Weights
@@ -30,11 +34,13 @@ class TorchAoLinear(LinearMethod):
     """``_weight_qdata`` ``[O, I]`` int8, ``_weight_scale`` and ``_weight_zero_point`` ``[O, G]``.
 
     A weight is (code - zero point) * scale. Scales are held in float32, which represents those of
-    every checkpoint exactly.
+    every checkpoint exactly. Where inputs are quantized, they are rounded to what their codes stand
+    for, and multiplied in the model's dtype: no op takes both.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
+        self.round_input: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
@@ -51,14 +57,7 @@ class TorchAoLinear(LinearMethod):
                 "Try: quantize with a group size that does, or leave the layer plain"
             )
         self.members = Members(layer, site, out_features)
-        self.bound = site.bind_kernel(
-            w8a16_linear,
-            in_features=in_features,
-            out_features=out_features,
-            group_size=size,
-            num_groups=num_groups,
-            asymmetric=not self.weights.symmetric,
-        )
+        self._bind(site, in_features, out_features, size)
         tensors = {
             _WEIGHT: torch.empty(out_features, in_features, dtype=torch.int8),
             _SCALE: torch.empty(out_features, num_groups, dtype=torch.float32),
@@ -72,6 +71,21 @@ class TorchAoLinear(LinearMethod):
 
         register_stored(layer, _ZERO, zeros, **({"sample": none} if self.weights.symmetric else {}))
 
+    def _bind(self, site: Site, in_features: int, out_features: int, size: int) -> None:
+        """Bind what is done with inputs, and the product."""
+        if self.weights.inputs != "plain":
+            symmetric = self.weights.inputs == "symmetric"
+            inputs = Inputs("int", 8, symmetric, "token", None, static=False, exponents=False)
+            self.round_input = bound_rounding(inputs, site, in_features)
+        self.bound: BoundKernel[Any, Any] = site.bind_kernel(
+            w8a16_linear,
+            in_features=in_features,
+            out_features=out_features,
+            group_size=size,
+            num_groups=in_features // size,
+            asymmetric=not self.weights.symmetric,
+        )
+
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
         codes, zeros, scales = (
@@ -79,6 +93,10 @@ class TorchAoLinear(LinearMethod):
         )
         size = codes.shape[1] // scales.shape[1]
         return (codes - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``, rounded if inputs are."""
+        return (x if self.round_input is None else self.round_input(x)).double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its constants, prepared if it wants them so.
@@ -98,7 +116,10 @@ class TorchAoLinear(LinearMethod):
             if prepared[operand] is not layer._parameters[name]:
                 # The prepared copy replaces it; held twice it would double the memory.
                 layer.register_parameter(name, None)
-        return self.bound.function, tuple(prepared[operand] for operand in names)
+        kernel: Callable[..., torch.Tensor] = self.bound.function
+        if self.round_input is not None:
+            kernel = partial(_product_of_rounded, self.round_input, kernel)
+        return kernel, tuple(prepared[operand] for operand in names)
 
     def _check_symmetric(self, zeros: torch.Tensor) -> None:
         for member, stored in zip(
@@ -111,3 +132,12 @@ class TorchAoLinear(LinearMethod):
                     "but quantization_config says that weights are symmetric",
                     "correct the quantization_config if the zero points are right",
                 )
+
+
+def _product_of_rounded(
+    round_input: Callable[[torch.Tensor], torch.Tensor],
+    kernel: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    *operands: Any,
+) -> torch.Tensor:
+    return kernel(round_input(x), *operands)

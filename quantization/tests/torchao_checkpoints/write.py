@@ -1,7 +1,8 @@
 """Writes the checkpoints beside this file, which tests read.
 
 It runs where ``torchao`` 0.18 is installed, which the tests do without. ``recorded.safetensors``
-holds one of the weights that the library itself reads from what it wrote.
+holds one of the weights that the library itself reads from what it wrote and, of the kinds that
+quantize inputs to integers, input and output of that layer. Names of kinds write only these.
 """
 
 # The library is not there where types are checked.
@@ -9,13 +10,18 @@ holds one of the weights that the library itself reads from what it wrote.
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torchao.quantization import (
     Float8DynamicActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
     quant_api,
@@ -34,11 +40,22 @@ KINDS = {
         weight_dtype=torch.int4, granularity=PerGroup(16), mapping_type=MappingType.ASYMMETRIC
     ),
     "intx-8-bits": IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+    "float8-weights": Float8WeightOnlyConfig(),
+    "int8-dynamic": Int8DynamicActivationInt8WeightConfig(),
+    "intx-4-bits-dynamic": Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4,
+        weight_granularity=PerGroup(16),
+        weight_mapping_type=MappingType.ASYMMETRIC,
+    ),
+    "intx-8-bits-dynamic": Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int8, weight_granularity=PerAxis(0)
+    ),
 }
+DYNAMIC = ("int8-dynamic", "intx-4-bits-dynamic", "intx-8-bits-dynamic")
 
 
-def main() -> None:
-    """Write every kind: the checkpoint, and a weight that it stands for."""
+def main(kinds: Sequence[str]) -> None:
+    """Write kinds: the checkpoint, a weight that it stands for, and what is computed with it."""
     # Only computing with 8-bit floats needs an accelerator, not writing them.
     quant_api._check_hardware_support = lambda granularity: None
     torch.manual_seed(0)
@@ -62,22 +79,24 @@ def main() -> None:
             parameter.data += 0.01 * torch.randn(len(parameter), 1)
     with tempfile.TemporaryDirectory() as source:
         plain.save_pretrained(source)
-        for kind, settings in KINDS.items():
+        for kind in kinds or KINDS:
+            settings = KINDS[kind]
             dtype = torch.bfloat16 if kind == "float8" else torch.float32
             model = LlamaForCausalLM.from_pretrained(
                 source, quantization_config=TorchAoConfig(settings), dtype=dtype
             )
             model.save_pretrained(FOLDER / kind)
             (FOLDER / kind / "generation_config.json").unlink()
-            save_file(
-                {
-                    name: module.weight.dequantize().float()
-                    for name, module in model.named_modules()
-                    if name.endswith("q_proj")
-                },
-                FOLDER / kind / "recorded.safetensors",
+            ((name, module),) = (
+                (name, module) for name, module in model.named_modules() if name.endswith("q_proj")
             )
+            recorded = {name: module.weight.dequantize().float()}
+            if kind in DYNAMIC:
+                inputs = torch.randn(3, 64) + 0.5
+                with torch.no_grad():
+                    recorded |= {f"{name}.in": inputs, f"{name}.out": module(inputs)}
+            save_file(recorded, FOLDER / kind / "recorded.safetensors")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

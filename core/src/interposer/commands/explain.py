@@ -13,6 +13,7 @@ from interposer.commands.options import (
     Kernels,
     Locked,
     PlatformName,
+    Quantization,
     policy,
     print_facts,
 )
@@ -38,6 +39,7 @@ def explain(
         ),
     ] = None,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     platform: PlatformName = None,
     kernel: Kernels = None,
     locked: Locked = False,
@@ -48,7 +50,9 @@ def explain(
         raise ConfigError("--on says where, so --platform has nothing to say. Try: one of the two")
     import interposer
 
-    explanation = interposer.explain(model, on, policy(kernel, platform, locked), dtype)
+    explanation = interposer.explain(
+        model, on, policy(kernel, platform, locked), dtype, quantization
+    )
     if why is not None:
         explanation = explanation.why(why)
     print_facts(explanation, as_json, full=why is not None)

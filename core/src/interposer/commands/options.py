@@ -20,6 +20,7 @@ __all__ = [
     "Locked",
     "PlatformName",
     "Printable",
+    "Quantization",
     "policy",
     "print_facts",
     "wide_terminal",
@@ -28,6 +29,10 @@ __all__ = [
 _LEAST_COLUMNS = 120
 
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(metavar="METHOD", help="Quantize plain weights by it while they load."),
+]
 PlatformName = Annotated[
     str | None,
     typer.Option(

@@ -48,10 +48,14 @@ class CopyWriter:
                     stored.shard, f"tensor {name!r} is stored as {stored.dtype}, not supported"
                 )
 
-    def check_room(self, folder: WorkFolder) -> None:
-        """Raise StorageError where the disk is too small for what is still to be written."""
+    def check_room(self, folder: WorkFolder, besides: int = 0) -> None:
+        """Raise StorageError where the disk is too small for what is still to be written.
+
+        Args:
+            besides: bytes of other files that will lie beside the copy until it is complete.
+        """
         missing = [name for name in self._layouts if not (folder.model / name).exists()]
-        needed = sum(layout_bytes(self._layouts[name]) for name in missing)
+        needed = sum(layout_bytes(self._layouts[name]) for name in missing) + besides
         free = shutil.disk_usage(folder.root).free
         if needed > free:
             raise StorageError(

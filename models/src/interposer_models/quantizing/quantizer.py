@@ -51,7 +51,7 @@ def quantize(
     *,
     group_size: int | None = None,
     asymmetric: bool = False,
-    weight_only: bool = False,
+    activations: str | None = None,
     ignore: Sequence[str] = (),
     calibrate: str | Path | None = None,
     act_order: bool = True,
@@ -66,9 +66,10 @@ def quantize(
 
     Args:
         scheme: one of ``interposer_quantization.writing.schemes.SCHEMES``.
-        group_size: of int4, by default 128.
-        asymmetric: int4 with a zero point for each group.
-        weight_only: int8 without rounding the inputs.
+        group_size: of int4 and w4a8, by default 128.
+        asymmetric: int4 and w4a8 with a zero point for each group.
+        activations: ``"int8"`` rounds the inputs of int8 or int4 per token, ``"none"`` leaves
+            them; by default int8 rounds them and int4 does not.
         ignore: linear layers that stay plain: full names, or ``re:`` and a pattern that matches at
             the start of a full name. ``lm_head`` always does.
         calibrate: a text in UTF-8; weights are rounded by GPTQ so that what layers compute on it
@@ -86,7 +87,7 @@ def quantize(
             settings.
     """
     started = time.perf_counter()
-    chosen = weight_format(scheme, group_size, asymmetric=asymmetric, weight_only=weight_only)
+    chosen = weight_format(scheme, group_size, asymmetric=asymmetric, activations=activations)
     checkpoint = Checkpoint.open(model_dir)
     _check_plain(checkpoint)
     text = None if calibrate is None else Path(calibrate)
@@ -95,7 +96,7 @@ def quantize(
         "scheme": scheme,
         "group_size": chosen.inputs_per_scale,
         "asymmetric": asymmetric,
-        "weight_only": weight_only,
+        "activations": activations,
         "ignore": list(ignore),
         "calibrate": None if text is None else _digest(text),
         "act_order": act_order if text is not None else None,
@@ -105,7 +106,7 @@ def quantize(
     planned = plan(checkpoint.path, "float32", config=config)
     layers = layers_of(planned.model)
     wanted = selected(layers, ignore)
-    check_groups(wanted, chosen, adjustable=scheme == "int4")
+    check_groups(wanted, chosen, adjustable=scheme in ("int4", "w4a8"))
     source = TensorSource(checkpoint.shards)
     rounded = RoundedLayers(source, chosen, wanted, checkpoint.path)
     writer = CopyWriter(checkpoint, source, rounded)
@@ -118,7 +119,7 @@ def quantize(
             max(layer.in_features for layer in wanted),
         )
     folder = WorkFolder.open(Path(out_dir), settings, restart=restart)
-    writer.check_room(folder)
+    writer.check_room(folder, rounded.room(folder.layers, planned) if text is not None else 0)
     told = progress or _silent
     if sequences is not None:
         rounded.calibrate(folder.layers, planned, sequences, act_order, told)

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <initializer_list>
 
 #include "../pool.h"
 #include "../vectors.h"
@@ -134,7 +135,7 @@ interposer_packed header(const interposer_plain& plain) {
   }
   if (plain.bias) {
     packed.bias_at = end;
-    end += rows * 4;
+    end += rows * 4;  // a multiple of 64, as that of words is
   }
   packed.bytes = end;
   return packed;
@@ -151,6 +152,11 @@ int64_t interposer_packed_bytes(const interposer_plain* plain) {
 
 void interposer_pack(const interposer_plain* plain, void* memory) {
   const interposer_packed packed = header(*plain);
+  // Gaps between the parts are zero, so that equal weights are equal bytes.
+  for (int64_t end : {packed.words_at, packed.zeros_at, packed.bias_at, packed.bytes}) {
+    if (end) std::memset(static_cast<char*>(memory) + end - 64, 0, 64);
+  }
+  std::memset(memory, 0, size_t(packed.words_at));
   std::memcpy(memory, &packed, sizeof packed);
   Packing packing{plain, static_cast<interposer_packed*>(memory)};
   interposer_parallel(pack_some, &packing, interposer_num_threads());

@@ -54,6 +54,10 @@ class GGUFCheckpoint(CheckpointFile):
         """
         return cls(GGUFFile.open(path))
 
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors that ``stream`` yields."""
+        return frozenset(map(self._parameter, self._names))
+
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor in the order of the file.
 
@@ -64,12 +68,9 @@ class GGUFCheckpoint(CheckpointFile):
         for stored, name in self._names.items():
             tensor = self.file.tensors[stored]
             values = self._in_order(name, self.file.read(tensor))
-            if not tensor.in_blocks:
-                yield name, values
-            elif _stays_in_blocks(tensor, name):
-                yield f"{name.removesuffix('.weight')}.{tensor.stored_as}", values
-            else:
-                yield name, _dequantized(tensor, values)
+            if tensor.in_blocks and not _stays_in_blocks(tensor, name):
+                values = _dequantized(tensor, values)
+            yield self._parameter(stored), values
 
     def tokenizer(self) -> str:
         """Return the tokenizer of the file as the contents of a tokenizer.json.
@@ -79,6 +80,13 @@ class GGUFCheckpoint(CheckpointFile):
             UnsupportedModelError: its kind is not read.
         """
         return tokenizer_json(self.settings, int(self.config["vocab_size"]))
+
+    def _parameter(self, stored: str) -> str:
+        """Return the name under which a tensor is yielded."""
+        tensor, name = self.file.tensors[stored], self._names[stored]
+        if _stays_in_blocks(tensor, name):
+            return f"{name.removesuffix('.weight')}.{tensor.stored_as}"
+        return name
 
     def _size(self, stored: str) -> int:
         """Return the bytes of a tensor as it is yielded."""
