@@ -58,9 +58,12 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) lacks the module venv or ensurepip. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Sources of native kernels, which an editable installation builds once.
+NATIVE := $(wildcard platforms/*/native/* platforms/*/native/*/* plugins/*/native/*)
+
 # One call for all, so that pip resolves them together. The pip that venv brings may be too old to
 # know --group.
-$(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) | $(BIN)/pip
+$(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
 	touch $@

@@ -103,7 +103,7 @@ def test_explain_on_a_described_device_makes_the_choices_of_that_device(
     for choice in linears("--on", "graviton4"):
         reasons = {refused["candidate"]: refused["reason"] for refused in choice["refused"]}
         assert reasons["linear_packed"] == "needs x86_64, the device is aarch64"
-    assert all(choice["chosen"] == "reference" for choice in linears("--on", "graviton4"))
+    assert all(choice["chosen"] == "linear_native" for choice in linears("--on", "graviton4"))
     here = tmp_path / "here.json"
     assert command("doctor", "--describe", here)[0] == 0
     named = [(c["chosen"], c["places"]) for c in linears("--on", here)]

@@ -1,0 +1,133 @@
+"""Products by packed weights through Python; C++ tests beside the kernels know their levels."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from interposer import Capability, Request, current_registry
+from interposer.errors import ConfigError
+from interposer.testing import Trial, conformance
+from interposer_cpu import native, native_linear
+from interposer_cpu.features import architecture
+from interposer_cpu.platform import CPUPlatform
+from interposer_ops.small_floats import unpack_nibbles
+
+# Without a compiler the plugin works too, but has none of what is tested here.
+pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
+
+LEVELS = native.levels()
+
+
+@pytest.fixture
+def forced() -> Iterator[None]:
+    yield
+    native.force_level(None)
+
+
+def trials() -> Iterator[Trial]:
+    device = CPUPlatform().devices()[0]
+    for trial in conformance(
+        current_registry(), device, distribution="interposer-cpu", quick=True
+    ):
+        name = trial.candidate.name
+        if name.endswith("linear_native") and trial.aspect == "numerics" and trial.verdict:
+            yield trial
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None) -> None:
+    native.force_level(level)
+    assert native.level() == level
+    ran = set()
+    for trial in trials():
+        assert trial.run() == [], str(trial)
+        ran.add(trial.candidate.record.op)
+    assert ran == {
+        "fp8_linear",
+        "int8_linear",
+        "linear",
+        "mxfp4_linear",
+        "w4a16_linear",
+        "w4a8_linear",
+        "w8a16_linear",
+    }
+
+
+def test_an_unknown_level_is_refused_with_those_that_are_there(forced: None) -> None:
+    before = native.level()
+    with pytest.raises(ConfigError, match=f"no level 'avx1024' here.*{LEVELS[0]}"):
+        native.force_level("avx1024")
+    other = next(name for name in native.LEVELS.values() if name not in LEVELS)
+    with pytest.raises(ConfigError, match=other):
+        native.force_level(other)
+    assert native.level() == before
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 40, 200])
+def test_results_do_not_depend_on_the_number_of_threads(rows: int) -> None:
+    weight, x = torch.randn(300, 96), torch.randn(rows, 96)
+    packed = native_linear.pack(weight, torch.randn(300))["weight"]
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(native_linear.linear(x, packed, None))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_threads_are_those_of_torch() -> None:
+    packed = native_linear.pack(torch.randn(256, 64), None)["weight"]
+    native_linear.linear(torch.randn(2, 64), packed, None)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    runtimes = {line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line}
+    assert len(runtimes) == 1
+    assert "torch" in runtimes.pop()
+
+
+def test_equal_weights_are_packed_into_equal_bytes() -> None:
+    weight = torch.randint(0, 256, (70, 20), dtype=torch.uint8)
+    scale, zeros = torch.rand(70, 5), torch.randint(0, 16, (70, 5), dtype=torch.uint8)
+    made = []
+    for filling in (0, 255):
+        # What is freed here is likely to be what the packed weight is allocated from.
+        spoilt = torch.full((1 << 16,), filling, dtype=torch.uint8)
+        del spoilt
+        made.append(native_linear.pack_w4a16(weight, scale, torch.rand(70) * 0, zeros)["weight"][0])
+    assert torch.equal(*made)
+
+
+def test_scales_are_narrowed_only_where_nothing_is_lost() -> None:
+    weight = torch.randint(0, 256, (64, 32), dtype=torch.uint8)
+    fine = torch.rand(64, 2) + 1
+    coarse = fine.bfloat16().float()
+    sizes = [
+        len(native_linear.pack_w4a16(weight, scale, None)["weight"][0]) for scale in (fine, coarse)
+    ]
+    assert sizes[0] - sizes[1] == 64 * 2 * 2
+    codes = (unpack_nibbles(weight).double() - 8).unflatten(1, (2, -1))
+    x = torch.randn(3, 64)
+    for scale in (fine, coarse):
+        packed = native_linear.pack_w4a16(weight, scale, None)["weight"]
+        expected = x.double() @ (codes * scale.double().unsqueeze(-1)).flatten(1).T
+        found = native_linear.w4a16_linear(x, packed, None, None)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_a_device_without_the_instructions_is_refused_by_name() -> None:
+    request = Request("kernel", "linear", "cpu", Capability(architecture(), frozenset()))
+    assert "which the device lacks" in native.judge(request).reason
+    request = Request("kernel", "linear", "cpu", Capability("riscv64", frozenset()))
+    assert "is written for" in native.judge(request).reason
+
+
+def test_compiled_code_calls_the_registered_op() -> None:
+    packed = native_linear.pack(torch.randn(80, 48), torch.randn(80))["weight"]
+    x = torch.randn(4, 48)
+    compiled = torch.compile(
+        lambda rows: native_linear.linear(rows, packed, None), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x), native_linear.linear(x, packed, None))
