@@ -14,7 +14,14 @@ import torch
 from interposer_gguf.block_formats import BlockFormat, format_named
 from interposer_ops.small_floats import unpack_nibbles
 
-__all__ = ["STEP", "gguf_linear", "in_halves", "w4a16_linear", "w8a16_linear"]
+__all__ = [
+    "STEP",
+    "gguf_linear",
+    "in_halves",
+    "product_by_rows",
+    "w4a16_linear",
+    "w8a16_linear",
+]
 
 STEP = 1 << 19
 """Numbers of a step: 2 MiB in float32. Less costs more in calls, more leaves the cache."""
@@ -53,7 +60,7 @@ def gguf_linear(
     def rows(place: slice) -> torch.Tensor:
         return layout.dequantized(weight[place], torch.float32)
 
-    return _by_rows(x, weight.shape[0], rows, bias)
+    return product_by_rows(x, weight.shape[0], rows, bias)
 
 
 def w8a16_linear(
@@ -71,7 +78,7 @@ def w8a16_linear(
             grouped -= zero_points[place].float().unsqueeze(-1)
         return _scaled(grouped, scale[place])
 
-    return _by_rows(x, weight.shape[0], rows, bias)
+    return product_by_rows(x, weight.shape[0], rows, bias)
 
 
 def w4a16_linear(
@@ -91,7 +98,7 @@ def w4a16_linear(
             grouped -= zero_points[place].float().unsqueeze(-1)
         return _scaled(grouped, scale[place])
 
-    return _by_rows(x, weight.shape[0], rows, bias)
+    return product_by_rows(x, weight.shape[0], rows, bias)
 
 
 def _by_halves(
@@ -129,7 +136,7 @@ def _scaled(grouped: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _by_rows(
+def product_by_rows(
     x: torch.Tensor, out_features: int, rows: Rows, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return ``x`` times the transpose of what ``rows`` returns, in the dtype of ``x``."""

@@ -11,9 +11,12 @@ from interposer.requires import Dim, Requires
 INTERPOSER_API = ">=1.0,<2"
 
 _PROMISES = frozenset({"deterministic", "traceable"})
+_OPAQUE = frozenset({"deterministic", "opaque"})
 _FLOATS = ("float32", "bfloat16", "float16")
 # Those of other ops are for the groups that files hold, and stand behind whoever knows better.
 _GROUPS: Mapping[str, Dim] = {"group_size": Dim(one_of=(32,))}
+# Every format that block_formats.py has.
+_FORMATS = Dim(one_of=("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))
 _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
     ("gguf_linear", {}, 10.0),
     ("w4a16_linear", _GROUPS, 5.0),
@@ -33,6 +36,16 @@ def interposer_records() -> list[Record]:
             examples="interposer_gguf.scheme:examples",
         ),
         OpEntry("gguf_linear", "interposer_gguf.linear:gguf_linear", _PROMISES),
+        Kernel(
+            "gguf_linear",
+            "gguf_linear_native",
+            "interposer_gguf.native_linear:gguf_linear",
+            "cpu",
+            Requires(dtypes=("float32", "bfloat16"), dims={"stored_as": _FORMATS}),
+            predicate="interposer_gguf.native_library:judge",
+            score=20.0,
+            properties=_OPAQUE,
+        ),
         *(
             Kernel(
                 op,
@@ -42,7 +55,7 @@ def interposer_records() -> list[Record]:
                 Requires(dtypes=_FLOATS, dims=dims),
                 prepare="interposer_gguf.kernels:in_halves" if op == "gguf_linear" else "",
                 score=score,
-                properties=frozenset({"deterministic", "opaque"}),
+                properties=_OPAQUE,
             )
             for op, dims, score in _KERNELS
         ),
