@@ -13,7 +13,7 @@ from interposer.cases import planned_cases
 from interposer.testing import check_kernel
 from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear, nvfp4_linear
 from interposer_ops.fp8_linear import fp8_block_linear, fp8_linear
-from interposer_ops.int8_linear import int8_linear
+from interposer_ops.int8_linear import int8_linear, w4a8_linear
 from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
 from interposer_ops.nvfp4_quantizers import dequantize_nvfp4, quantize_nvfp4
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
@@ -71,6 +71,13 @@ def w8_operands(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     return a["x"].double(), grouped(a["weight"], a, 0)
 
 
+def w4a8_operands(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    zero = 0 if a["x_zero_point"] is None else a["x_zero_point"]
+    x = (a["x"].long() - zero).double() * a["x_scale"].double()
+    parts = {"scale": a["weight_scales"], "zero_points": a["weight_zero_points"]}
+    return x, grouped(nibbles(a["weight"]), parts, 8)
+
+
 def mxfp4_operands(a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     weight = E2M1[nibbles(a["weight"])]
     return a["x"].double(), weight * at_columns(powers(a["weight_scales"]), weight.shape[1], 32)
@@ -93,6 +100,7 @@ LINEARS: dict[CustomOp[..., Any], Operands] = {
     fp8_linear: fp8_operands,
     fp8_block_linear: fp8_block_operands,
     int8_linear: int8_operands,
+    w4a8_linear: w4a8_operands,
     w4a16_linear: w4_operands,
     w8a16_linear: w8_operands,
     mxfp4_linear: mxfp4_operands,
@@ -161,6 +169,15 @@ WRONG = [
     (int8_linear, changed(x=clipped)),
     (int8_linear, changed(weight=clipped)),
     (int8_linear, changed(weight_scale=lambda s: s[:1])),
+    (w4a8_linear, changed(bias=nothing)),
+    (w4a8_linear, changed(x_zero_point=nothing)),
+    (w4a8_linear, changed(x=clipped)),
+    (w4a8_linear, changed(x_scale=lambda s: s.flatten()[:1])),
+    (w4a8_linear, changed(weight=swapped)),
+    (w4a8_linear, changed(weight_scales=first)),
+    (w4a8_linear, changed(weight_scales=halved)),
+    (w4a8_linear, changed(weight_zero_points=nothing)),
+    (w4a8_linear, changed(weight_zero_points=lambda z: None if z is None else z + 1)),
     (w4a16_linear, changed(bias=nothing)),
     (w4a16_linear, changed(weight=swapped)),
     (w4a16_linear, changed(zero_points=nothing)),
@@ -221,6 +238,36 @@ def test_sums_of_int8_are_exact() -> None:
     unit = torch.ones(1)
     found = int8_linear(x, weight, unit, unit, None, None, torch.float32)
     assert found.tolist() == [[1.0]]
+
+
+def test_sums_of_groups_are_exact() -> None:
+    """Half of the sum plus one is beyond the integers that float32 holds."""
+    x = torch.full((1, 65536), -128, dtype=torch.int8)
+    codes = torch.full((1, 65536), 15, dtype=torch.uint8)
+    codes[0, 32768:] = 1
+    x[0, 0] = 1
+    codes[0, 0], codes[0, -1] = 9, 8
+    weight = codes[:, 0::2] | codes[:, 1::2] << 4
+    unit = torch.ones(1, 1)
+    found = w4a8_linear(x, weight, unit, unit, None, None, None, torch.float32)
+    assert found.tolist() == [[1.0]]
+
+
+def test_zero_points_are_taken_from_codes_of_both_operands() -> None:
+    x = torch.tensor([[5, 7, -1, 0], [1, 2, 3, 4]], dtype=torch.int8)
+    weight = torch.tensor([[0x31, 0x9F]], dtype=torch.uint8)
+    x_scale = torch.tensor([[0.5], [2.0]])
+    scales = torch.tensor([[1.0, 10.0]])
+    found = w4a8_linear(x, weight, x_scale, scales, None, None, None, torch.float32)
+    first = 5 * (1 - 8) + 7 * (3 - 8) + 10 * (-1 * (15 - 8))
+    second = 1 * (1 - 8) + 2 * (3 - 8) + 10 * (3 * (15 - 8) + 4 * (9 - 8))
+    assert found.tolist() == [[0.5 * first], [2.0 * second]]
+    x_zero_point = torch.tensor([[1], [-2]], dtype=torch.int32)
+    zero_points = torch.tensor([[0, 15]], dtype=torch.uint8)
+    found = w4a8_linear(x, weight, x_scale, scales, x_zero_point, zero_points, None, torch.float32)
+    first = 4 * 1 + 6 * 3 + 10 * (-1 * (9 - 15))
+    second = 3 * 1 + 4 * 3 + 10 * (6 * (9 - 15))
+    assert found.tolist() == [[0.5 * first], [2.0 * second]]
 
 
 def test_a_zero_point_is_taken_from_every_input() -> None:

@@ -17,7 +17,10 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer.testing import conformance
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.compressed_examples import compressed_tensors_examples
+from interposer_quantization.compressed_packed_linear import PackedIntLinear
+from interposer_quantization.compressed_stored import Inputs
 from interposer_quantization.compressed_tensors import CompressedTensors
+from interposer_quantization.compressed_w4a8_linear import W4A8Linear
 
 Settings = Mapping[str, Any]
 EXAMPLES: Mapping[str, Settings] = compressed_tensors_examples()
@@ -31,9 +34,12 @@ CONSTANT = {
 }
 
 
-def site(settings: Settings, dtype: torch.dtype = torch.float32) -> Site:
+def site(
+    settings: Settings, dtype: torch.dtype = torch.float32, kernels: Mapping[str, str] = {}
+) -> Site:
     scheme = CompressedTensors.parse(settings)
-    resolver = Resolver(current_registry(), place().device, Config(canary="off"), scheme)
+    config = Config(canary="off", kernels=kernels)
+    resolver = Resolver(current_registry(), place().device, config, scheme)
     return Site(resolver, "model.layers.0.self_attn", dtype)
 
 
@@ -106,13 +112,17 @@ def test_suite_finds_nothing_wrong() -> None:
         ("packed int4 per group", 128 * 256 // 2 + 128 * 2 * 4),
         ("packed int3 per group", 128 * 256 // 2 + 128 * 2 * 4),
         ("packed int8 per group, asymmetric", 128 * 256 + 128 * 8 * (4 + 1)),
+        ("packed int4, inputs int8", 128 * 256 // 2 + 128 * 2 * 4),
+        ("int4, inputs int8, asymmetric", 128 * 256 // 2 + 128 * 2 * 4),
+        ("int4 per output, inputs static, asymmetric", 128 * 256 // 2 + 128 * (4 + 1) + 4 + 4),
         ("int8, inputs static, asymmetric", 128 * 256 + 128 * 4 + 4 + 4),
         ("nvfp4", 128 * 256 // 2 + 128 * 16 + 4 + 4),
         ("nvfp4, inputs not quantized", 128 * 256 + 128 * 16 * 4),
     ],
 )
 def test_what_is_held_is_what_the_kernel_takes(label: str, num_bytes: int) -> None:
-    at = site(EXAMPLES[label])
+    # Others may hold what they prepared.
+    at = site(EXAMPLES[label], kernels={"*": "reference"})
     layer = Linear(at.at("o_proj"), 256, 128)
     fill(layer)
     layer.finalize()
@@ -155,6 +165,36 @@ def test_inputs_multiply_by_the_group_that_is_named(fused: bool) -> None:
     layer.finalize()
     x = torch.randn(5, 64, generator=generator)
     torch.testing.assert_close(layer(x).double(), x.double() @ expected.T, rtol=1e-5, atol=1e-4)
+
+
+def test_rounded_inputs_would_give_the_same() -> None:
+    """Both ways to multiply by inputs of 8 bits, of which one has an op of both operands."""
+    at = site(EXAMPLES["packed int4, act order, inputs int8"])
+    layer = Linear(at.at("o_proj"), 256, 128, bias=True)
+    assert isinstance(layer.method, W4A8Linear)
+    other = copy.deepcopy(layer)
+    weights = layer.method.stored.weights
+    inputs = Inputs("int", 8, True, "token", None, static=False, exponents=False)
+    other.method = PackedIntLinear(weights, inputs)
+    other.method.create_weights(other, at.at("o_proj"), 256, 128, bias=True)
+    fill(layer)
+    fill(other)
+    layer.finalize()
+    other.finalize()
+    x = 4 * torch.randn(7, 256, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(layer(x), other(x), rtol=1e-5, atol=1e-3)
+    # Of 16 bits, inputs are rounded twice by the other way.
+    torch.testing.assert_close(layer(x.bfloat16()).float(), layer(x.bfloat16().float()))
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_zero_point"])
+def test_codes_of_more_bits_than_stated_are_refused(name: str) -> None:
+    layer = built("int4 per output, inputs static, asymmetric", SIZES)
+    fill(layer)
+    layer.get_parameter(name).data[300, 0] = 8
+    message = rf"k_proj\.{name}.* from -8 to 8, those of 4 bits are from -8 to 7"
+    with pytest.raises(CheckpointError, match=message):
+        layer.finalize()
 
 
 def test_order_that_was_not_chosen_is_none() -> None:
@@ -288,6 +328,12 @@ def test_tensors_that_contradict_each_other_are_refused(
     [
         ("int8 per group", 48, None, "groups of 32 do not divide its 48 inputs"),
         ("packed int4 per group", 192, None, "groups of 128 do not divide its 192 inputs"),
+        (
+            "int4 per output, inputs static, asymmetric",
+            33,
+            None,
+            "33 weights of 4 bits a row are no pairs",
+        ),
         ("nvfp4", 40, None, "groups of 16 do not divide its 40 inputs"),
         ("nvfp4, inputs not quantized", 40, None, "groups of 16 do not divide"),
         ("mxfp4", 48, None, "groups of 32 do not divide its 48 inputs"),

@@ -22,6 +22,7 @@ from compressed_tensors.quantization import (  # type: ignore[import-untyped]
 )
 from compressed_tensors.quantization.lifecycle.forward import (  # type: ignore[import-untyped]
     dequantize,
+    fake_quantize,
 )
 from compressed_tensors.quantization.utils import (  # type: ignore[import-untyped]
     calculate_qparams,
@@ -34,9 +35,10 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from interposer import explain
+from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
+from interposer_ops.int8_quantizers import quantize_int8_per_token
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_quantization.compressed_tensors import CompressedTensors
 
@@ -136,6 +138,12 @@ ROUNDED: dict[str, tuple[Arguments, Arguments, str]] = {
     "int4, inputs int8": (INT4, TOKENWISE, "int-quantized"),
     "int4, inputs float8": (INT4, FLOAT | TOKENWISE, "int-quantized"),
     "packed int4, inputs float8": (INT4, FLOAT | TOKENWISE, "pack-quantized"),
+    "int4 per output, inputs static": (
+        PER_OUTPUT | ASYMMETRIC | {"num_bits": 4},
+        ONE_SCALE | ASYMMETRIC,
+        "int-quantized",
+    ),
+    "packed int4, inputs int8": (INT4 | ASYMMETRIC, TOKENWISE, "pack-quantized"),
     "packed int4, inputs int8, asymmetric": (INT4, TOKENWISE | ASYMMETRIC, "pack-quantized"),
     "float8 with one scale, inputs static": (
         FLOAT | ONE_SCALE,
@@ -311,8 +319,8 @@ def library_logits(path: Path, rounded: bool = True) -> torch.Tensor:
         return library_model(path, rounded)(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]
 
 
-def linears(path: Path, dtype: str) -> dict[str, Linear]:
-    model = load(path, dtype=dtype).engine.model
+def linears(path: Path, dtype: str, config: Config | None = None) -> dict[str, Linear]:
+    model = load(path, dtype=dtype, config=config).engine.model
     return {layer.prefix: layer for layer in model.modules() if isinstance(layer, Linear)}
 
 
@@ -382,7 +390,10 @@ def test_weights_and_logits_are_those_of_the_library(kind: str, tmp_path: Path) 
 
 # Where inputs are rounded by another rule than the library's: int8 scales are max / 127, not
 # max / 127.5; the exponents of microscaling are rounded down, not to the nearest.
-OTHER_RULE = ("int8", "int8 per group", "int4, inputs int8", "mxfp4", "mxfp8")
+OTHER_RULE = (
+    *("int8", "int8 per group", "int4, inputs int8", "packed int4, inputs int8"),
+    *("mxfp4", "mxfp8"),
+)
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -399,6 +410,33 @@ def test_inputs_are_rounded_no_worse_than_by_the_library(kind: str, tmp_path: Pa
     if kind not in OTHER_RULE:
         # A number halfway between two may go either way; all others are rounded alike.
         assert (found - expected).norm() < 0.2 * noise
+
+
+@pytest.mark.parametrize("kind", ["int4, inputs int8", "packed int4, inputs int8"])
+def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None:
+    """What the library computes with the same scales of inputs is the same."""
+    weights, inputs, storage = ROUNDED[kind]
+    path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
+    names = {choice["name"] for choice in explain(load(path, dtype="float32")).to_dict()["choices"]}
+    assert {"w4a8_linear", "quantize_int8_per_token"} <= names
+    assert "w4a16_linear" not in names
+    reference = library_model(path)
+    for prefix, layer in linears(path, "float32").items():
+        x = torch.randn(5, layer.in_features, generator=torch.Generator().manual_seed(3))
+        _, scale = quantize_int8_per_token(x)
+        args = QuantizationArgs(**inputs)
+        rounded = fake_quantize(x, scale, torch.zeros_like(scale), args).double()
+        parent = prefix.rpartition(".")[0]
+        parts = [reference.get_submodule(f"{parent}.{part}") for part in layer.parts]
+        weight = torch.cat([part.weight for part in parts]).detach().double()
+        offset = torch.zeros(len(weight), dtype=torch.float64)
+        if parts[0].bias is not None:
+            offset += torch.cat([part.bias for part in parts]).detach()
+        expected = rounded @ weight.T + offset
+        # Inputs, weights, sums and results are rounded to float32.
+        terms = rounded.abs() @ weight.abs().T + offset.abs()
+        bound = (layer.in_features + 4) * torch.finfo(torch.float32).eps * float(terms.max())
+        assert ((layer(x) - expected).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
@@ -434,7 +472,8 @@ def test_variants_give_the_logits_of_the_library(options: Any, tmp_path: Path) -
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_are_held_as_they_are_stored(grouped: Path, dtype: str) -> None:
     stored = load_file(grouped / "model.safetensors")
-    layers = linears(grouped, dtype)
+    # Other kernels may hold what they prepared.
+    layers = linears(grouped, dtype, Config(kernels={"w8a16_linear": "reference"}))
     assert len(layers) == 8
     for prefix, layer in layers.items():
         parent = prefix.rpartition(".")[0]

@@ -39,8 +39,10 @@ logger.disable("compressed_tensors")
 FORMATS: dict[str, WeightFormat] = {
     "fp8": weight_format("fp8"),
     "int8": weight_format("int8"),
-    "int8 weights only": weight_format("int8", weight_only=True),
+    "int8 weights only": weight_format("int8", activations="none"),
     "int4": weight_format("int4", 32),
+    "w4a8": weight_format("w4a8", 32),
+    "w4a8 asymmetric": weight_format("int4", 16, asymmetric=True, activations="int8"),
     "int4 asymmetric": weight_format("int4", 16, asymmetric=True),
     "int4 per output": IntegerFormat(4, None),
     "mxfp8": weight_format("mxfp8"),
@@ -122,12 +124,11 @@ def test_settings_are_those_that_the_library_writes(chosen: WeightFormat) -> Non
 @each_format
 def test_shapes_are_known_without_numbers(chosen: WeightFormat) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        weight = random_weight(3).to(dtype)
-        found = chosen.rounded(weight)
-        planned = chosen.rounded(weight.to("meta"))
-        assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
-            n: (t.shape, t.dtype) for n, t in planned.items()
-        }
+        found = chosen.rounded(random_weight(3, rows=21).to(dtype))
+        planned = chosen.layout((21, 96), dtype)
+        assert [(n, t.shape, t.dtype) for n, t in found.items()] == [
+            (n, t.shape, t.dtype) for n, t in planned.items()
+        ]
 
 
 @each_format
@@ -284,9 +285,29 @@ def test_importance_spares_what_matters() -> None:
 def test_names_and_settings_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="nearest first: 'int4'"):
         weight_format("int5")
-    for options in ({"group_size": 64}, {"asymmetric": True}, {"weight_only": True}):
-        with pytest.raises(ConfigError, match=r"int[48]"):
+    for options in ({"group_size": 64}, {"asymmetric": True}, {"activations": "none"}):
+        with pytest.raises(ConfigError, match=r"int[48] .*: nvfp4 is 4-bit floats"):
             weight_format("nvfp4", **options)
+    with pytest.raises(ConfigError, match=r"Only int8 and int4 can be had .*: w4a8 is 4 bits"):
+        weight_format("w4a8", activations="none")
+    with pytest.raises(UnknownNameError, match=r"Unknown activations 'int4'.*'int8'"):
+        weight_format("int4", activations="int4")
     with pytest.raises(ConfigError, match="must be positive"):
         weight_format("int4", 0)
-    assert set(SCHEMES) == {"fp8", "int8", "int4", "mxfp8", "mxfp4", "nvfp4"}
+    assert set(SCHEMES) == {"fp8", "int8", "int4", "w4a8", "mxfp8", "mxfp4", "nvfp4"}
+
+
+def test_inputs_are_rounded_by_default_or_as_asked() -> None:
+    for scheme, activations, rounded in (
+        ("int8", None, True),
+        ("int8", "none", False),
+        ("int4", None, False),
+        ("int4", "int8", True),
+        ("w4a8", None, True),
+    ):
+        chosen = weight_format(scheme, activations=activations)
+        assert (chosen.input_settings() is not None) == rounded, (scheme, activations)
+        assert chosen.storage == ("int-quantized" if rounded else "pack-quantized")
+    assert quantization_config(weight_format("w4a8"), []) == quantization_config(
+        weight_format("int4", activations="int8"), []
+    )

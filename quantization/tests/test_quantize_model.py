@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import weakref
@@ -31,6 +32,8 @@ from interposer_models.quantizing.commands import quantize as command
 from interposer_models.quantizing.quantizer import quantize
 from interposer_models.quantizing.rounded_layers import RoundedLayers
 from interposer_models.quantizing.tensor_source import TensorSource
+from interposer_models.quantizing.work_folder import WorkFolder
+from interposer_ops.int8_quantizers import quantize_int8_per_token
 from interposer_ops.mx_quantizers import quantize_mxfp8
 from interposer_ops.small_floats import decode_e8m0
 from interposer_quantization.writing import second_order
@@ -57,9 +60,16 @@ TEXT = "".join(chr(97 + number * number % 23) for number in range(64 * 20))
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {"scheme": "fp8"},
     "int8": {"scheme": "int8"},
-    "int8 weights only": {"scheme": "int8", "weight_only": True},
+    "int8 weights only": {"scheme": "int8", "activations": "none"},
     "int4": {"scheme": "int4", "group_size": 32},
     "int4 asymmetric": {"scheme": "int4", "group_size": 16, "asymmetric": True},
+    "w4a8": {"scheme": "w4a8", "group_size": 32},
+    "w4a8 asymmetric": {
+        "scheme": "int4",
+        "activations": "int8",
+        "group_size": 16,
+        "asymmetric": True,
+    },
     "mxfp8": {"scheme": "mxfp8"},
     "mxfp4": {"scheme": "mxfp4"},
     "nvfp4": {"scheme": "nvfp4"},
@@ -129,13 +139,22 @@ def in_mxfp8(x: torch.Tensor) -> torch.Tensor:
     return scaled.flatten(-2)
 
 
+def in_int8(x: torch.Tensor) -> torch.Tensor:
+    codes, scale = quantize_int8_per_token(x)
+    return codes.float() * scale
+
+
+# Where inputs are rounded by another rule than the library's.
+ROUNDED = {"mxfp8": in_mxfp8, "int8": in_int8, "w4a8": in_int8, "w4a8 asymmetric": in_int8}
+
+
 def format_of(kind: str) -> WeightFormat:
     options = SCHEMES[kind]
     return weight_format(
         options["scheme"],
         options.get("group_size"),
         asymmetric="asymmetric" in options,
-        weight_only="weight_only" in options,
+        activations=options.get("activations"),
     )
 
 
@@ -178,7 +197,7 @@ def test_it_is_read_back(kind: str, plain: Path, tmp_path: Path) -> None:
     done = quantize(plain, tmp_path / "out", **SCHEMES[kind])
     found = load(done.path, dtype="float32").logits(TOKENS)
     chosen = format_of(kind)
-    if chosen.input_settings() is not None and kind != "mxfp8":
+    if chosen.input_settings() is not None and kind not in ROUNDED:
         expected = library_logits(library_model(done.path, torch.float32))
     else:
         model, tensors = library_model(plain, torch.float32), stored(done.path)
@@ -186,8 +205,8 @@ def test_it_is_read_back(kind: str, plain: Path, tmp_path: Path) -> None:
             parts = parts_of(name, tensors)
             if isinstance(module, torch.nn.Linear) and "weight_scale" in parts:
                 module.weight.data = chosen.read(parts)
-                if kind == "mxfp8":
-                    module.register_forward_pre_hook(lambda _, args: (in_mxfp8(args[0]),))
+                if kind in ROUNDED:
+                    module.register_forward_pre_hook(lambda _, args: (ROUNDED[kind](args[0]),))
         expected = library_logits(model)
     # Codes of inputs between two numbers go either way for a difference in the last bit.
     bound = 1e-4 if chosen.input_settings() is None else 0.05
@@ -399,6 +418,32 @@ def test_too_small_a_disk_is_told_before(
         quantize(plain, tmp_path / "out", "fp8")
 
 
+def test_a_disk_too_small_for_what_calibration_keeps_is_told_before(
+    plain: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = quantize(plain, tmp_path / "first", "int4", group_size=32).bytes_after
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=needed))
+    # Enough for the copy, whose headers are no part of the estimate.
+    quantize(plain, tmp_path / "second", "int4", group_size=32)
+    with pytest.raises(StorageError, match=r"needs \d+ bytes, the disk has") as caught:
+        quantize(plain, tmp_path / "out", "int4", group_size=32, calibrate=text)
+    (asked,) = map(int, re.findall(r"needs (\d+) bytes", str(caught.value)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=asked))
+    kept: list[int] = []
+    finish = WorkFolder.finish
+
+    def measured(folder: WorkFolder) -> None:
+        for file in folder.root.rglob("*.safetensors"):
+            kept.extend(tensor.nbytes for tensor in load_file(file).values())
+        finish(folder)
+
+    monkeypatch.setattr(WorkFolder, "finish", measured)
+    quantize(plain, tmp_path / "out", "int4", group_size=32, calibrate=text)
+    # What is in the files is what was asked for; their headers come on top.
+    assert sum(kept) == asked
+
+
 @pytest.mark.parametrize("act_order", [False, True])
 def test_calibration_keeps_logits_nearer(
     plain: Path, tmp_path: Path, text: Path, act_order: bool
@@ -556,7 +601,8 @@ def test_the_command_says_what_it_did(plain: Path, tmp_path: Path) -> None:
     application = typer.Typer()
     application.command()(command)
     runner = CliRunner()
-    arguments = [str(plain), str(tmp_path / "out"), "--scheme", "int8", "--weight-only"]
+    arguments = [str(plain), str(tmp_path / "out"), "--scheme", "int8"]
+    arguments += ["--activations", "none"]
     told = runner.invoke(application, arguments, catch_exceptions=False)
     assert told.exit_code == 0
     assert told.stdout.startswith(f"{tmp_path / 'out'}: 14 linear layers in int8, 0.")

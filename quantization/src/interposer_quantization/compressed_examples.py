@@ -80,6 +80,16 @@ _LAYERS: Mapping[str, tuple[str, Arguments, Arguments | None]] = {
         _GROUP_128,
         {**_TOKENS, **_ASYMMETRIC},
     ),
+    "packed int4, act order, inputs int8": (
+        "pack-quantized",
+        {**_GROUP_128, "group_size": 32, "actorder": "group", **_ASYMMETRIC},
+        _TOKENS,
+    ),
+    "int4 per output, inputs static, asymmetric": (
+        "int-quantized",
+        {**_OUTPUT, "num_bits": 4, **_ASYMMETRIC},
+        {**_TENSOR, **_ASYMMETRIC},
+    ),
     "int8, inputs int8": ("int-quantized", _OUTPUT, _TOKENS),
     "int8, inputs int8, asymmetric": ("int-quantized", _OUTPUT, {**_TOKENS, **_ASYMMETRIC}),
     "int8, inputs static": ("int-quantized", _TENSOR, _TENSOR),

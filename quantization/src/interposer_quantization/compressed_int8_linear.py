@@ -13,34 +13,20 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer_ops.int8_linear import int8_linear
-from interposer_ops.int8_quantizers import (
-    quantize_int8_per_token,
-    quantize_int8_per_token_asymmetric,
-    quantize_int8_static,
-)
-from interposer_quantization.compressed_parameters import (
-    common_number,
-    final_operands,
-    register_scales,
-)
+from interposer_quantization.compressed_int8_inputs import Int8Inputs
+from interposer_quantization.compressed_parameters import final_operands, register_scales
 from interposer_quantization.compressed_stored import Inputs, Weights
-from interposer_quantization.fp8_parameters import Members, register, register_per_part
+from interposer_quantization.fp8_parameters import Members, register
 
 __all__ = ["Int8Linear"]
 
-_WHY = "calibrate them on the same input, or quantize inputs dynamically"
-
 
 class Int8Linear(LinearMethod):
-    """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer.
-
-    Inputs get a scale per token, or ``input_scale`` ``[P]``; asymmetric ones a zero point besides,
-    ``input_zero_point`` ``[P]`` int8 where it is stored. What is stored of one input must agree.
-    """
+    """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer."""
 
     def __init__(self, weights: Weights, inputs: Inputs) -> None:
         self.weights = weights
-        self.inputs = inputs
+        self.inputs = Int8Inputs(inputs)
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
@@ -48,7 +34,6 @@ class Int8Linear(LinearMethod):
         """Register ``weight``, the scales, what inputs need and, if asked for, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        num_parts = len(self.members.sizes)
         register(
             layer,
             weight=torch.empty(out_features, in_features, dtype=torch.int8),
@@ -56,28 +41,14 @@ class Int8Linear(LinearMethod):
         )
         per_output = self.weights.strategy == "channel"
         register_scales(layer, "weight_scale", self.members, 1 if per_output else None)
-        asymmetric = not self.inputs.symmetric
-        if self.inputs.static:
-            register_per_part(layer, "input_scale", num_parts)
-            self.quantize_static = site.bind(
-                quantize_int8_static, hidden_size=in_features, asymmetric=asymmetric
-            )
-            if asymmetric:
-                register(layer, input_zero_point=torch.empty(num_parts, dtype=torch.int8))
-                layer.get_parameter("input_zero_point").per_part = True  # type: ignore[attr-defined]
-        elif asymmetric:
-            self.quantize_asymmetric = site.bind(
-                quantize_int8_per_token_asymmetric, hidden_size=in_features
-            )
-        else:
-            self.quantize = site.bind(quantize_int8_per_token, hidden_size=in_features)
+        self.inputs.create(layer, site, self.members, in_features)
         self.bound = site.bind_kernel(
             int8_linear,
             in_features=in_features,
             out_features=out_features,
-            x_scales="tensor" if self.inputs.static else "token",
-            weight_scales="channel" if per_output or num_parts > 1 else "tensor",
-            asymmetric=asymmetric,
+            x_scales=self.inputs.x_scales,
+            weight_scales="channel" if per_output or len(self.members.sizes) > 1 else "tensor",
+            asymmetric=self.inputs.asymmetric,
         )
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
@@ -86,13 +57,7 @@ class Int8Linear(LinearMethod):
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
-        if self.inputs.static:
-            scale, zero_point = self._static(layer)
-            quantized = self.quantize_static(x, scale, zero_point)
-        else:
-            quantized, scale, zero_point = self._quantized(x)
-        integers = quantized.double()
-        return (integers if zero_point is None else integers - zero_point) * scale.double()
+        return self.inputs.dequantized(layer, x)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the quantizer and the bound kernel as one function, with its constants.
@@ -101,19 +66,13 @@ class Int8Linear(LinearMethod):
             disagree on their common input.
         """
         self.members.check(layer.get_parameter("weight_scale"), "weight_scale")
-        static = None
-        if self.inputs.static:
-            self.members.check(layer.get_parameter("input_scale"), "input_scale")
-            static = self._static(layer)
+        static = self.inputs.stored(layer)
         constants = {
             "weight": layer.get_parameter("weight"),
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
-        operands = final_operands(layer, self.bound, constants)
-        if static is None:
-            return self._project_per_token, operands
-        return self._project_static, (*operands, *static)
+        return self._project, (*final_operands(layer, self.bound, constants), *static)
 
     def _scale(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight's scales ``[O]`` or ``[1]``."""
@@ -122,40 +81,15 @@ class Int8Linear(LinearMethod):
             return scale.squeeze(1)
         return scale if len(scale) == 1 else self.members.per_output(scale)
 
-    def _static(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the scale ``[1]`` and the zero point ``[1]`` int32 of all inputs."""
-        scale = common_number(self.members, layer.get_parameter("input_scale"), "input_scale", _WHY)
-        if self.inputs.symmetric:
-            return scale, None
-        name = "input_zero_point"
-        zero_point = common_number(self.members, layer.get_parameter(name), name, _WHY)
-        return scale, zero_point.to(torch.int32)
-
-    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        return (*self.quantize(x), None) if self.inputs.symmetric else self.quantize_asymmetric(x)
-
-    def _project_per_token(
+    def _project(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
+        *static: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, scale, zero_point = self._quantized(x)
-        return self.bound.function(
-            quantized, weight, scale, weight_scale, zero_point, bias, self.dtype
-        )
-
-    def _project_static(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: torch.Tensor,
-        zero_point: torch.Tensor | None,
-    ) -> torch.Tensor:
-        quantized = self.quantize_static(x, scale, zero_point)
+        quantized, scale, zero_point = self.inputs.quantized(x, *static)
         return self.bound.function(
             quantized, weight, scale, weight_scale, zero_point, bias, self.dtype
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from interposer import Site
+from interposer.errors import CheckpointError
 from interposer.resolver import BoundKernel
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import (
@@ -22,9 +23,13 @@ from interposer_quantization.compressed_parameters import (
 )
 from interposer_quantization.compressed_stored import Inputs, Weights
 from interposer_quantization.compressed_weight_linear import WeightLinear
-from interposer_quantization.fp8_parameters import register
+from interposer_quantization.fp8_parameters import Members
+from interposer_quantization.int_packing import kernel_codes
+from interposer_quantization.packed_linear import register_stored
 
 __all__ = ["IntLinear", "PlainIntLinear"]
+
+_NARROW = 4  # bits; half of a byte
 
 
 class IntLinear(WeightLinear):
@@ -32,18 +37,23 @@ class IntLinear(WeightLinear):
 
     Scales are held in float32, which represents those of every checkpoint exactly, whatever the
     model's dtype. They are ``weight_scale``: ``[O, G]``, or ``[P]`` where one serves a layer.
+
+    Attributes:
+        narrow: two codes are held in a byte, which they fill, and not one.
     """
 
     def __init__(self, weights: Weights, inputs: Inputs | None) -> None:
         super().__init__(inputs)
         self.weights = weights
-        self.narrow = False
 
     @abstractmethod
     def register_codes(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
-        """Register what holds codes and zero points."""
+        """Register what holds codes and zero points.
+
+        Raises: ConfigError: words do not divide the layer.
+        """
 
     @abstractmethod
     def codes(self, layer: nn.Module) -> torch.Tensor:
@@ -60,6 +70,22 @@ class IntLinear(WeightLinear):
         """
         return None
 
+    def register_weight(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+    ) -> None:
+        """Register codes, zero points and scales.
+
+        Raises: ConfigError: groups or words do not divide the layer.
+        """
+        self.members = Members(layer, site, out_features)
+        self.in_features = in_features
+        self.narrow = self.weights.bits <= _NARROW and in_features % 2 == 0
+        size = self.weights.inputs_per_scale or in_features
+        self.num_groups = number_of_groups(site, in_features, size)
+        self.register_codes(layer, site, in_features, out_features)
+        columns = None if self.weights.strategy == "tensor" else self.num_groups
+        register_scales(layer, "weight_scale", self.members, columns)
+
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> BoundKernel[Any, Any]:
@@ -67,12 +93,8 @@ class IntLinear(WeightLinear):
 
         Raises: ConfigError: groups or words do not divide the layer.
         """
-        self.in_features = in_features
-        size = self.weights.inputs_per_scale or in_features
-        self.num_groups = number_of_groups(site, in_features, size)
-        self.register_codes(layer, site, in_features, out_features)
-        columns = None if self.weights.strategy == "tensor" else self.num_groups
-        register_scales(layer, "weight_scale", self.members, columns)
+        self.register_weight(layer, site, in_features, out_features)
+        size = in_features // self.num_groups
         # Both ops take the same operands; one call each keeps their types apart.
         if self.narrow:
             return site.bind_kernel(
@@ -124,21 +146,22 @@ class IntLinear(WeightLinear):
 
 
 class PlainIntLinear(IntLinear):
-    """``weight`` ``[O, I]`` int8, and ``weight_zero_point`` int8 in the shape of the scales."""
+    """``weight`` ``[O, I]`` int8, and ``weight_zero_point`` int8 in the shape of the scales.
+
+    Codes of up to four bits are packed when the layer is finalized.
+    """
 
     def register_codes(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
         """Register ``weight`` and, if weights are asymmetric, ``weight_zero_point``."""
-        register(layer, weight=torch.empty(out_features, in_features, dtype=torch.int8))
+        self._register_int8(layer, "weight", (out_features, in_features))
         if self.weights.symmetric:
             return
         num_parts = len(self.members.sizes)
         whole = self.weights.strategy == "tensor"
         shape = (num_parts,) if whole else (out_features, self.num_groups)
-        register(layer, weight_zero_point=torch.empty(shape, dtype=torch.int8))
-        if whole:
-            layer.get_parameter("weight_zero_point").per_part = True  # type: ignore[attr-defined]
+        self._register_int8(layer, "weight_zero_point", shape, per_part=whole)
 
     def codes(self, layer: nn.Module) -> torch.Tensor:
         """Return the codes as they are stored."""
@@ -149,13 +172,52 @@ class PlainIntLinear(IntLinear):
         return None if self.weights.symmetric else layer.get_parameter("weight_zero_point")
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return what is stored.
+        """Return what is stored, packed where codes are ``narrow``.
 
-        Raises: CheckpointError: a scale is zero or not finite.
+        Raises: CheckpointError: a scale is zero or not finite, or a code has more bits than all.
         """
         scales, zeros = self.check_scales(layer), self.zero_points(layer)
-        return {
-            "weight": layer.get_parameter("weight"),
-            "scale": scales,
-            "zero_points": None if zeros is None else scales_by_output(zeros, self.members),
-        }
+        weight: torch.Tensor = layer.get_parameter("weight")
+        zeros = None if zeros is None else scales_by_output(zeros, self.members)
+        if self.narrow:
+            self._check_codes("weight", weight)
+            weight = kernel_codes(_unsigned(weight), _NARROW)
+            if zeros is not None:
+                self._check_codes("weight_zero_point", zeros)
+                zeros = _unsigned(zeros)
+        return {"weight": weight, "scale": scales, "zero_points": zeros}
+
+    def _register_int8(
+        self, layer: nn.Module, name: str, shape: tuple[int, ...], **attributes: object
+    ) -> None:
+        low, high = self._range
+
+        def sample(generator: torch.Generator) -> torch.Tensor:
+            return torch.randint(low, high + 1, shape, dtype=torch.int8, generator=generator)
+
+        empty = torch.empty(shape, dtype=torch.int8)
+        register_stored(layer, name, empty, sample=sample, **attributes)
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        """Return the least and the largest signed code."""
+        middle = 1 << self.weights.bits - 1
+        return -middle, middle - 1
+
+    def _check_codes(self, name: str, codes: torch.Tensor) -> None:
+        low, high = self._range
+        rows = list(self.members.sizes.values())
+        for member, part in zip(self.members.sizes, codes.split(rows), strict=True):
+            least, most = (int(number) for number in part.aminmax())
+            if least < low or most > high:
+                raise CheckpointError(
+                    self.members.tensor(member, name),
+                    f"holds codes from {least} to {most}, those of {self.weights.bits} bits are "
+                    f"from {low} to {high}",
+                    "correct num_bits in quantization_config, or copy the checkpoint again",
+                )
+
+
+def _unsigned(codes: torch.Tensor) -> torch.Tensor:
+    """Return signed codes of four bits as unsigned ones, uint8."""
+    return (codes + (1 << _NARROW - 1)).view(torch.uint8)

@@ -47,7 +47,6 @@ class PackedIntLinear(IntLinear):
         Raises: ConfigError: words would belong to two layers, or could be read in two ways.
         """
         self._check_words(site, in_features)
-        self.narrow = self.bits <= 4 and in_features % 2 == 0
         num_parts = len(self.members.sizes)
         words = torch.empty(
             out_features, number_of_words(in_features, self.bits), dtype=torch.int32

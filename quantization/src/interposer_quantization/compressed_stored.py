@@ -105,7 +105,7 @@ class Stored:
         if weights.kind == "int":
             plain = self.form in ("int-quantized", "naive-quantized")
             by_output = weights.strategy in ("tensor", "channel") and weights.symmetric
-            return plain and by_output and inputs.bits == 8
+            return inputs.bits == 8 and (weights.bits <= 4 or (plain and by_output))
         if inputs.bits != weights.bits:
             return False
         if weights.strategy in ("tensor", "channel"):

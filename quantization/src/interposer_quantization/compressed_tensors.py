@@ -9,12 +9,13 @@ from interposer import LinearMethod, QuantizationScheme
 from interposer.quantization import CacheFormat
 from interposer_quantization.compressed_fp8_linear import Fp8WeightLinear
 from interposer_quantization.compressed_int8_linear import Int8Linear
-from interposer_quantization.compressed_int_linear import PlainIntLinear
+from interposer_quantization.compressed_int_linear import IntLinear, PlainIntLinear
 from interposer_quantization.compressed_mx_linear import Mxfp4Linear, Mxfp8Linear
 from interposer_quantization.compressed_nvfp4_linear import Nvfp4Linear, Nvfp4WeightLinear
 from interposer_quantization.compressed_packed_linear import PackedIntLinear
 from interposer_quantization.compressed_stored import Inputs, Stored, Weights
 from interposer_quantization.compressed_tensors_config import Settings
+from interposer_quantization.compressed_w4a8_linear import W4A8Linear
 from interposer_quantization.fp8_block_linear import Fp8BlockLinear
 from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization.fp8_parameters import FORMAT
@@ -60,17 +61,21 @@ class CompressedTensors(QuantizationScheme):
 
 def _method(stored: Stored) -> LinearMethod:
     weights, inputs = stored.weights, stored.inputs
-    if stored.form == "pack-quantized":
-        return PackedIntLinear(weights, inputs)
-    if stored.form == "mxfp4-pack-quantized":
-        return Mxfp4Linear(inputs)
     if inputs is not None and stored.whole_product:
         return _whole_product(stored.form, weights, inputs)
+    if stored.form == "mxfp4-pack-quantized":
+        return Mxfp4Linear(inputs)
     if stored.form == "nvfp4-pack-quantized":
         return Nvfp4WeightLinear(inputs)
     if weights.kind == "int":
-        return PlainIntLinear(weights, inputs)
+        return _integers(stored.form, weights, inputs)
     return Fp8WeightLinear(weights, inputs, exponents=stored.form == "mxfp8-quantized")
+
+
+def _integers(form: str, weights: Weights, inputs: Inputs | None) -> IntLinear:
+    """Return the method that multiplies in the model's dtype."""
+    packed = form == "pack-quantized"
+    return PackedIntLinear(weights, inputs) if packed else PlainIntLinear(weights, inputs)
 
 
 def _whole_product(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
@@ -80,6 +85,8 @@ def _whole_product(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
     if form == "mxfp8-quantized":
         return Mxfp8Linear()
     if weights.kind == "int":
+        if weights.bits <= 4:
+            return W4A8Linear(_integers(form, weights, None), inputs)
         return Int8Linear(weights, inputs)
     if weights.size is not None:
         rows, columns = weights.size

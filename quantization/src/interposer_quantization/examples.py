@@ -91,6 +91,21 @@ def modelopt_examples() -> Mapping[str, Mapping[str, Any]]:
         "8 bits per output": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "NVFP4": {"quant_algo": "NVFP4", "group_size": 16},
         "MXFP8": {"quant_algo": "MXFP8", "group_size": 32},
+        "8 bits per block, weights only": {"quant_algo": "fp8_pb_wo"},
+        "int8, weights only": {"quant_algo": "W8A16"},
+        "int4, weights only": {
+            "quant_algo": "W4A16_AWQ",
+            "group_size": 32,
+            "has_zero_point": False,
+            "pre_quant_scale": True,
+        },
+        "NVFP4, weights only": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+        "NVFP4, scaled inputs": {
+            "quant_algo": "NVFP4_AWQ",
+            "group_size": 16,
+            "has_zero_point": False,
+            "pre_quant_scale": True,
+        },
     }
     layers = {"model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 16}}
     mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}

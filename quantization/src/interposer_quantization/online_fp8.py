@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from interposer import LinearMethod, QuantizationScheme
@@ -13,11 +14,12 @@ from interposer_quantization.fp8_config import LayersLeftOut
 from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.online_fp8_linear import (
-    OnlineFp8Linear,
+    Quantize,
     quantized_blocks,
     quantized_members,
     quantized_rows,
 )
+from interposer_quantization.online_linear import OnlineLinear
 
 __all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
 
@@ -77,14 +79,22 @@ class OnlineFp8(QuantizationScheme):
         if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
             return None
         if self.settings.strategy == "channel":
-            return OnlineFp8Linear(Fp8RowLinear(None), "weight_scale", quantized_rows)
+            return _online(Fp8RowLinear(None), "weight_scale", quantized_rows)
         if self.settings.strategy == "tensor":
-            return OnlineFp8Linear(
-                Fp8TensorLinear("weight_scale"), "weight_scale", quantized_members
-            )
+            return _online(Fp8TensorLinear("weight_scale"), "weight_scale", quantized_members)
         rows, columns = self.settings.weight_block_size or (128, 128)
         blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
-        return OnlineFp8Linear(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
+        return _online(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
+
+
+def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:
+    """Return the method of plain weights that ``method`` holds quantized."""
+
+    def tensors(weight: torch.Tensor, sizes: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        codes, scales = quantize(weight, sizes)
+        return {"weight": codes, scale_name: scales}
+
+    return OnlineLinear(method, tensors)
 
 
 def online_fp8_examples() -> Mapping[str, Mapping[str, Any]]:

@@ -151,7 +151,9 @@ class CalibratedBlocks:
             names = _part_names(layer) if isinstance(layer, Linear) else [layer.prefix]
             for name, parameter in list(layer._parameters.items()):
                 if parameter is not None:
-                    parts = [self._source.read(f"{full}.{name}") for full in names]
+                    stored = getattr(parameter, "stored_as", None)
+                    stored_as = [stored] if stored else [f"{full}.{name}" for full in names]
+                    parts = [self._source.read(full) for full in stored_as]
                     whole = torch.cat(parts) if len(parts) > 1 else parts[0]
                     loaded = nn.Parameter(whole.to(self._device, parameter.dtype), False)
                     layer.register_parameter(name, loaded)

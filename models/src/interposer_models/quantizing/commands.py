@@ -25,16 +25,19 @@ __all__ = ["quantize"]
 def quantize(
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
     out_dir: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
-    scheme: Annotated[str, typer.Option(help="fp8, int8, int4, mxfp8, mxfp4 or nvfp4.")],
+    scheme: Annotated[str, typer.Option(help="fp8, int8, int4, w4a8, mxfp8, mxfp4 or nvfp4.")],
     group_size: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale: of int4, by default 128.")
+        int | None, typer.Option(help="Inputs that share a scale: of int4, w4a8; by default 128.")
     ] = None,
     asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="int4 with a zero point for each group.")
+        bool, typer.Option("--asymmetric", help="int4, w4a8 with a zero point for each group.")
     ] = False,
-    weight_only: Annotated[
-        bool, typer.Option("--weight-only", help="int8 without rounding the inputs.")
-    ] = False,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|none", help="Of int8 and int4: whether inputs are rounded, too."
+        ),
+    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +72,7 @@ def quantize(
             scheme,
             group_size=group_size,
             asymmetric=asymmetric,
-            weight_only=weight_only,
+            activations=activations,
             ignore=ignore or (),
             calibrate=calibrate,
             act_order=act_order,

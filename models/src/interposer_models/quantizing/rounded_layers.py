@@ -11,7 +11,7 @@ from interposer.errors import CheckpointError
 from interposer_models.loader import Plan
 from interposer_models.quantizing.calibrated_blocks import CalibratedBlocks
 from interposer_models.quantizing.layer_selection import Layer, layers_of
-from interposer_models.quantizing.shard_file import DTYPE_NAMES, write_shard
+from interposer_models.quantizing.shard_file import DTYPE_NAMES, layout_bytes, write_shard
 from interposer_models.quantizing.tensor_source import TensorSource, read_file
 from interposer_quantization.writing.second_order import Curvature, second_order_rounded
 from interposer_quantization.writing.weight_format import WeightFormat, tensor_peak
@@ -49,11 +49,10 @@ class RoundedLayers:
     def layout(self, layer: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the dtype's name and the shape of every tensor that will stand for a layer."""
         stored = self._source.tensors[f"{layer}.weight"]
-        # What rounding returns for no numbers has the shapes that it returns for all.
-        empty = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype], device="meta")
+        rows, columns = stored.shape
         return {
             name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in self._chosen.rounded(empty).items()
+            for name, tensor in self._chosen.layout((rows, columns), _DTYPES[stored.dtype]).items()
         }
 
     def tensors(self, layer: str) -> dict[str, torch.Tensor]:
@@ -81,14 +80,9 @@ class RoundedLayers:
 
         Raises: CheckpointError: what a layer computes on the text is not finite.
         """
-        members = [
-            [layer.name for layer in layers_of(block) if layer.name in self._layers]
-            for block in planned.model.model.layers
-        ]
-        files = [folder / f"{index}.safetensors" for index in range(len(members))]
-        pairs = list(zip(files, members, strict=True))
+        pairs = self._files(folder, planned)
         self._calibrated = {name: file for file, names in pairs for name in names}
-        if all(file.exists() for file in files):
+        if all(file.exists() for file, _ in pairs):
             return
         done, total = 0, len(self._layers)
         progress("calibrating", done, total)
@@ -122,6 +116,19 @@ class RoundedLayers:
                 tensors.clear()
                 blocks.quantize(index, names, rounded)
                 write_shard(file, tensors)
+
+    def room(self, folder: Path, planned: Plan) -> int:
+        """Return how many bytes ``calibrate`` will still put into ``folder``."""
+        missing = [names for file, names in self._files(folder, planned) if not file.exists()]
+        return sum(layout_bytes(self.layout(name)) for names in missing for name in names)
+
+    def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
+        """Return the file of each block, and the layers whose tensors it is to hold."""
+        pairs = []
+        for index, block in enumerate(planned.model.model.layers):
+            names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
+            pairs.append((folder / f"{index}.safetensors", names))
+        return pairs
 
     def _check_finite(self, weights: Mapping[str, torch.Tensor], moments: torch.Tensor) -> None:
         for name, weight in weights.items():

@@ -24,7 +24,7 @@ from interposer_ops.small_floats import (
     shared_exponents,
     unpack_nibbles,
 )
-from interposer_quantization.writing.weight_format import Grid, WeightFormat, storable_scale
+from interposer_quantization.writing.weight_format import Grid, WeightFormat, meta, storable_scale
 
 __all__ = ["Fp8Format", "Mxfp4Format", "Mxfp8Format", "Nvfp4Format"]
 
@@ -53,6 +53,11 @@ class Fp8Format(WeightFormat):
         """Return ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
         codes = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": codes.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {"weight": meta(_E4M3, rows, columns), "weight_scale": meta(dtype, rows, 1)}
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
@@ -122,6 +127,14 @@ class Mxfp8Format(_MxFormat):
         codes = self.codes(self.groups(weight), grid).flatten(1)
         return {"weight": codes.to(_E4M3), "weight_scale": _exponents(grid.scale)}
 
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight": meta(_E4M3, rows, columns),
+            "weight_scale": meta(torch.uint8, rows, columns // self.inputs_per_scale),
+        }
+
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
         scale = decode_e8m0(tensors["weight_scale"], torch.float32)
@@ -146,6 +159,14 @@ class Mxfp4Format(_MxFormat):
         codes = self.codes(self.groups(weight), grid).flatten(1)
         packed = pack_nibbles(encode_e2m1(codes))
         return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight_packed": meta(torch.uint8, rows, columns // 2),
+            "weight_scale": meta(torch.uint8, rows, columns // self.inputs_per_scale),
+        }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
@@ -189,6 +210,15 @@ class Nvfp4Format(WeightFormat):
             "weight_packed": pack_nibbles(encode_e2m1(codes)),
             "weight_scale": grid.scale.to(_E4M3),
             "weight_global_scale": grid.tensor_scale,
+        }
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight_packed": meta(torch.uint8, rows, columns // 2),
+            "weight_scale": meta(_E4M3, rows, columns // self.inputs_per_scale),
+            "weight_global_scale": meta(torch.float32, 1),
         }
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

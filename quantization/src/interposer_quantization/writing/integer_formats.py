@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from interposer_quantization.int_packing import pack_words, unpack_words
-from interposer_quantization.writing.weight_format import Grid, WeightFormat, storable_scale
+from interposer_quantization.writing.weight_format import Grid, WeightFormat, meta, storable_scale
 
 __all__ = ["IntegerFormat"]
 
@@ -42,6 +42,16 @@ class IntegerFormat(WeightFormat):
         self.dynamic_inputs = dynamic_inputs
         self.storage = "pack-quantized" if packed else "int-quantized"
         self._lowest, self._highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def in_bytes(self) -> IntegerFormat:
+        """Return the format of the same numbers whose codes are int8."""
+        return IntegerFormat(
+            self.bits,
+            self.inputs_per_scale,
+            symmetric=self.symmetric,
+            packed=False,
+            dynamic_inputs=self.dynamic_inputs,
+        )
 
     def weight_settings(self) -> Mapping[str, Any]:
         """Return ``weights`` of a group of quantization_config."""
@@ -73,14 +83,17 @@ class IntegerFormat(WeightFormat):
     ) -> dict[str, torch.Tensor]:
         """Return the codes and ``weight_scale`` ``[O, N]``; see ``WeightFormat.stored``.
 
-        Codes are ``weight`` ``[O, I]`` int8, or ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32
-        with ``weight_shape`` and, if asymmetric, ``weight_zero_point``
-        ``[ceil(O * b / 32), N]`` int32.
+        Codes are ``weight`` ``[O, I]`` int8, and if asymmetric ``weight_zero_point`` ``[O, N]``
+        int8; or ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32 with ``weight_shape`` and
+        ``weight_zero_point`` ``[ceil(O * b / 32), N]`` int32.
         """
         codes = self.codes(self.groups(weight), grid).flatten(1)
         scale = grid.scale.to(dtype)
         if not self.packed:
-            return {"weight": codes.to(torch.int8), "weight_scale": scale}
+            tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
+            if grid.zero is not None:
+                tensors["weight_zero_point"] = grid.zero.to(torch.int8)
+            return tensors
         tensors = {
             "weight_packed": self._words(codes),
             "weight_scale": scale,
@@ -90,17 +103,39 @@ class IntegerFormat(WeightFormat):
             tensors["weight_zero_point"] = self._words(grid.zero.T).T.contiguous()
         return tensors
 
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        num_groups = columns // (self.inputs_per_scale or columns)
+        scale = meta(dtype, rows, num_groups)
+        if not self.packed:
+            tensors = {"weight": meta(torch.int8, rows, columns), "weight_scale": scale}
+            if not self.symmetric:
+                tensors["weight_zero_point"] = meta(torch.int8, rows, num_groups)
+            return tensors
+        per_word = 32 // self.bits
+        tensors = {
+            "weight_packed": meta(torch.int32, rows, -(-columns // per_word)),
+            "weight_scale": scale,
+            "weight_shape": meta(torch.int64, 2),
+        }
+        if not self.symmetric:
+            words = -(-rows // per_word)
+            tensors["weight_zero_point"] = meta(torch.int32, words, num_groups)
+        return tensors
+
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
         scale = tensors["weight_scale"].float()
+        zero = tensors.get("weight_zero_point")
         if not self.packed:
             codes = tensors["weight"].float()
         else:
             rows, columns = (int(size) for size in tensors["weight_shape"])
             codes = self._codes(tensors["weight_packed"], columns)
+            zero = None if zero is None else self._codes(zero.T.contiguous(), rows).T
         groups = codes.unflatten(1, (scale.shape[1], -1))
-        if "weight_zero_point" in tensors:
-            zero = self._codes(tensors["weight_zero_point"].T.contiguous(), rows).T
+        if zero is not None:
             groups = groups - zero.unsqueeze(-1)
         whole: torch.Tensor = (groups * scale.unsqueeze(-1)).flatten(1)
         return whole

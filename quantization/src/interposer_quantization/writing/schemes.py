@@ -15,17 +15,24 @@ from interposer_quantization.writing.float_formats import (
 from interposer_quantization.writing.integer_formats import IntegerFormat
 from interposer_quantization.writing.weight_format import WeightFormat
 
-__all__ = ["SCHEMES", "quantization_config", "weight_format"]
+__all__ = ["ACTIVATIONS", "SCHEMES", "quantization_config", "weight_format"]
 
 SCHEMES: Mapping[str, str] = {
     "fp8": "8-bit floats, a scale for each output; inputs are rounded per token",
     "int8": "8 bits, a scale for each output; inputs are rounded per token",
     "int4": "4 bits, a scale for each group of inputs",
+    "w4a8": "4 bits, a scale for each group of inputs; inputs are rounded to 8 bits per token",
     "mxfp8": "8-bit floats, a power of two for each 32 inputs; inputs are rounded alike",
     "mxfp4": "4-bit floats, a power of two for each 32 inputs",
     "nvfp4": "4-bit floats, an 8-bit float for each 16 inputs",
 }
+ACTIVATIONS = ("int8", "none")
+"""What inputs of integer weights can be rounded to."""
+
+_INT4 = ("int4", "w4a8")
 _INT4_GROUP_SIZE = 128
+# What happens to inputs unless it is stated.
+_WITH_CHOICE = {"int8": "int8", "int4": "none"}
 _FLOATS: Mapping[str, type[WeightFormat]] = {
     "fp8": Fp8Format,
     "mxfp8": Mxfp8Format,
@@ -39,33 +46,47 @@ def weight_format(
     group_size: int | None = None,
     *,
     asymmetric: bool = False,
-    weight_only: bool = False,
+    activations: str | None = None,
 ) -> WeightFormat:
     """Return the format of a scheme.
 
     Args:
-        group_size: of int4, by default 128.
-        asymmetric: int4 with a zero point for each group.
-        weight_only: int8 without rounding the inputs.
+        group_size: of weights of 4 bits, by default 128.
+        asymmetric: weights of 4 bits with a zero point for each group.
+        activations: ``"int8"`` rounds the inputs of int8 or int4 to 8 bits per token, ``"none"``
+            leaves them; by default int8 rounds them and int4 does not. w4a8 is int4 with
+            ``"int8"``.
     Raises:
         UnknownNameError: there is no such scheme.
         ConfigError: the scheme leaves no choice in what was asked for.
     """
     if scheme not in SCHEMES:
         raise UnknownNameError("scheme", scheme, SCHEMES)
-    if group_size is not None and scheme != "int4":
-        raise ConfigError(f"A group size goes with int4 only: {scheme} is {SCHEMES[scheme]}")
-    if asymmetric and scheme != "int4":
-        raise ConfigError(f"Zero points go with int4 only: {scheme} is {SCHEMES[scheme]}")
-    if weight_only and scheme != "int8":
-        raise ConfigError(f"Only int8 can be had with or without inputs rounded, not {scheme}")
+    described = f"{scheme} is {SCHEMES[scheme]}"
+    if group_size is not None and scheme not in _INT4:
+        raise ConfigError(f"A group size goes with int4 and w4a8 only: {described}")
+    if asymmetric and scheme not in _INT4:
+        raise ConfigError(f"Zero points go with int4 and w4a8 only: {described}")
+    if activations is not None and scheme not in _WITH_CHOICE:
+        raise ConfigError(
+            f"Only int8 and int4 can be had with or without inputs rounded: {described}"
+        )
+    if activations not in (None, *ACTIVATIONS):
+        raise UnknownNameError("activations", activations, ACTIVATIONS)
     if group_size is not None and group_size < 1:
         raise ConfigError(f"The group size is {group_size}, must be positive")
-    if scheme == "int4":
-        return IntegerFormat(4, group_size or _INT4_GROUP_SIZE, symmetric=not asymmetric)
-    if scheme == "int8":
-        return IntegerFormat(8, None, packed=weight_only, dynamic_inputs=not weight_only)
-    return _FLOATS[scheme]()
+    if scheme in _FLOATS:
+        return _FLOATS[scheme]()
+    dynamic = (activations or _WITH_CHOICE.get(scheme, "int8")) == "int8"
+    size = group_size or _INT4_GROUP_SIZE if scheme in _INT4 else None
+    # What others read of weights with rounded inputs is not packed.
+    return IntegerFormat(
+        8 if size is None else 4,
+        size,
+        symmetric=not asymmetric,
+        packed=not dynamic,
+        dynamic_inputs=dynamic,
+    )
 
 
 def quantization_config(chosen: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:

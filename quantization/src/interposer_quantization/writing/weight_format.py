@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Grid", "WeightFormat", "storable_scale", "tensor_peak"]
+__all__ = ["Grid", "WeightFormat", "meta", "storable_scale", "tensor_peak"]
 
 # Of the range that a group's numbers span; the first is that range itself.
 _SHRINKS = tuple(1 - step / 40 for step in range(17))
@@ -47,6 +47,11 @@ class Grid:
 def tensor_peak(weight: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of a tensor, ``[1]`` float32."""
     return weight.abs().amax().float().reshape(1)
+
+
+def meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def storable_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -89,6 +94,10 @@ class WeightFormat(ABC):
             weight: float32.
             dtype: of the model; scales whose dtype the format leaves open are stored in it.
         """
+
+    @abstractmethod
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""A linear layer whose plain weight is quantized when it is finalized.
+
+Dimensions: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import CheckpointError
+from interposer_quantization.fp8_parameters import Members, register
+
+__all__ = ["OnlineLinear", "chunks"]
+
+Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
+"""A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
+
+# Numbers that are widened at a time, so that what is computed with is small beside a weight.
+_AT_A_TIME = 1 << 22
+
+
+class OnlineLinear(LinearMethod):
+    """``weight`` ``[O, I]`` in the model's dtype, which is quantized and dropped by ``finalize``.
+
+    Attributes:
+        method: of the layer that holds the quantized weight.
+    """
+
+    def __init__(self, method: LinearMethod, quantize: Quantize) -> None:
+        self.method = method
+        self.quantize = quantize
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight`` and, if asked for, ``bias``, as plain checkpoints have them.
+
+        Raises: ConfigError: what ``method`` cannot hold.
+        """
+        self.method.create_weights(layer, site, in_features, out_features, bias)
+        self.members = Members(layer, site, out_features)
+        held = {name: None for name in layer._parameters if name != "bias"}
+        weight = torch.empty(out_features, in_features, dtype=site.dtype)
+        register(layer, **{**held, "weight": weight})
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return the float64 weight ``[O, I]`` that the codes and scales of ``weight`` mean."""
+        return self.method.dequantized(self._quantized(layer))
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each rounded number times its scale."""
+        return self.method.dequantized_input(layer, x)
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return kernel and constants of the layer with the quantized weight.
+
+        Raises: CheckpointError: the weight holds what is no finite number.
+        """
+        quantized = self._quantized(layer)
+        layer.register_parameter("weight", None)
+        layer._parameters.update(quantized._parameters)
+        return self.method.finalize(layer)
+
+    def _quantized(self, layer: nn.Module) -> nn.Module:
+        """Return the parameters of a layer of ``method``."""
+        weight = layer.get_parameter("weight").data
+        self._check(weight)
+        quantized = nn.Module()
+        register(quantized, **self.quantize(weight, tuple(self.members.sizes.values())))
+        return quantized
+
+    def _check(self, weight: torch.Tensor) -> None:
+        sizes = self.members.sizes
+        for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
+            for rows in chunks(part):
+                wrong = ~rows.isfinite()
+                if wrong.any():
+                    raise CheckpointError(
+                        self.members.tensor(member, "weight"),
+                        f"holds {float(rows[wrong][0])}, which no quantized number can stand for",
+                        "copy the checkpoint again",
+                    )
+
+
+def chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[torch.Tensor]:
+    """Yield views of some rows at a time, a multiple of ``multiple`` except for the last ones."""
+    rows = max(1, _AT_A_TIME // max(1, weight.shape[1] * multiple)) * multiple
+    yield from weight.split(rows)
