@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -58,6 +59,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=24, head_dim=16),
     "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "gpt-oss": lambda: GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        sliding_window=24,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={**YARN, "truncate": False},
+    ),
 }
 
 
@@ -93,6 +102,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     write_checkpoint(CONFIGS["llama"](), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The directory of a tiny gpt-oss, and transformers' own model of it."""
+    path = tmp_path_factory.mktemp("gpt-oss")
+    return path, write_checkpoint(CONFIGS["gpt-oss"](), path)
 
 
 @pytest.fixture

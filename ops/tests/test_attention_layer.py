@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interposer import AttentionBatch, AttentionSpec, Capability, Site
-from interposer.errors import NoCandidateError
+from interposer.errors import CheckpointError, NoCandidateError
 from interposer_ops.attention import paged_attention
 from interposer_ops.layers.attention import Attention, PagedBackend
 
@@ -71,6 +71,46 @@ def test_a_step_writes_and_attends(make_site: MakeSite, changes: dict[str, Any])
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_join_the_softmax_of_every_head(make_site: MakeSite, window: int | None) -> None:
+    spec = replace(SPEC, sinks=True, window_tokens=window)
+    layer = Attention(make_site("self_attn.attn", torch.float32), spec)
+    (sinks,) = layer.parameters()
+    assert sinks.stored_as == "self_attn.sinks"
+    sinks.data = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+    layer.finalize()
+    cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]
+    cache.copy_(numbers(*cache.shape, seed=3))
+    query, key, value = (numbers(7, n, 16, seed=n) for n in (4, 2, 2))
+    found = layer(query, key, value, cache, layer.backend.plan(BATCH))
+    expected = paged_attention(
+        query,
+        cache[0],
+        cache[1],
+        BATCH.page_table,
+        BATCH.query_starts,
+        BATCH.seq_lens,
+        6,
+        spec.scale,
+        True,
+        window,
+        None,
+        sinks.data,
+    )
+    torch.testing.assert_close(found, expected)
+    # The first token sees itself alone: its weight is what the sink leaves.
+    own = (query[0].unflatten(0, (2, 2)) * key[0, :, None]).sum(-1).flatten() * spec.scale
+    share = torch.sigmoid(own - sinks.data)[:, None]
+    torch.testing.assert_close(found[0], share * value[0].repeat_interleave(2, 0))
+
+
+def test_a_sink_that_is_no_number_is_refused(make_site: MakeSite) -> None:
+    layer = Attention(make_site("self_attn.attn", torch.float32), replace(SPEC, sinks=True))
+    layer.get_parameter("sinks").data = torch.tensor([0.0, torch.nan, 0.0, 0.0])
+    with pytest.raises(CheckpointError, match=r"self_attn\.sinks: holds a score that is infinite"):
+        layer.finalize()
+
+
 def test_layers_with_equal_specs_share_a_backend(make_site: MakeSite) -> None:
     site = make_site("model", torch.float32)
     layers = [Attention(site.at(name), spec) for name, spec in (("a", SPEC), ("b", replace(SPEC)))]
@@ -90,7 +130,7 @@ def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
     [
         ({"type": "encoder"}, "encoder"),
         ({"cache_dtype": torch.float16}, "float16"),
-        ({"sinks": True}, "sinks"),
+        ({"sinks": True, "cache_dtype": torch.float8_e4m3fn}, "sinks"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
         ({"prefix_lm": True}, "prefix_lm"),

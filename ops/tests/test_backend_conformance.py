@@ -183,8 +183,55 @@ def test_few_specs_have_every_value_of_all() -> None:
         assert {getattr(s, name) for s in few.values()} == {
             getattr(s, name) for s in every.values()
         }
-    caches = [{(s.cache_dtype, s.head_scales) for s in some.values()} for some in (few, every)]
+    caches = [
+        {(s.cache_dtype, s.head_scales, s.sinks) for s in some.values()} for some in (few, every)
+    ]
     assert caches[0] == caches[1]
+
+
+class WithoutSinks(PagedBackend):
+    def forward_with_sinks(self, *arguments: Any) -> torch.Tensor:
+        return self.forward(*arguments[:-1])
+
+
+class SharingTheFirstSink(PagedBackend):
+    def forward_with_sinks(self, *arguments: Any) -> torch.Tensor:
+        *rest, sinks = arguments
+        return super().forward_with_sinks(*rest, sinks[:1].expand_as(sinks))  # type: ignore[misc]
+
+
+class PromisingSinks(AttentionBackend):
+    """Wrong: accepts them, but overrides nothing for them."""
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Any) -> Any:
+        return PagedBackend.accepts(spec, capability)
+
+    def kv_layout(self) -> KVCacheLayout:
+        return PagedBackend.kv_layout(self)  # type: ignore[arg-type]
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        return arguments[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["full", "window", "softcap", "window+softcap"])
+def test_sinks_are_checked(dtype: torch.dtype, mask: str, make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(dtype, mask, "sinks"), make_site("attention", dtype)
+    assert spec.sinks
+    assert check_attention(PagedBackend, spec, site) == []
+    for wrong in (WithoutSinks, SharingTheFirstSink):
+        assert "value" in {fault.check for fault in check_attention(wrong, spec, site)}
+    assert check_attention_determinism(PagedBackend, spec, site) == []
+
+
+def test_accepting_sinks_without_a_forward_is_told(make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(torch.float32, "full", "sinks"), make_site("attention", torch.float32)
+    with pytest.raises(MissingMemberError, match="PromisingSinks accepted a spec with sinks"):
+        check_attention(PromisingSinks, spec, site)
 
 
 class SwappingScales(PagedBackend):

@@ -7,7 +7,13 @@ import torch
 from torch.nn import functional
 
 from interposer.errors import RequestError
-from interposer_ops.experts import fused_experts, fused_experts_fp8, fused_experts_w4a16
+from interposer_ops.experts import (
+    fused_experts,
+    fused_experts_fp8,
+    fused_experts_mxfp4,
+    fused_experts_w4a16,
+)
+from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4
 
 E, H, I = 4, 16, 8  # noqa: E741
 
@@ -117,6 +123,27 @@ def test_4_bit_experts_are_those_of_the_unpacked_weights() -> None:
     down = (second.float() - 8) * second_scale
     plain = fused_experts(m.x, gate_up, None, down, None, m.weights, m.ids, "gelu")
     torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-3)
+
+
+def test_microscaled_experts_are_those_of_the_dequantized_weights() -> None:
+    m = Mixture()
+    generator = torch.Generator().manual_seed(1)
+    hidden, inner = 64, 32
+    x = torch.randn(len(m.x), hidden, generator=generator)
+    first, second = (
+        quantize_mxfp4(torch.randn(E, *shape, generator=generator))
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    )
+    biases = torch.randn(E, 2 * inner), torch.randn(E, hidden)
+    routing = m.weights, m.ids, "swiglu_oai"
+    y = fused_experts_mxfp4(x, *first, biases[0], *second, biases[1], *routing)
+    gate_up, down = (dequantize_mxfp4(*stored, torch.float32) for stored in (first, second))
+    plain = fused_experts(x, gate_up, biases[0], down, biases[1], *routing)
+    assert torch.equal(y, plain)
+    first[1][1], second[1][1] = 255, 255
+    spoiled = fused_experts_mxfp4(x, *first, biases[0], *second, biases[1], *routing)
+    assert torch.equal(spoiled.isnan().all(1), (m.ids == 1).any(1))
+    assert torch.equal(spoiled.isnan().any(1), (m.ids == 1).any(1))
 
 
 def test_an_unknown_activation_names_the_known() -> None:

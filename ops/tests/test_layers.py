@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from interposer import Kernel, Site
+from interposer import ExpertsSpec, Kernel, Site
 from interposer.errors import UnknownNameError
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
@@ -177,6 +179,74 @@ def test_activation(
     x = numbers(5, 48, dtype=dtype)
     expected = silu_and_mul(x) if approximate is None else gelu_and_mul(x, approximate)
     assert torch.equal(layer(x), expected)
+
+
+def mixture(**changes: Any) -> ExpertsSpec:
+    facts = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 4, "top_k": 2}
+    return ExpertsSpec(**{**facts, "activation": "swiglu_oai", **changes})
+
+
+@both_dtypes
+@each_kernel
+@pytest.mark.parametrize("bias", [False, True])
+def test_router(
+    make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...], bias: bool
+) -> None:
+    layer = Router(make_site("mlp.router", dtype, *kernels), 16, 4, 2, renormalize=True, bias=bias)
+    loaded = load(layer)
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
+    x = numbers(5, 16, dtype=dtype)
+    logits = linear(x.float(), loaded["weight"], loaded.get("bias"))
+    weights, ids = layer(x)
+    chosen = logits.topk(2)
+    assert torch.equal(ids, chosen.indices.to(torch.int32))
+    torch.testing.assert_close(weights, chosen.values.softmax(-1))
+
+
+@both_dtypes
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts(make_site: MakeSite, dtype: torch.dtype, biased: bool) -> None:
+    layer = Experts(make_site("mlp.experts", dtype), mixture(biased=biased))
+    loaded = load(layer)
+    x, weights = numbers(5, 16, dtype=dtype), numbers(5, 2, seed=1).softmax(-1)
+    ids = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]])
+    expected = fused_experts(
+        x,
+        loaded["gate_up_proj"],
+        loaded.get("gate_up_proj_bias"),
+        loaded["down_proj"],
+        loaded.get("down_proj_bias"),
+        weights,
+        ids,
+        "swiglu_oai",
+    )
+    # Two roundings to the dtype, and sums of 16 and 8 terms in float32 in another order.
+    units = 2 * torch.finfo(dtype).eps + 24 * torch.finfo(torch.float32).eps
+    atol = units * float(expected.abs().max())
+    torch.testing.assert_close(layer(x, weights, ids), expected, rtol=0, atol=atol)
+    assert list(layer.parameters()) == []
+
+
+def test_experts_are_stored_in_either_order(make_site: MakeSite) -> None:
+    site = make_site("mlp.experts", torch.float32)
+    first = Experts(site, mixture(biased=True))
+    second = Experts(site, mixture(biased=True, alternating=True, inputs_first=True))
+    held = {name: numbers(*p.shape, seed=n) for n, (name, p) in enumerate(first.named_parameters())}
+    for name, parameter in first.named_parameters():
+        parameter.data.copy_(held[name])
+    for name, parameter in second.named_parameters():
+        tensor = held[name]
+        if name.startswith("gate_up"):
+            tensor = torch.stack((tensor[:, :8], tensor[:, 8:]), 2).flatten(1, 2)
+        parameter.data.copy_(tensor.transpose(1, 2) if name.endswith("proj") else tensor)
+    stated = [layer.method.dequantized(layer) for layer in (first, second)]
+    for ones, others in zip(*stated, strict=True):
+        assert torch.equal(ones, others)
+    first.finalize()
+    second.finalize()
+    routing = numbers(5, 2, seed=9), torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [0, 1]])
+    x = numbers(5, 16)
+    assert torch.equal(first(x, *routing), second(x, *routing))
 
 
 def test_an_unknown_activation_lists_the_known_ones(make_site: MakeSite) -> None:

@@ -49,6 +49,26 @@ MODEL: dict[str, Any] = {
     "torch_dtype": "float32",
     "tie_word_embeddings": False,
 }
+# Of the methods that quantize something else than linear layers.
+MIXTURE = {
+    **MODEL,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention"],
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "truncate": False,
+    },
+}
+MODELS = {"mxfp4": MIXTURE}
 JUNK: tuple[Any, ...] = (
     None,
     True,
@@ -89,7 +109,8 @@ def examples(method: str) -> list[dict[str, Any]]:
 
 def valid(folder: Path, settings: dict[str, Any], seed: int) -> tuple[dict[str, Any], bytes]:
     """Return the config and the weights of a small checkpoint with these settings."""
-    config = {**MODEL, "quantization_config": settings}
+    model_config = MODELS.get(settings["quant_method"], MODEL)
+    config = {**model_config, "quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(save({}))
     model = plan(folder, "float32", config=POLICY).model

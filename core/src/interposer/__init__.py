@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from interposer.planning import Planned, planned
     from interposer.platform import Platform
     from interposer.policy import Policy
-    from interposer.quantization import CacheFormat, LinearMethod, QuantizationScheme
+    from interposer.quantization import (
+        CacheFormat,
+        ExpertsMethod,
+        ExpertsSpec,
+        LinearMethod,
+        QuantizationScheme,
+    )
     from interposer.records import (
         AttentionEntry,
         CheckpointEntry,
@@ -66,6 +72,8 @@ __all__ = [
     "DeviceDescription",
     "DeviceEntry",
     "Dim",
+    "ExpertsMethod",
+    "ExpertsSpec",
     "Explanation",
     "KVCacheLayout",
     "Kernel",
@@ -125,7 +133,13 @@ _HOMES = {
     "planning": ("Planned", "planned"),
     "platform": ("Platform",),
     "policy": ("Policy",),
-    "quantization": ("CacheFormat", "LinearMethod", "QuantizationScheme"),
+    "quantization": (
+        "CacheFormat",
+        "ExpertsMethod",
+        "ExpertsSpec",
+        "LinearMethod",
+        "QuantizationScheme",
+    ),
     "records": (
         "AttentionEntry",
         "CheckpointEntry",

@@ -262,3 +262,25 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} accepted a cache of {self.spec.cache_dtype} but has no "
             "forward_quantized. Try: refuse such specs in accepts, or override it"
         )
+
+    def forward_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do what ``forward`` does, with one score per head more in the softmax.
+
+        Only backends that accept a spec with ``sinks`` are asked.
+
+        Args:
+            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a spec with sinks but has no forward_with_sinks. "
+            "Try: refuse such specs in accepts, or override it"
+        )

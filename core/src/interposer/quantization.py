@@ -1,4 +1,7 @@
-"""The quantization contract: a scheme per checkpoint, a method per linear layer."""
+"""The quantization contract: a scheme per checkpoint, a method per layer with weights.
+
+Dimensions of experts: E experts, H hidden size, I intermediate size.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import nn
 
 from interposer.layer import Site
 
-__all__ = ["CacheFormat", "LinearMethod", "QuantizationScheme"]
+__all__ = ["CacheFormat", "ExpertsMethod", "ExpertsSpec", "LinearMethod", "QuantizationScheme"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,73 @@ class LinearMethod(ABC):
         return x.double()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """The static facts of the routed experts of one layer, each a gated perceptron.
+
+    Attributes:
+        top_k: experts that a token is sent to.
+        activation: as the op ``fused_experts`` names it.
+        biased: both projections have a bias.
+        alternating: outputs of the first projection are stored in turn: a gate, then what it acts
+            on. Without it all gates come first.
+        inputs_first: plain matrices are stored ``[E, inputs, outputs]``.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    activation: str
+    biased: bool = False
+    alternating: bool = False
+    inputs_first: bool = False
+
+    def dims(self) -> dict[str, int | float | str | bool]:
+        """Return what ops of experts state of themselves, by the same names."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "activation": self.activation,
+            "biased": self.biased,
+        }
+
+
+class ExpertsMethod(ABC):
+    """How the routed experts of one layer store and apply their weights."""
+
+    @abstractmethod
+    def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+        """Register the parameters under the names that checkpoints use.
+
+        Attributes of parameters mean what ``LinearMethod.create_weights`` says, but for those of
+        layers that are fused.
+
+        Raises: ConfigError: experts of these sizes cannot be stored that way.
+        """
+
+    @abstractmethod
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return ``(kernel, operands)``, of which and of a routing the layer makes one call.
+
+        ``kernel(x, *operands, weights, expert_ids, activation)``, in the manner of the op
+        ``fused_experts``. Everything else is as in ``LinearMethod.finalize``.
+
+        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        """
+
+    def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``.
+
+        They define what the layer computes together with the parameters ``gate_up_proj_bias`` and
+        ``down_proj_bias``, if it has them, as they are stored. None, unless overridden, leaves the
+        values unchecked. Called before ``finalize``.
+        """
+        return None
+
+
 class QuantizationScheme(ABC):
     """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""
 
@@ -103,6 +173,10 @@ class QuantizationScheme(ABC):
             parts: names of the checkpoint's layers that are fused there, such as
                 ``("q_proj", "k_proj", "v_proj")``; one name where nothing is fused.
         """
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the routed experts at ``prefix``; None: they are plain."""
+        return None
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return how the attention at ``prefix`` stores keys and values; None: as they are."""

@@ -141,7 +141,8 @@ class SchemeEntry:
 
     ``examples`` is the import string of a function without parameters that returns settings of
     checkpoints by label, on which the conformance suite tries the scheme. They must quantize
-    ``model.layers.0.self_attn.q_proj``, a linear layer of 512 inputs.
+    ``model.layers.0.self_attn.q_proj``, a linear layer of 512 inputs, or else the experts
+    ``model.layers.0.mlp.experts``, of 128 inputs and 64 inside.
 
     ``instead_of`` are methods that nobody reads, for which this one is recommended.
     """

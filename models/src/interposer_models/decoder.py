@@ -1,4 +1,4 @@
-"""One parametric decoder for Llama, Mistral, Qwen2 and Qwen3.
+"""One parametric decoder for Llama, Mistral, Qwen2, Qwen3 and gpt-oss.
 
 Dimensions: T tokens of the step, H hidden size, N heads, K kv heads, D head size, R rotated size,
 V vocabulary.
@@ -13,6 +13,7 @@ from torch import nn
 
 from interposer import AttentionSpec, Site
 from interposer_models.decoder_config import DecoderConfig
+from interposer_models.mixture import MixtureMLP
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
@@ -131,7 +132,12 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = RMSNorm(site.at("input_layernorm"), width, eps)
         self.self_attn = SelfAttention(site.at("self_attn"), config, index, page_size)
         self.post_attention_layernorm = RMSNorm(site.at("post_attention_layernorm"), width, eps)
-        self.mlp = GatedMLP(site.at("mlp"), config)
+        mixture = config.traits.mixture
+        self.mlp = (
+            MixtureMLP(site.at("mlp"), config, mixture)
+            if mixture
+            else GatedMLP(site.at("mlp"), config)
+        )
 
     def forward(
         self,
@@ -192,6 +198,7 @@ class SelfAttention(nn.Module):
                 scale=size**-0.5,
                 head_scales=stored.head_scales if stored else False,
                 window_tokens=config.windows[index],
+                sinks=config.traits.sinks,
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -16,12 +16,35 @@ from interposer.errors import (
     UnsupportedModelError,
     nearest_first,
 )
+from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from interposer_ops.rope_scaling import rotary_frequencies
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "Traits"]
+__all__ = ["ARCHITECTURES", "DecoderConfig", "Mixture", "Traits"]
 
 # Far above any model; a product of two still fits a tensor.
 Positive = Annotated[int, Field(gt=0, le=2**24)]
+_LARGEST_TENSOR = 2**48
+# Fields that newer configs call otherwise.
+_OLDER_NAMES = {"rope_parameters": "rope_scaling", "dtype": "torch_dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How one architecture stores and computes its routed experts.
+
+    Attributes:
+        activation: as the op ``fused_experts`` names it.
+        renormalize: weights of the chosen experts add up to 1.
+        biased: the router and both projections of the experts have biases.
+        alternating: outputs of the first projection are stored in turn, each gate before its other.
+        inputs_first: plain matrices are stored with the inputs before the outputs.
+    """
+
+    activation: str
+    renormalize: bool
+    biased: bool
+    alternating: bool
+    inputs_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +55,48 @@ class Traits:
         qkv_bias: the Q, K and V projections have a bias; None asks the config's attention_bias.
         qk_norm: queries and keys are normalised per head.
         windowed: layers slide unless ``use_sliding_window`` or ``layer_types`` say otherwise.
-        head_size: where the config doesn't say; None derives it from the hidden size.
+        alternating: every second layer slides, the first one among them, unless ``layer_types``
+            says otherwise.
+        sinks: a learned score per head joins every softmax.
+        mixture: experts in place of the one perceptron.
+        defaults: of fields that the config may leave out, unlike those of all architectures.
     """
 
     qkv_bias: bool | None = None
     qk_norm: bool = False
     windowed: bool = False
-    head_size: int | None = None
+    alternating: bool = False
+    sinks: bool = False
+    mixture: Mixture | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: Mapping[str, Traits] = {
     "LlamaForCausalLM": Traits(),
     "MistralForCausalLM": Traits(windowed=True),
     "Qwen2ForCausalLM": Traits(qkv_bias=True),
-    "Qwen3ForCausalLM": Traits(qk_norm=True, head_size=128),
+    "Qwen3ForCausalLM": Traits(qk_norm=True, defaults={"head_dim": 128}),
+    "GptOssForCausalLM": Traits(
+        alternating=True,
+        sinks=True,
+        mixture=Mixture("swiglu_oai", True, biased=True, alternating=True, inputs_first=True),
+        defaults={
+            "attention_bias": True,
+            "dtype": "bfloat16",
+            "head_dim": 64,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+        },
+    ),
 }
 
 
@@ -76,7 +127,11 @@ class DecoderConfig(BaseModel):
     )
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    sliding_window: Annotated[int, Field(gt=0)] | None = None
+    num_local_experts: Positive | None = None
+    num_experts_per_tok: Positive | None = None
+    swiglu_alpha: float = SWIGLU_ALPHA
+    swiglu_limit: float = SWIGLU_LIMIT
+    sliding_window: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     use_sliding_window: bool | None = None
     max_window_layers: int = 0
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
@@ -97,7 +152,7 @@ class DecoderConfig(BaseModel):
     def head_size(self) -> int:
         """Elements of one head."""
         derived = self.hidden_size // self.num_attention_heads
-        return self.head_dim or self.traits.head_size or derived
+        return self.head_dim or derived
 
     @property
     def rotary_size(self) -> int:
@@ -123,6 +178,8 @@ class DecoderConfig(BaseModel):
         window = self.sliding_window
         if self.layer_types is not None:
             return tuple(window if t == "sliding_attention" else None for t in self.layer_types)
+        if self.traits.alternating:
+            return tuple(None if i % 2 else window for i in range(self.num_hidden_layers))
         switch = self.use_sliding_window
         if not (self.traits.windowed if switch is None else switch):
             window = None
@@ -158,7 +215,24 @@ class DecoderConfig(BaseModel):
             raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
         if types is not None and "sliding_attention" in types and self.sliding_window is None:
             raise ValueError("layer_types has sliding layers, but sliding_window is missing")
+        if self.traits.mixture is not None:
+            self._check_mixture()
         return self
+
+    def _check_mixture(self) -> None:
+        num_experts, top_k = self.num_local_experts, self.num_experts_per_tok
+        if num_experts is None or top_k is None:
+            raise ValueError("num_local_experts and num_experts_per_tok must be numbers")
+        if top_k > num_experts:
+            raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
+        if num_experts * self.hidden_size * self.intermediate_size > _LARGEST_TENSOR:
+            sizes = f"{self.hidden_size} x {self.intermediate_size}"
+            raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+        for name, computed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+            if getattr(self, name) != computed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, experts compute with {computed}"
+                )
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], path: object) -> DecoderConfig:
@@ -170,6 +244,11 @@ class DecoderConfig(BaseModel):
         """
         fields = {name: value for name, value in raw.items() if value is not None}
         fields["architecture"] = _architecture(raw, path)
+        fields |= {
+            name: value
+            for name, value in ARCHITECTURES[fields["architecture"]].defaults.items()
+            if not raw.keys() & {name, _OLDER_NAMES.get(name)}
+        }
         try:
             config = cls.model_validate(fields)
             rotary_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)

@@ -20,10 +20,24 @@ from interposer_ops.cases.experts import (
     fused_experts_w4a16_cases,
     fused_experts_w4a16_sample,
 )
+from interposer_ops.cases.experts_mxfp4 import (
+    fused_experts_mxfp4_cases,
+    fused_experts_mxfp4_sample,
+)
+from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-__all__ = ["fused_experts", "fused_experts_fp8", "fused_experts_w4a16"]
+__all__ = [
+    "SWIGLU_ALPHA",
+    "SWIGLU_LIMIT",
+    "activated",
+    "fused_experts",
+    "fused_experts_fp8",
+    "fused_experts_mxfp4",
+    "fused_experts_w4a16",
+]
 
-_ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
 
 
 @custom_op(
@@ -171,6 +185,62 @@ def fused_experts_w4a16(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
+@custom_op(
+    "fused_experts_mxfp4",
+    cases=fused_experts_mxfp4_cases,
+    constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
+    tolerance=Tolerance(roundings=2),  # of h and y
+    sample=fused_experts_mxfp4_sample,
+    batched=("x", "weights", "expert_ids"),
+)
+def fused_experts_mxfp4(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Send each token through experts whose weights are MXFP4.
+
+    ``fused_experts`` of w = e2m1(q) * 2^(scale - 127), which is not rounded; activations are not
+    quantized. A scale holds for 32 inputs of one output channel, and makes them NaN where it is
+    255. A byte holds two q of one output channel, the first of them in its low half.
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart; H a multiple of 32.
+        gate_up: ``[E, 2 I, H / 2]`` uint8; I a multiple of 32.
+        gate_up_scale: ``[E, 2 I, H / 32]`` uint8.
+        gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
+        down: ``[E, H, I / 2]`` uint8.
+        down_scale: ``[E, H, I / 32]`` uint8.
+        down_bias: ``[E, H]``, dtype of ``x``.
+        weights: ``[T, K]`` float32.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
+        activation: as in ``fused_experts``.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
+    Raises: RequestError: ``activation`` is none of the three.
+    Source: OCP Microscaling Formats (MX) Specification v1.0; arXiv:2508.10925.
+    """
+    ids = expert_ids.clamp(min=0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _mixture(
+        x,
+        _microscaled(gate_up[ids], gate_up_scale[ids], wide),
+        None if gate_up_bias is None else gate_up_bias[ids],
+        _microscaled(down[ids], down_scale[ids], wide),
+        None if down_bias is None else down_bias[ids],
+        weights,
+        expert_ids,
+        activation,
+    )
+
+
 def _mixture(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -185,7 +255,7 @@ def _mixture(
     projected = (gate_up @ x.to(gate_up.dtype)[:, None, :, None]).squeeze(-1)
     if gate_up_bias is not None:
         projected = projected + gate_up_bias
-    hidden = _activated(projected, activation).to(x.dtype)
+    hidden = activated(projected, activation).to(x.dtype)
     returned = (down @ hidden.to(down.dtype)[..., None]).squeeze(-1)
     if down_bias is not None:
         returned = returned + down_bias
@@ -195,7 +265,11 @@ def _mixture(
     return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
 
 
-def _activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
+
+    Raises: RequestError: ``activation`` is none of the three.
+    """
     gate, up = projected.chunk(2, -1)
     match activation:
         case "silu":
@@ -203,8 +277,8 @@ def _activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
         case "gelu":
             return functional.gelu(gate) * up
         case "swiglu_oai":
-            gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
-            return gate * (_ALPHA * gate).sigmoid() * (up + 1)
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
     known = "'silu', 'gelu' or 'swiglu_oai'"
     raise RequestError(f"No activation {activation!r} of experts; try {known}")
 
@@ -220,3 +294,9 @@ def _scaled(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the integers of the low and high halves of each byte, around 0."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(dtype) - 8
+
+
+def _microscaled(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return e2m1 numbers, two to a byte, times powers of two for 32 of them each."""
+    codes = decode_e2m1(unpack_nibbles(packed), dtype)
+    return _scaled(codes, decode_e8m0(scales, dtype))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, LayerEntry, OpEntry, Record
+from interposer.records import AttentionEntry, Kernel, LayerEntry, OpEntry, Record
+from interposer.requires import Requires
 from interposer_ops.triton_records import triton_records
 
 INTERPOSER_API = ">=1.0,<2"
@@ -42,7 +43,7 @@ _OPS = {
     ),
     "lora": ("lora_shrink", "lora_expand"),
     "fp8_linear": ("fp8_linear", "fp8_block_linear"),
-    "int8_linear": ("int8_linear",),
+    "int8_linear": ("int8_linear", "w4a8_linear"),
     "weight_only_linear": ("w4a16_linear", "w8a16_linear"),
     "block_scaled_linear": ("mxfp4_linear", "mxfp8_linear", "nvfp4_linear"),
     "fp8_quantizers": (
@@ -72,7 +73,12 @@ _OPS = {
     "sparse_attention": ("indexer_scores", "indexer_topk"),
     "routing": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
     "expert_permutation": ("moe_align_blocks", "moe_permute", "moe_unpermute", "moe_sum"),
-    "experts": ("fused_experts", "fused_experts_fp8", "fused_experts_w4a16"),
+    "experts": (
+        "fused_experts",
+        "fused_experts_fp8",
+        "fused_experts_w4a16",
+        "fused_experts_mxfp4",
+    ),
     "sampling": ("apply_penalties", "sample_tokens", "gumbel_argmax"),
     "logit_masks": (
         "apply_logit_bias",
@@ -119,7 +125,11 @@ _LAYERS = {
     "lm_head": "embedding:LMHead",
     "rotary_embedding": "rotary:RotaryEmbedding",
     "activation": "activation:GatedActivation",
+    "gated_mlp": "mlp:GatedMLP",
+    "router": "experts:Router",
+    "experts": "experts:Experts",
     "attention": "attention:Attention",
+    "self_attention": "self_attention:SelfAttention",
     "sampler": "sampler:Sampler",
 }
 # Their references multiply in floats what was quantized to be multiplied as it is.
@@ -131,10 +141,11 @@ _EMULATED = frozenset(
         *_OPS["block_scaled_linear"],
         "fused_experts_fp8",
         "fused_experts_w4a16",
+        "fused_experts_mxfp4",
     }
 )
 _EMULATION = "dequantizes, then multiplies floats"
-_WITHOUT_CASES = frozenset({"attention", "sampler"})
+_WITHOUT_CASES = frozenset({"attention", "sampler", "self_attention"})
 
 
 @hookimpl
@@ -162,8 +173,20 @@ def interposer_records() -> list[Record]:
         )
         for layer_id, target in _LAYERS.items()
     ]
+    # They wait for numbers of tokens, and hold less than the references.
+    in_turn = [
+        Kernel(
+            op,
+            f"{op}_in_turn",
+            f"interposer_ops.expert_turns:{op}",
+            requires=Requires(dtypes=("float32", "bfloat16", "float16")),
+            score=5.0,
+            properties=frozenset({"deterministic", "opaque"}),
+        )
+        for op in ("fused_experts", "fused_experts_mxfp4")
+    ]
     # It adds nothing to the kernels that it binds, of which a policy requires the same.
     paged = AttentionEntry(
         "paged", "interposer_ops.layers.attention:PagedBackend", score=0.0, properties=_PLAIN
     )
-    return [*ops, *layers, paged, *triton_records()]
+    return [*ops, *layers, *in_turn, paged, *triton_records()]

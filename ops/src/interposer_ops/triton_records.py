@@ -119,6 +119,13 @@ _ROWS = (
         dims={"in_features": Dim(at_most=2**16)},
         judge=_JUDGE_OPERANDS,
     ),
+    # The same of a group, whose products are below 2^12.
+    _Row(
+        "w4a8_linear",
+        "w4a8_linear",
+        dims={"group_size": Dim(at_most=2**19)},
+        judge=_JUDGE_OPERANDS,
+    ),
     *(
         _Row(
             op,
@@ -142,6 +149,7 @@ _ROWS = (
     _Row("fused_experts", "experts"),
     _Row("fused_experts_fp8", "experts"),
     _Row("fused_experts_w4a16", "experts", dims={"group_size": Dim(multiple_of=2)}),
+    _Row("fused_experts_mxfp4", "experts"),
     _Row("moe_align_blocks", "expert_permutation", ("int32", "int64")),
     _Row("moe_permute", "expert_permutation"),
     _Row("moe_unpermute", "expert_permutation"),

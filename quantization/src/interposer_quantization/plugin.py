@@ -8,6 +8,9 @@ from interposer_quantization.retired import INSTEAD_OF
 
 INTERPOSER_API = ">=1.0,<2"
 
+# What plain weights are quantized to while they load, and how classes spell it.
+_ONLINE = {"int8": "Int8", "int4": "Int4", "w4a8": "W4A8"}
+
 
 @hookimpl
 def interposer_records() -> list[Record]:
@@ -75,9 +78,24 @@ def interposer_records() -> list[Record]:
             examples="interposer_quantization.torchao_examples:torchao_examples",
         ),
         SchemeEntry(
+            "mxfp4",
+            "mxfp4",
+            "interposer_quantization.mxfp4:Mxfp4",
+            examples="interposer_quantization.mxfp4:mxfp4_examples",
+        ),
+        SchemeEntry(
             "online_fp8",
             "online_fp8",
             "interposer_quantization.online_fp8:OnlineFp8",
             examples="interposer_quantization.online_fp8:online_fp8_examples",
+        ),
+        *(
+            SchemeEntry(
+                f"online_{name}",
+                f"online_{name}",
+                f"interposer_quantization.online_integers:Online{written}",
+                examples=f"interposer_quantization.online_integers:online_{name}_examples",
+            )
+            for name, written in _ONLINE.items()
         ),
     ]

@@ -20,7 +20,7 @@ from interposer.testing.comparison import compare_form, compare_value
 from interposer.testing.fault import Fault
 from interposer.testing.operand import Operand, poisoned_memory
 from interposer.testing.scenario import chunked_steps, occupying_step, pages_needed
-from interposer.tuning.workload import moved_batch, random_projections, random_scales
+from interposer.tuning.workload import moved_batch, random_projections, random_scales, random_sinks
 
 __all__ = ["attention_specs", "check_attention"]
 
@@ -31,11 +31,12 @@ _MASKS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "window+softcap": {"window_tokens": 3, "softcap": 2.0},
 }
-_CACHES: dict[str, tuple[torch.dtype | None, bool]] = {
-    "plain": (None, False),
-    "e4m3": (torch.float8_e4m3fn, False),
-    "e4m3 per head": (torch.float8_e4m3fn, True),
-    "e5m2": (torch.float8_e5m2, False),
+_EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
+    "e4m3 per head": {"cache_dtype": torch.float8_e4m3fn, "head_scales": True},
+    "e5m2": {"cache_dtype": torch.float8_e5m2},
+    "sinks": {"sinks": True},
 }
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
@@ -44,37 +45,35 @@ _NUM_LAYERS = 2
 def attention_specs(*, quick: bool = False) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache is combined with heads and masks only. Only those that differ from the first
-    of their dtype in one axis are there if ``quick``.
+    A quantized cache, or sinks, are combined with heads and masks only. Only those that differ
+    from the first of their dtype in one axis are there if ``quick``.
     """
-    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16), tuple(_CACHES))
-    for heads, mask, head_size, page_size, cache, dtype in product(*axes, _DTYPES):
-        point = (heads, mask, head_size, page_size, cache)
+    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16), tuple(_EXTRAS))
+    for heads, mask, head_size, page_size, extra, dtype in product(*axes, _DTYPES):
+        point = (heads, mask, head_size, page_size, extra)
         is_other = [value != axis[0] for value, axis in zip(point, axes, strict=True)]
         is_crossed = is_other[4] and (is_other[2] or is_other[3])
         if not is_crossed and not (quick and sum(is_other) > 1):
-            yield _spec(heads, mask, head_size, page_size, cache, dtype)
+            yield _spec(heads, mask, head_size, page_size, extra, dtype)
 
 
 def _spec(
-    heads: str, mask: str, head_size: int, page_size: int, cache: str, dtype: torch.dtype
+    heads: str, mask: str, head_size: int, page_size: int, extra: str, dtype: torch.dtype
 ) -> tuple[str, AttentionSpec]:
     num_heads, num_kv_heads = _HEADS[heads]
-    cache_dtype, head_scales = _CACHES[cache]
-    spec = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        dtype=dtype,
-        cache_dtype=cache_dtype or dtype,
-        page_size=page_size,
+    facts = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "dtype": dtype,
+        "cache_dtype": dtype,
+        "page_size": page_size,
         # Three times the usual, so that random scores differ enough to matter.
-        scale=3 * head_size**-0.5,
-        head_scales=head_scales,
-        **_MASKS[mask],
-    )
+        "scale": 3 * head_size**-0.5,
+    }
+    spec = AttentionSpec(**{**facts, **_MASKS[mask], **_EXTRAS[extra]})
     label = f"{heads} {mask} head {head_size} page {page_size}"
-    return f"{label} {cache}" if spec.is_quantized else label, spec
+    return f"{label} {extra}" if _EXTRAS[extra] else label, spec
 
 
 def check_attention(
@@ -129,6 +128,7 @@ class _Layer:
         self.keys = torch.full(shape, torch.nan, dtype=torch.float64)
         self.values = self.keys.clone()
         self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
+        self.sinks = random_sinks(spec, generator) if spec.sinks else None
 
     def forward(
         self,
@@ -139,6 +139,9 @@ class _Layer:
         plan: Any,
     ) -> torch.Tensor:
         """Return what the backend does for this layer."""
+        if self.sinks is not None:
+            sinks = self.sinks.to(self.device)
+            return backend.forward_with_sinks(query, key, value, self.cache, plan, sinks)
         if not self.scales:
             return backend.forward(query, key, value, self.cache, plan)
         scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
@@ -192,7 +195,8 @@ class _Layer:
             True,
             self.spec.window_tokens,
             self.spec.softcap,
-            *((None, None, None, *self.scales) if self.scales else ()),
+            self.sinks,
+            *((None, None, *self.scales) if self.scales else ()),
         )
         return expected
 

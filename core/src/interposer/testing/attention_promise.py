@@ -13,7 +13,7 @@ from interposer.layer import Site
 from interposer.testing.call import differences
 from interposer.testing.fault import Fault
 from interposer.testing.scenario import chunked_steps, pages_needed
-from interposer.tuning.workload import moved_batch, random_projections
+from interposer.tuning.workload import moved_batch, random_projections, random_sinks
 
 __all__ = ["check_attention_batches", "check_attention_determinism"]
 
@@ -45,6 +45,7 @@ def _outputs(
     generator = torch.Generator().manual_seed(seed)
     device = site.resolver.device.torch_device
     (cache,) = backend.kv_layout().allocate(1, pages_needed(spec.page_size), device)
+    sinks = random_sinks(spec, generator).to(device) if spec.sinks else None
     found = {}
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
         num_tokens = int(batch.query_starts[-1])
@@ -54,7 +55,11 @@ def _outputs(
         for start, end, part in _single(batch, spec) if alone else [(0, num_tokens, batch)]:
             rows = slice(start, end)
             plan = backend.plan(moved_batch(part, device))
-            output = backend.forward(query[rows], key[rows], value[rows], cache, plan)
+            part_of_step = (query[rows], key[rows], value[rows], cache, plan)
+            if sinks is None:
+                output = backend.forward(*part_of_step)
+            else:
+                output = backend.forward_with_sinks(*part_of_step, sinks)
             outputs.append(output.clone())
         found[f"output of step {step}"] = torch.cat(outputs)
     return found

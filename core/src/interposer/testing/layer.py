@@ -77,7 +77,10 @@ class _Builder:
             for name, value in self.case.parameters.items()
         }
         nn.Module.load_state_dict(layer, state, strict=True)
-        layer.finalize()
+        # Its parts are layers too, where it has any.
+        for part in layer.modules():
+            if isinstance(part, PluggableLayer):
+                part.finalize()
         return layer
 
 

@@ -1,4 +1,4 @@
-"""The check of a quantization scheme: a linear layer that it builds, on random weights.
+"""The check of a quantization scheme: a layer that it builds, on random weights.
 
 Dimensions: T tokens, I input features, O output features.
 """
@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from interposer.quantization import LinearMethod, QuantizationScheme
 from interposer.registry import Registry
 from interposer.resolver import Resolver
 from interposer.testing.comparison import compare_value
+from interposer.testing.experts import EXPERTS_PREFIX, check_experts
 from interposer.testing.fault import Fault
+from interposer.testing.parameter import random_parameter
 
 __all__ = ["check_scheme"]
 
@@ -41,12 +44,13 @@ def check_scheme(
 ) -> list[Fault]:
     """Return what is wrong with a linear layer that the scheme builds from ``settings``.
 
-    Its parameters are filled with random numbers: integers over their whole range, floats between
-    0.5 and 1.5, so that they may be scales. Results must have the shape and dtype of a projection
-    and be finite. Where the method states the weight that its parameters stand for, they must be
-    the product with it in float64 besides, of the input that the method rounds to where it does,
-    within the bound of a product that holds weights and sums in float32; where it states none,
-    values are not checked. What the scheme raises is passed on.
+    Where that is plain, experts are built instead. Parameters are filled with random numbers:
+    integers over their whole range, floats between 0.5 and 1.5, so that they may be scales. Results
+    must have the shape and dtype of a projection and be finite. Where the method states the weight
+    that its parameters stand for, they must be the product with it in float64 besides, of the input
+    that the method rounds to where it does, within the bound of a product that holds weights and
+    sums in float32; where it states none, values are not checked. What the scheme raises is passed
+    on.
     """
     scheme = scheme_class.parse(settings)
     resolver = Resolver(
@@ -57,7 +61,13 @@ def check_scheme(
     site = Site(resolver, _PREFIX, dtype)
     method = scheme.linear_method(_PREFIX, (_PREFIX.rpartition(".")[2],))
     if method is None:
-        reason = f"the example leaves the linear layer {_PREFIX} plain, so that nothing is tried"
+        experts = scheme.experts_method(EXPERTS_PREFIX)
+        if experts is not None:
+            return list(check_experts(experts, replace(site, prefix=EXPERTS_PREFIX), seed))
+        reason = (
+            f"the example leaves the linear layer {_PREFIX} plain, and the experts "
+            f"{EXPERTS_PREFIX} too, so that nothing is tried"
+        )
         return [Fault("scheme", "linear_method", reason)]
     for bias in (False, True):
         faults = list(_check_method(method, site, bias, seed))
@@ -77,8 +87,7 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
     with torch.device(torch_device):
         method.create_weights(layer, site, _IN_FEATURES, _OUT_FEATURES, bias)
     for parameter in layer.parameters():
-        sample = getattr(parameter, "sample", None)
-        parameter.data.copy_(sample(generator) if sample else _random(parameter, generator))
+        parameter.data.copy_(random_parameter(parameter, generator))
     weight = method.dequantized(layer)
     offset = layer._parameters.get("bias")
     offsets = None if offset is None else offset.detach().double().cpu()
@@ -131,18 +140,6 @@ def _check_result(
         bound = _TOLERANCE.bound(expected, x.dtype, case)
         for fault in compare_value(where, found, expected, bound):
             yield Fault("scheme", where, fault.reason, fault.error, fault.bound)
-
-
-def _random(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    shape, dtype = tuple(parameter.shape), parameter.dtype
-    if dtype == torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype.is_floating_point:
-        return (0.5 + torch.rand(shape, generator=generator)).to(dtype)
-    limits = torch.iinfo(dtype)
-    bits = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
-    assert limits.bits == 8 * dtype.itemsize
-    return bits.view(dtype).reshape(shape)
 
 
 Examples = Callable[[], Mapping[str, Mapping[str, Any]]]

@@ -17,7 +17,13 @@ from interposer.op import CustomOp
 from interposer.planning import Planned
 from interposer.request import Request
 from interposer.resolver import Resolver
-from interposer.tuning.workload import moved_batch, random_projections, random_scales, typical_step
+from interposer.tuning.workload import (
+    moved_batch,
+    random_projections,
+    random_scales,
+    random_sinks,
+    typical_step,
+)
 
 __all__ = ["AttentionSubject", "KernelSubject", "Subject"]
 
@@ -111,6 +117,9 @@ class AttentionSubject(Subject):
                 scales = (scale.to(self.device) for scale in random_scales(spec, generator))
                 prepared = backend.prepare_scales(*scales)
                 calls.append(partial(backend.forward_quantized, *arguments, prepared))
+            elif spec.sinks:
+                sinks = random_sinks(spec, generator).to(self.device)
+                calls.append(partial(backend.forward_with_sinks, *arguments, sinks))
             else:
                 calls.append(partial(backend.forward, *arguments))
         return calls

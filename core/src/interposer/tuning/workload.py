@@ -17,6 +17,7 @@ __all__ = [
     "paged_batch",
     "random_projections",
     "random_scales",
+    "random_sinks",
     "typical_sequences",
     "typical_step",
 ]
@@ -110,3 +111,8 @@ def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch
     shape = (2, spec.num_kv_heads if spec.head_scales else 1)
     chosen = torch.randint(len(largest), shape, generator=generator)
     return list(1 / largest[chosen])
+
+
+def random_sinks(spec: AttentionSpec, generator: torch.Generator) -> torch.Tensor:
+    """Return a score for each head ``[N]``, in the dtype of the spec."""
+    return torch.randn(spec.num_heads, generator=generator).to(spec.dtype)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from interposer import Case, CustomOp
-from interposer.cases import planned_cases
+from interposer import Case, CustomOp, ExpertsSpec, Tolerance
+from interposer.cases import normal, peak, planned_cases
 from interposer.cases.axis import ORDINARY
 from interposer.cases.layer import LayerCase
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.experts import fused_experts
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding
+from interposer_ops.routing import topk_softmax
 
 __all__ = [
     "activation_layers",
     "embedding_layers",
+    "experts_layers",
+    "gated_mlp_layers",
     "linear_layers",
     "lm_head_layers",
     "merged_linear_layers",
     "rms_norm_layers",
     "rotary_embedding_layers",
+    "router_layers",
 ]
 
 _GELU_NAMES = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -95,6 +101,120 @@ def activation_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             arguments = {"activation": name, "intermediate_size": size}
             found = _layer(op, case, arguments, ("x",))
             yield replace(found, label=f"{name}, {case.label}")
+
+
+def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield MLPs of several sizes and activations, with and without biases.
+
+    Every error on the way shows in the result times what it is multiplied by: those of gate and up
+    by at most the other one, as no activation is steeper than 1.13, and all of them by the weight
+    of the last product. So what bounds the sum of the absolute terms bounds what is rounded too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, biased, num_tokens, hidden_size, inner in (
+        ("silu", False, 1, 64, 96),
+        ("silu", True, 9, 33, 47),
+        ("gelu", False, 5, 48, 64),
+        ("gelu_pytorch_tanh", False, 17, 64, 40),
+        ("gelu_pytorch_tanh", True, 0, 16, 32),
+    ):
+        x = normal((num_tokens, hidden_size), dtype, generator)
+        sizes = {"gate_up_proj": (2 * inner, hidden_size), "down_proj": (hidden_size, inner)}
+        parameters = {}
+        for part, size in sizes.items():
+            parameters[f"{part}.weight"] = normal(size, dtype, generator, 0.2)
+            if biased:
+                parameters[f"{part}.bias"] = normal((size[0],), dtype, generator, 0.2)
+        wide = {part: tensor.double().abs() for part, tensor in parameters.items()}
+        both = functional.linear(
+            x.double().abs(), wide["gate_up_proj.weight"], wide.get("gate_up_proj.bias")
+        )
+        products = both[:, :inner] * both[:, inner:]
+        terms = functional.linear(products, wide["down_proj.weight"], wide.get("down_proj.bias"))
+        yield LayerCase(
+            f"{name}, {num_tokens} tokens{', biases' if biased else ''}",
+            {
+                "hidden_size": hidden_size,
+                "intermediate_size": inner,
+                "activation": name,
+                "bias": biased,
+            },
+            (x,),
+            parameters,
+            facts=Case(
+                "",
+                {},
+                reduction=2 * hidden_size + inner + 6,
+                magnitude=peak(terms),
+                rounded=peak(terms),
+            ),
+            # Of gate, up, the activation and the result, as their ops have them.
+            tolerance=Tolerance(roundings=2 + 2 + 3 + 2),
+        )
+
+
+def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield choices by logits that no order of adding up rounds: each is a number of ``x``.
+
+    One expert has a bias instead, which puts it behind all others of every token.
+    """
+    for case in _few(topk_softmax, dtype, seed):
+        logits, top_k = case.arguments["logits"], case.arguments["top_k"]
+        num_experts = logits.shape[1]
+        if not logits.isfinite().all():
+            continue  # an infinite number times a zero of the weight is none
+        for biased in (False, True) if top_k < num_experts else (False,):
+            weight = torch.eye(num_experts, dtype=dtype)
+            parameters = {"weight": weight}
+            if biased:
+                weight[-1] = 0
+                parameters["bias"] = torch.tensor([0.0] * (num_experts - 1) + [-64.0], dtype=dtype)
+            arguments = {
+                "hidden_size": num_experts,
+                "num_experts": num_experts,
+                "top_k": top_k,
+                "renormalize": case.arguments["renormalize"],
+                "bias": biased,
+            }
+            found = _layer(topk_softmax, case, arguments, ("logits",), parameters)
+            yield replace(found, label=f"{case.label}{', a bias' if biased else ''}")
+
+
+def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield plain experts in both orders of storing them."""
+    for case in _few(fused_experts, dtype, seed):
+        for alternating in (False, True):
+            num_experts, hidden_size, inner = case.arguments["down"].shape
+            spec = ExpertsSpec(
+                hidden_size=hidden_size,
+                intermediate_size=inner,
+                num_experts=num_experts,
+                top_k=case.arguments["expert_ids"].shape[1],
+                activation=case.arguments["activation"],
+                biased=case.arguments["down_bias"] is not None,
+                alternating=alternating,
+                inputs_first=alternating,
+            )
+            parameters = dict(_stored(case.arguments, alternating=alternating))
+            inputs = ("x", "weights", "expert_ids")
+            found = _layer(fused_experts, case, {"spec": spec}, inputs, parameters)
+            yield replace(found, label=f"{case.label}{', alternating' if alternating else ''}")
+
+
+def _stored(
+    arguments: Mapping[str, Any], *, alternating: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a checkpoint stores of experts, by its names."""
+    for name in ("gate_up", "down"):
+        matrices, bias = arguments[name], arguments[f"{name}_bias"]
+        if alternating and name == "gate_up":
+            matrices, bias = (
+                None if tensor is None else torch.stack(tensor.chunk(2, 1), 2).flatten(1, 2)
+                for tensor in (matrices, bias)
+            )
+        yield f"{name}_proj", matrices.transpose(1, 2).contiguous() if alternating else matrices
+        if bias is not None:
+            yield f"{name}_proj_bias", bias
 
 
 def _few(op: CustomOp[..., Any], dtype: torch.dtype, seed: int) -> Iterator[Case]:

@@ -53,12 +53,24 @@ class Attention(PluggableLayer):
                 scale = nn.Parameter(numbers, requires_grad=False)
                 scale.stored_as = full_name  # type: ignore[attr-defined]
                 self.register_parameter(name, scale)
+        if spec.sinks:
+            place = site.prefix.rpartition(".")[0]
+            sinks = nn.Parameter(torch.empty(spec.num_heads, dtype=spec.dtype), requires_grad=False)
+            self.sinks_name = f"{place}.sinks" if place else "sinks"
+            sinks.stored_as = self.sinks_name  # type: ignore[attr-defined]
+            self.register_parameter("sinks", sinks)
 
     def finalize(self) -> None:
         """Prepare the scales of a quantized cache.
 
-        Raises: CheckpointError: one is not a positive finite number.
+        Raises: CheckpointError: one is not a positive finite number, or a sink is none.
         """
+        if self.spec.sinks and not self.get_parameter("sinks").isfinite().all():
+            raise CheckpointError(
+                self.sinks_name,
+                "holds a score that is infinite or not a number",
+                "copy the checkpoint again",
+            )
         if not self.spec.is_quantized:
             return
         scales = [self.get_parameter(name).data for name in _SCALES]
@@ -81,6 +93,9 @@ class Attention(PluggableLayer):
         plan: object,
     ) -> torch.Tensor:
         """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
+        if self.spec.sinks:
+            sinks = self.get_parameter("sinks")
+            return self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
         if self.scales is None:
             return self.backend.forward(query, key, value, cache, plan)
         return self.backend.forward_quantized(query, key, value, cache, plan, self.scales)
@@ -101,9 +116,11 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of their dtype, or of 8-bit floats."""
+        """Accept decoders whose cache is of their dtype, with or without sinks, or of 8 bits."""
         if spec.cache_dtype in _FLOATS_OF_8_BITS:
             spec = replace(spec, cache_dtype=spec.dtype)
+        else:
+            spec = replace(spec, sinks=False)
         return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
@@ -123,6 +140,7 @@ class PagedBackend(AttentionBackend):
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionBatch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)
@@ -139,7 +157,20 @@ class PagedBackend(AttentionBackend):
             True,
             self.spec.window_tokens,
             self.spec.softcap,
+            sinks,
         )
+
+    def forward_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
+        return self.forward(query, key, value, cache, plan, sinks)
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         """Return the scales, and what the kernel that writes the cache wants instead."""

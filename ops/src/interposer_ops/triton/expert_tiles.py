@@ -19,14 +19,15 @@ _BITS = {
 }
 
 
-def seen(stored: torch.Tensor) -> tuple[torch.Tensor, str]:
+def seen(stored: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, str]:
     """Return weights as the kernel takes them, and the form that they are stored in.
 
-    ``plain`` are numbers that triton converts; ``int4`` two integers to a byte; the others 8-bit
-    floats that triton does not convert on the device, as their bits.
+    ``plain`` are numbers that triton converts; ``int4`` two integers to a byte, ``e2m1`` two codes
+    whose scales are exponents; the others 8-bit floats that triton does not convert on the device,
+    as their bits.
     """
     if stored.dtype == torch.uint8:
-        return stored, "int4"
+        return stored, "int4" if scale is None or scale.is_floating_point() else "e2m1"
     form = _form(stored.dtype, stored.device)
     return (stored if form == "plain" else stored.view(torch.uint8)), form
 
@@ -82,6 +83,14 @@ def load_weights(
         packed = tl.load(row + begin // 2 + inner, mask=read, other=0)
         integers = tl.interleave((packed & 15).to(tl.int8), (packed >> 4).to(tl.int8))
         result = (integers - 8).to(dtype)
+    elif FORM == "e2m1":
+        inner = start // 2 + tl.arange(0, STEP // 2)[None, :]
+        read = known if GROUP % STEP == 0 else known & (inner < GROUP // 2)
+        packed = tl.load(row + begin // 2 + inner, mask=read, other=0).to(tl.int16)
+        code = tl.interleave(packed & 15, packed >> 4)
+        # To where float16 has them; 2^(15 - 1) makes up for the difference of the biases.
+        moved = (code & 7) << 9 | (code & 8) << 12
+        result = (moved.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
     else:
         inner = start + tl.arange(0, STEP)[None, :]
         read = known if GROUP % STEP == 0 else known & (inner < GROUP)
@@ -127,7 +136,14 @@ def scaled(
 ):
     """Return sums of one group of the inputs times its scale of every column."""
     place = column // (OUTPUTS // SCALE_ROWS) * GROUPS + group
-    return total * tl.load(scale + place, mask=known, other=0.0).to(tl.float32)[None, :]
+    if scale.dtype.element_ty == tl.uint8:
+        code = tl.load(scale + place, mask=known, other=0).to(tl.int32)
+        # 2^-127 is subnormal; 255 is not a number.
+        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        factor = bits.to(tl.float32, bitcast=True)
+    else:
+        factor = tl.load(scale + place, mask=known, other=0.0).to(tl.float32)
+    return total * factor[None, :]
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from interposer_ops.triton.expert_tiles import (
 from interposer_ops.triton.parameters import Parameters, parameters_for
 from interposer_ops.triton.rows import as_rows
 
-__all__ = ["fused_experts", "fused_experts_fp8", "fused_experts_w4a16"]
+__all__ = ["fused_experts", "fused_experts_fp8", "fused_experts_mxfp4", "fused_experts_w4a16"]
 
 _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
 
@@ -78,12 +78,30 @@ def fused_experts_w4a16(
     return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
 
 
+def fused_experts_mxfp4(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts_mxfp4``: codes are multiplied, and sums of a block scaled."""
+    first = _Matrices(gate_up, gate_up_scale, gate_up_bias)
+    second = _Matrices(down, down_scale, down_bias)
+    return _mixture("fused_experts_mxfp4", x, first, second, weights, expert_ids, activation)
+
+
 class _Matrices(NamedTuple):
     """One projection of all experts.
 
     Attributes:
-        stored: ``[E, outputs, inputs]``, or half as many bytes of integers.
-        scale: ``[E, R, C]``, each for an equal share of the rows and columns.
+        stored: ``[E, outputs, inputs]``, or half as many bytes of integers or codes.
+        scale: ``[E, R, C]``, each for an equal share of the rows and columns; exponents if bytes.
         bias: ``[E, outputs]``.
     """
 
@@ -148,7 +166,7 @@ def _project(
         activation: of two halves of the outputs; empty where ``y`` has all of them.
     """
     _, scale, bias = matrices
-    stored, form = seen(matrices.stored)
+    stored, form = seen(matrices.stored, scale)
     width, depth = y.shape[1], x.shape[1]
     scale_rows, groups = (1, 1) if scale is None else scale.shape[1:]
     group = depth // groups
@@ -224,8 +242,8 @@ def _multiply(
     x += slot // SHARE * x_stride
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     known = column < WIDTH
-    # Two values to a byte of integers.
-    PACKED: tl.constexpr = 2 if FORM == "int4" else 1
+    # Two values to a byte of integers or codes.
+    PACKED: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
     row = stored + expert * (OUTPUTS * (DEPTH // PACKED)) + column[:, None] * (DEPTH // PACKED)
     if scale is not None:
         scale += expert * (SCALE_ROWS * GROUPS)

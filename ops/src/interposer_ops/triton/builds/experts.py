@@ -93,6 +93,21 @@ def _w4(
     )
 
 
+def _mxfp4(model: _Model, count: int, dtype: torch.dtype = _BF16) -> Callable[[], tuple[Any, ...]]:
+    experts, hidden, inner, _ = model
+    return lambda: (
+        _tokens(model, count, dtype),
+        meta(_UINT8, experts, 2 * inner, hidden // 2),
+        meta(_UINT8, experts, 2 * inner, hidden // 32),
+        meta(dtype, experts, 2 * inner),
+        meta(_UINT8, experts, hidden, inner // 2),
+        meta(_UINT8, experts, hidden, inner // 32),
+        meta(dtype, experts, hidden),
+        *_routed(model, count),
+        "swiglu_oai",
+    )
+
+
 def _permuted(model: _Model, count: int) -> Callable[[], tuple[Any, ...]]:
     return lambda: (_tokens(model, count), _routed(model, count)[1], model.num_experts)
 
@@ -111,7 +126,7 @@ def _aligned(model: _Model, count: int) -> Callable[[], tuple[Any, ...]]:
 
 
 _EXPERTS, _EXPERTS_FP8 = "fused_experts_triton", "fused_experts_fp8_triton"
-_EXPERTS_W4 = "fused_experts_w4a16_triton"
+_EXPERTS_W4, _EXPERTS_MX = "fused_experts_w4a16_triton", "fused_experts_mxfp4_triton"
 _FEW, _MANY = 64, 4096  # tokens of a step that decodes, and of one that prefills
 _GROUPS = {"group_size": 128}
 
@@ -172,6 +187,15 @@ BUILDS = (
         _w4(_DEEPSEEK, _FEW, _FP16, 32),
         "float16",
         {"group_size": 32},
+        matrix=True,
+    ),
+    Build(_EXPERTS_MX, "64 tokens, 32 of 2880 x 2880", _mxfp4(_GPT_OSS, _FEW), matrix=True),
+    Build(_EXPERTS_MX, "4096 tokens, 32 of 2880 x 2880", _mxfp4(_GPT_OSS, _MANY), matrix=True),
+    Build(
+        _EXPERTS_MX,
+        "float16, 64 tokens, 32 of 2880 x 2880",
+        _mxfp4(_GPT_OSS, _FEW, _FP16),
+        "float16",
         matrix=True,
     ),
     Build("moe_sum_triton", "2 rows of 4096", _summed(_MIXTRAL, _FEW)),

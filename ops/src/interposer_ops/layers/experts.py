@@ -1,0 +1,162 @@
+"""Mixtures of experts: the router that chooses them, and the experts themselves.
+
+Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
+from interposer_ops.experts import fused_experts
+from interposer_ops.linear import linear
+from interposer_ops.routing import topk_softmax
+
+__all__ = ["Experts", "PlainExperts", "Router", "gates_first"]
+
+_MATRICES = {"gate_up": "gate_up_proj", "down": "down_proj"}
+
+
+class Router(PluggableLayer):
+    """Choose the experts of each token by a projection, and weight them by a softmax.
+
+    ``weight`` ``[E, H]`` and ``bias`` ``[E]`` are float32 or wider, whatever the model's dtype and
+    the scheme: a router takes little memory, and what it rounds changes the choice itself.
+
+    Args:
+        renormalize: the softmax is over the chosen experts, else over all of them.
+    """
+
+    layer_id = "router"
+
+    def __init__(
+        self,
+        site: Site,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        renormalize: bool,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site)
+        self.top_k, self.renormalize = top_k, renormalize
+        self.dtype = torch.promote_types(site.dtype, torch.float32)
+        site = replace(site, dtype=self.dtype)
+        self.bound = site.bind_kernel(linear, in_features=hidden_size, out_features=num_experts)
+        self.choose = site.bind(topk_softmax, num_experts=num_experts, top_k=top_k)
+        weight = torch.empty(num_experts, hidden_size, dtype=site.dtype)
+        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        offsets = torch.empty(num_experts, dtype=site.dtype) if bias else None
+        parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
+        self.register_parameter("bias", parameter)
+        self.operands: tuple[torch.Tensor | None, ...] = ()
+
+    def finalize(self) -> None:
+        """Prepare the projection's weights if its kernel wants them so."""
+        weight, bias = self.get_parameter("weight"), self._parameters["bias"]
+        prepared = self.bound.prepared(weight=weight, bias=bias)
+        if prepared["weight"] is not weight:
+            self.register_parameter("weight", None)
+        self.operands = prepared["weight"], prepared["bias"]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
+        logits = self.bound.function(x.to(self.dtype), *self.operands)  # type: ignore[arg-type]
+        return self.choose(logits, self.top_k, self.renormalize)
+
+
+class PlainExperts(ExpertsMethod):
+    """Unquantized matrices ``gate_up_proj`` and ``down_proj`` of all experts, and their biases.
+
+    They are held as ``fused_experts`` takes them; what is stored in another order is copied once.
+    """
+
+    def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+        """Register both matrices and, if they have some, their biases."""
+        self.spec = spec
+        self.bound = site.bind_kernel(fused_experts, **spec.dims())
+        count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
+        shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+        for name, (outputs, inputs) in shapes.items():
+            shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
+            matrices = torch.empty(count, *shape, dtype=site.dtype)
+            layer.register_parameter(name, nn.Parameter(matrices, requires_grad=False))
+            offsets = torch.empty(count, outputs, dtype=site.dtype) if spec.biased else None
+            bias = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
+            layer.register_parameter(f"{name}_bias", bias)
+
+    def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``."""
+        gate_up, down = self._matrices(layer)
+        return gate_up.double(), down.double()
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the bound kernel with its weights, prepared if it wants them so."""
+        gate_up, down = self._matrices(layer)
+        gate_up_bias, down_bias = (layer._parameters[f"{name}_bias"] for name in _MATRICES.values())
+        if gate_up_bias is not None and self.spec.alternating:
+            gate_up_bias = gates_first(gate_up_bias)  # type: ignore[assignment]
+        # Held twice they would double the memory.
+        for name in _MATRICES.values():
+            layer.register_parameter(name, None)
+            layer.register_parameter(f"{name}_bias", None)
+        constants = {
+            "gate_up": gate_up,
+            "gate_up_bias": gate_up_bias,
+            "down": down,
+            "down_bias": down_bias,
+        }
+        del gate_up, down
+        prepared = self.bound.prepared(**constants)
+        return self.bound.function, tuple(prepared[name] for name in constants)
+
+    def _matrices(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, contiguous."""
+        gate_up, down = (layer.get_parameter(name).data for name in _MATRICES.values())
+        if self.spec.inputs_first:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        if self.spec.alternating:
+            gate_up = gates_first(gate_up)
+        return gate_up.contiguous(), down.contiguous()
+
+
+class Experts(PluggableLayer):
+    """Routed experts; the scheme of the checkpoint decides how their weights are stored."""
+
+    layer_id = "experts"
+
+    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+        super().__init__(site)
+        self.spec = spec
+        scheme = site.resolver.scheme
+        method = scheme.experts_method(site.prefix) if scheme else None
+        self.method = method or PlainExperts()
+        self.method.create_weights(self, site, spec)
+        self.kernel: Callable[..., torch.Tensor] | None = None
+        self.operands: tuple[Any, ...] = ()
+
+    def finalize(self) -> None:
+        """Hand the loaded weights to the method, which says what to call with which operands."""
+        self.kernel, self.operands = self.method.finalize(self)
+
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
+        routing = weights, expert_ids, self.spec.activation
+        return self.kernel(x, *self.operands, *routing)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``repr``."""
+        spec = self.spec
+        return f"{spec.num_experts} x ({spec.hidden_size}, {spec.intermediate_size}), {spec.top_k}"
+
+
+def gates_first(alternating: torch.Tensor) -> torch.Tensor:
+    """Return outputs that alternate along dimension 1 with the even ones before the odd ones."""
+    return torch.cat((alternating[:, ::2], alternating[:, 1::2]), 1)

@@ -1,0 +1,42 @@
+"""The gated MLP of a decoder block. T tokens, H hidden size, I intermediate size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import PluggableLayer, Site
+from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.linear import Linear, MergedLinear
+
+__all__ = ["GatedMLP"]
+
+
+class GatedMLP(PluggableLayer):
+    """Merged gate and up projection, gated activation, down projection.
+
+    Its parts are layers of their own, which load their weights and bind their kernels. A
+    replacement may compute what several of them do at once, as long as they hold what it takes.
+
+    Args:
+        activation: as of ``GatedActivation``.
+    """
+
+    layer_id = "gated_mlp"
+
+    def __init__(
+        self,
+        site: Site,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site)
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(site.at("gate_up_proj"), hidden_size, parts, bias)
+        self.activation = GatedActivation(site.at("activation"), activation, intermediate_size)
+        self.down_proj = Linear(site.at("down_proj"), intermediate_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
+        return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""The attention of a decoder block.
+
+Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+
+__all__ = ["SelfAttention"]
+
+
+class SelfAttention(PluggableLayer):
+    """Merged QKV projection, optional norms of heads, rotary embedding, attention, projection.
+
+    Its parts are layers of their own, which load their weights and bind their kernels. A
+    replacement may compute what several of them do at once, as long as they hold what it takes.
+
+    Args:
+        rotary_size: R.
+        norm_eps: of the norms of query and key heads; None where there are none.
+        qkv_bias: of the first projection.
+        bias: of the last one.
+    """
+
+    layer_id = "self_attention"
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        hidden_size: int,
+        rotary_size: int,
+        norm_eps: float | None = None,
+        qkv_bias: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site)
+        size = self.head_size = spec.head_size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        self.sizes = (width, kv_width, kv_width)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, qkv_bias)
+        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        self.q_norm = self.k_norm = None
+        if norm_eps is not None:
+            self.q_norm = RMSNorm(site.at("q_norm"), size, norm_eps)
+            self.k_norm = RMSNorm(site.at("k_norm"), size, norm_eps)
+        self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
+        self.attn = Attention(site.at("attn"), spec)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output projection ``[T, H]``, or ``[rows, H]`` of the tokens they name.
+
+        Args:
+            x: ``[T, H]``.
+            cos, sin: ``[T, R / 2]``, float32 or wider.
+            cache, plan: of the attention backend.
+            rows: int64, indices into T.
+        """
+        mixed = self.attn(*self.heads(x, cos, sin), cache, plan)
+        if rows is not None:
+            mixed = mixed[rows]
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+    def heads(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        merged = self.qkv_proj(x).split(self.sizes, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rotary(query, key, cos, sin)
+        return query, key, value

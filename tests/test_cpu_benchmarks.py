@@ -1,0 +1,188 @@
+"""The parts of the CPU benchmarks that decide what is compared, and what their tables say."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import current_registry
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+QWEN3 = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+# Parameters of Qwen3-0.6B, without the 65,536 of its norms.
+QWEN3_WEIGHTS = 596_049_920 - 65_536
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> Iterator[None]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+class Counting:
+    """A contender of next to no cost, which gives ``given`` tokens a step."""
+
+    def __init__(self, given: int) -> None:
+        self.given = given
+        self.steps: list[str] = []
+
+    def reserve(self, batch: int, tokens: int) -> None:
+        self.steps.append(f"reserve {batch} x {tokens}")
+
+    def prefill(self, prompts: list[list[int]], new_tokens: int) -> list[int]:
+        self.steps.append(f"prefill {len(prompts)} x {len(prompts[0])}")
+        return [0] * len(prompts)
+
+    def step(self) -> list[int]:
+        self.steps.append("step")
+        return [0] * self.given
+
+    def end(self) -> None:
+        self.steps.append("end")
+
+    def facts(self) -> dict[str, object]:
+        return {}
+
+
+ROW = {"batch": 2, "context": 5, "new_tokens": 3, "seed": 0, "vocab_size": 7}
+
+
+def test_a_run_is_a_prefill_and_the_steps_after_it() -> None:
+    contender = Counting(2)
+    found = module("cpu_worker").run(contender, ROW)
+    expected = ["reserve 2 x 9", "prefill 2 x 5", "step", "step", "step", "end"]
+    assert contender.steps == expected
+    assert found["prefill_s"] > 0
+    assert found["decode_s"] > 0
+
+
+def test_a_contender_that_skips_tokens_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"gave \[1, 2\] tokens instead of 2"):
+        module("cpu_worker").run(Counting(1), ROW)
+
+
+def test_a_name_stands_for_a_contender_or_a_library() -> None:
+    chosen = module("cpu_peers").chosen_contenders
+    names = [contender.name for contender in chosen(["openvino", "llama_cpp:q4_0", "openvino"])]
+    assert [name.partition(":")[0] for name in names] == ["openvino"] * 4 + ["llama_cpp"]
+    (ours,) = chosen(["interposer:w4a8-g64"])
+    assert (ours.bits, ours.option, ours.source) == (4, "w4a8-g64", "hf")
+
+
+def test_an_unknown_name_is_refused() -> None:
+    peers = module("cpu_peers")
+    with pytest.raises(peers.Unavailable, match="no contender 'gpt'; known: interposer:bf16"):
+        peers.chosen_contenders(["gpt"])
+
+
+@pytest.mark.parametrize(
+    ("option", "settings"),
+    [
+        ("bf16", None),
+        ("fp8", {"quant_method": "fp8"}),
+        ("int4-g32", {"quant_method": "int4", "group_size": 32}),
+        ("int8-a16", {"quant_method": "int8", "activations": "none"}),
+    ],
+)
+def test_options_tell_how_to_quantize(option: str, settings: object) -> None:
+    assert module("cpu_contenders.interposer_engine").settings_of(option) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nothing_of_that_name", "ModuleNotFoundError"), ("contract", "AttributeError")],
+)
+def test_a_worker_that_fails_says_why(name: str, reason: str, tmp_path: Path) -> None:
+    peers, processes = module("cpu_peers"), module("cpu_processes")
+    contender = peers.Contender("x:y", 16, name, "hf", "ours")
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(peers.Unavailable, match=reason):
+        processes.Worker(contender, Path(sys.executable), tmp_path, 1, 60.0)
+
+
+def test_a_missing_file_is_named() -> None:
+    peers, processes = module("cpu_peers"), module("cpu_processes")
+    (contender,) = peers.chosen_contenders(["llama_cpp:q4_0"])
+    with pytest.raises(peers.Unavailable, match=r"q4_0.gguf is missing. Try: .*cpu_models.py"):
+        processes.Worker(contender, Path(sys.executable), Path("nowhere"), 1, 60.0)
+
+
+def test_work_is_counted_from_the_configuration() -> None:
+    work = module("cpu_roofs").ModelWork(QWEN3)
+    assert work.layer_weights + work.head_weights == QWEN3_WEIGHTS
+    # 28 layers, keys and values, 8 heads of 128, two bytes each.
+    assert work.cache_bytes(1) == 28 * 2 * 8 * 128 * 2
+    assert work.decode_bytes(16, 8, 100) == 2 * QWEN3_WEIGHTS + 800 * work.cache_bytes(1)
+
+
+def test_ratios_are_those_within_a_round_to_the_best_peer() -> None:
+    decode = module("cpu_decode")
+    label = "decode, context 128"
+    memory = {"load_s": 1.0, "load_peak_mib": 2.0, "peak_rss_mib": 3.0, "anonymous_mib": 4.0}
+    rates = {
+        "interposer:bf16": [10.0, 30.0, 20.0],
+        "llama_cpp:bf16": [10.0, 10.0, 10.0],
+        "vllm:bf16": [5.0, 40.0, 5.0],
+    }
+    group = decode.Group(
+        2,
+        16,
+        rates={name: {label: values} for name, values in rates.items()},
+        memory={name: {**memory, "facts": {}} for name in rates},
+        failures={"onnx:int4": "not installed"},
+        roofs=[{"bytes_per_s": 32e9, "flops_per_s": 4e11, "read_by": "torch.dot"}],
+    )
+    options = Namespace(contexts=[128], prefill=[], new_tokens=0, batch=1)
+    rows, work = decode.rows_of(options), module("cpu_roofs").ModelWork(QWEN3)
+    lines = list(decode.report(group, rows, work))
+    ceiling = 32e9 / work.decode_bytes(16, 1, 128)
+    (line,) = [line for line in lines if line.startswith(f"| {label}")]
+    assert f"| {ceiling:.0f} | 20.0 (10.0-30.0), {20 / ceiling:.0%}, x2.00 llama_cpp:bf16 |" in line
+    assert "- onnx:int4: NOT RUN: not installed" in lines
+
+
+def test_rows_are_run_once_for_what_they_share() -> None:
+    options = Namespace(contexts=[128, 1024], prefill=[512, 1024], new_tokens=32, batch=8)
+    rows = module("cpu_decode").rows_of(options)
+    found = [(row.batch, row.context, row.new_tokens, row.shown) for row in rows]
+    assert found == [
+        (1, 128, 32, ("decode",)),
+        (1, 1024, 32, ("prefill", "decode")),
+        (1, 512, 0, ("prefill",)),
+        (8, 128, 32, ("decode",)),
+    ]
+    rates = rows[-1].rates({"prefill_s": 1.0, "decode_s": 2.0})
+    assert rates == {"batch 8, context 128": 128.0}
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4-g32", "w4a8-g32", "mxfp4"])
+def test_every_kernel_that_accepts_is_timed(name: str) -> None:
+    ops, roofs = module("cpu_ops"), module("cpu_roofs")
+    work = list(ops.linear_work(current_registry(), name, (64, 32), [1, 3], 5000))
+    assert [each.what for each in work] == ["64 to 32, 1 rows", "64 to 32, 3 rows"]
+    with torch.inference_mode():
+        for each in work:
+            found = list(ops.measured(each, roofs.Roofs(1e9, "", 1e9, 1), 1))
+            assert [measure.kernel for measure in found] == list(each.calls)
+            assert "reference" in each.calls
+            assert all(measure.gb_per_s > 0 for measure in found)

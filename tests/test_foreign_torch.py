@@ -1,0 +1,174 @@
+"""Native kernels below a torch of another architecture, and a model on big-endian memory.
+
+Debian's packages of the other architecture are unpacked into a cache folder, a gigabyte each, and
+run by an emulator, which says nothing about speed. ``INTERPOSER_FOREIGN_CACHE`` names another
+folder than ``~/.cache/interposer/foreign``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interposer_models import load
+
+pytestmark = [
+    pytest.mark.foreign,
+    pytest.mark.timeout(7200),
+    pytest.mark.xdist_group("foreign torch"),
+]
+
+ROOT = Path(__file__).parents[1]
+FOREIGN = Path(__file__).parent / "foreign"
+NATIVE = ROOT / "platforms" / "cpu" / "native"
+MODEL = ROOT / "examples" / "models" / "stdlib-lm"
+PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
+CACHE = Path(
+    os.environ.get("INTERPOSER_FOREIGN_CACHE", Path.home() / ".cache" / "interposer" / "foreign")
+)
+PYTHON = "python3.14"
+PACKAGES = (
+    PYTHON,
+    "python3-dev",
+    "python3-numpy",
+    "python3-packaging",
+    "python3-platformdirs",
+    "python3-pluggy",
+    "python3-pydantic",
+    "python3-rich",
+    "python3-safetensors",
+    "python3-tokenizers",
+    "python3-torch",
+    "python3-transformers",
+    "python3-typer",
+)
+TOOLS = "on Debian: cmake g++-aarch64-linux-gnu g++-s390x-linux-gnu qemu-user"
+# Folders of distributions, and what they need that Debian does not have; it is all Python.
+OURS = {
+    "interposer": "core",
+    "interposer-ops": "ops",
+    "interposer-quantization": "quantization",
+    "interposer-models": "models",
+    "interposer-cpu": "platforms/cpu",
+}
+PURE = ("importlib-metadata", "lazy-importer", "zipp")
+ARCHITECTURES = {
+    "aarch64": ("arm64", "little", ["neon", "dotprod", "bf16_i8mm"]),
+    "s390x": ("s390x", "big", ["z14", "z15"]),
+}
+
+
+def needed(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"needs {program} ({TOOLS})")
+    return path
+
+
+def succeed(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def root_of(architecture: str) -> Path:
+    """Return a folder with the other architecture's Python and torch."""
+    needed("apt-get"), needed("dpkg-deb")
+    name = ARCHITECTURES[architecture][0]
+    folder, done = CACHE / name, CACHE / f"{name}.packages"
+    if not done.is_file() or done.read_text().split() != list(PACKAGES):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        succeed("sh", FOREIGN / "make_root.sh", name, folder, *PACKAGES)
+        done.write_text("\n".join(PACKAGES))
+    return folder
+
+
+def module_for(architecture: str, root: Path, build: Path) -> Path:
+    """Return the native module, built for the Python below ``root``."""
+    tools = f"{architecture}-linux-gnu"
+    needed(f"{tools}-g++")
+    include = root / "usr" / "include"
+    succeed(
+        needed("cmake"),
+        f"-S{NATIVE}",
+        f"-B{build}",
+        f"-DCMAKE_TOOLCHAIN_FILE={NATIVE}/toolchains/{tools}.cmake",
+        f"-DPython_INCLUDE_DIR={include}/{PYTHON}",
+        # Python's header includes one of the architecture's by its place in the system. Those of
+        # the C library stay the compiler's own, so this folder comes last.
+        f"-DCMAKE_CXX_FLAGS=-idirafter {include}",
+    )
+    succeed("cmake", "--build", build, "--parallel", "2", "--target", "_native")
+    (module,) = build.glob("_native*.so")
+    return module
+
+
+def site_for(module: Path, site: Path) -> None:
+    """Fill a folder with our distributions, the native module, and what they need besides."""
+    for name, folder in OURS.items():
+        shutil.copytree(
+            ROOT / folder / "src",
+            site,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+        )
+        _copy_metadata(name, site)
+    for name in PURE:
+        found = distribution(name)
+        package = name.replace("-", "_")
+        shutil.copytree(str(found.locate_file(package)), site / package)
+        _copy_metadata(name, site)
+    shutil.copy(module, site / "interposer_cpu" / "_native.abi3.so")
+
+
+def _copy_metadata(name: str, site: Path) -> None:
+    found = distribution(name)
+    folder = f"{name.replace('-', '_')}-{found.version}.dist-info"
+    shutil.copytree(str(found.locate_file(folder)), site / folder)
+
+
+def run(architecture: str, folder: Path) -> dict[str, Any]:
+    """Return what conform.py found in the other architecture's Python."""
+    emulator = needed(f"qemu-{architecture}")
+    root = root_of(architecture)
+    site = folder / "site"
+    site_for(module_for(architecture, root, folder / "build"), site)
+    libraries = f"/usr/lib/{architecture}-linux-gnu"
+    environment = {
+        # Debian chooses among these when packages are installed, which they are not here.
+        "LD_LIBRARY_PATH": f"{libraries}/blas:{libraries}/lapack",
+        "PYTHONPATH": f"{site}:{root}/usr/lib/python3/dist-packages",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": str(folder),
+        "INTERPOSER_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "2",
+    }
+    passed = [part for name, value in environment.items() for part in ("-E", f"{name}={value}")]
+    python = root / "usr" / "bin" / PYTHON
+    script = (FOREIGN / "conform.py", MODEL, PROMPT, str(NUM_TOKENS))
+    output = succeed(emulator, "-cpu", "max", "-L", root, *passed, python, *script)
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_conform_and_a_model_generates_what_it_does_here(
+    architecture: str, tmp_path: Path
+) -> None:
+    found = run(architecture, tmp_path)
+    print(json.dumps({**found, "tokens": len(found["tokens"])}))
+    _, byteorder, levels = ARCHITECTURES[architecture]
+    assert found["absent"] == ""
+    assert (found["byteorder"], found["levels"]) == (byteorder, levels)
+    assert found["faults"] == []
+    assert found["ran"].keys() >= {"linear_native", "w4a16_linear_native", "int8_linear_native"}
+    ours = load(MODEL, dtype="float32", max_sequences=1)
+    (completion,) = ours.generate(PROMPT, max_new_tokens=NUM_TOKENS)
+    assert found["tokens"] == list(completion.token_ids)
