@@ -1,0 +1,270 @@
+"""Decode, prefill and batches on a CPU beside every peer, on the same random weights.
+
+    python benchmarks/cpu_models.py qwen3-0.6b DIR
+    python benchmarks/cpu_decode.py DIR [--peers NAME ...] [--threads 2,1] [--repeat 5]
+
+Contenders whose weights have as many bits are compared with each other. Each lives in a process of
+its own, all of a group at a time, and is stopped by a signal while another runs. In every round
+each row is run by all of them in a new order; figures are medians over the rounds, with the lowest
+and the highest in brackets; ratios are medians of the ratios within a round, to the peer that is
+best in the row. What cannot be run stands in the output with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cpu_contenders.contract import MAX_BATCH, MAX_CONTEXT, MAX_STEP_TOKENS
+from cpu_peers import (
+    CONTENDERS,
+    ENVIRONMENTS,
+    Contender,
+    Unavailable,
+    cache_folder,
+    chosen_contenders,
+    environment_python,
+)
+from cpu_processes import Worker, available_mib
+from cpu_roofs import ModelWork
+
+ROOFS = Path(__file__).with_name("cpu_roofs.py")
+# What the largest contender takes while it loads a model of 0.6 billion parameters.
+ROOM_MIB = 4096
+OURS = "interposer:"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``batch`` prompts of ``context`` tokens, then ``new_tokens`` steps; what of it is shown."""
+
+    batch: int
+    context: int
+    new_tokens: int
+    shown: tuple[str, ...]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        alone = {"prefill": f"prefill {self.context}", "decode": f"decode, context {self.context}"}
+        if self.batch == 1:
+            return alone
+        return {"decode": f"batch {self.batch}, context {self.context}"}
+
+    def rates(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Return tokens per second of all requests together, by label."""
+        tokens = {"prefill": self.context, "decode": self.new_tokens}
+        return {
+            self.labels[phase]: self.batch * tokens[phase] / seconds[f"{phase}_s"]
+            for phase in self.shown
+        }
+
+
+@dataclass
+class Group:
+    """What was measured of contenders of equal bits, with equal threads."""
+
+    threads: int
+    bits: int
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    roofs: list[dict[str, Any]] = field(default_factory=list)
+
+    def roof(self, name: str) -> float:
+        return statistics.median(float(roof[name]) for roof in self.roofs)
+
+
+def rows_of(options: argparse.Namespace) -> list[Row]:
+    both, alone = ("prefill", "decode"), ("decode",)
+    rows = [
+        Row(1, context, options.new_tokens, both if context in options.prefill else alone)
+        for context in options.contexts
+    ]
+    rows += [Row(1, n, 0, ("prefill",)) for n in options.prefill if n not in options.contexts]
+    if options.batch > 1:
+        rows.append(Row(options.batch, min(options.contexts), options.new_tokens, ("decode",)))
+    return rows
+
+
+def measured_group(
+    group: Group, contenders: list[Contender], rows: list[Row], options: argparse.Namespace
+) -> None:
+    """Load all contenders, then measure them in rounds, the first of which warms up."""
+    workers: dict[str, Worker] = {}
+    try:
+        for contender in contenders:
+            note(f"{group.threads} threads, {contender.name}: loading")
+            try:
+                workers[contender.name] = loaded(contender, group.threads, options)
+                group.memory[contender.name] = dict(workers[contender.name].loaded)
+            except Unavailable as error:
+                group.failures[contender.name] = str(error)
+        for index in range(options.repeat + 1):
+            note(f"{group.threads} threads, {group.bits} bits: round {index} of {options.repeat}")
+            command = [sys.executable, str(ROOFS), "--threads", str(group.threads)]
+            command += ["--read-mib", str(options.read_mib)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            group.roofs.append(json.loads(done.stdout))
+            for row in rows:
+                run_row(group, workers, row, index, options)
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+def loaded(contender: Contender, threads: int, options: argparse.Namespace) -> Worker:
+    python = environment_python(ENVIRONMENTS[contender.environment], options.environments)
+    if available_mib() < options.room_mib:
+        raise Unavailable(f"only {available_mib()} MiB of memory left. Try: fewer contenders")
+    return Worker(contender, python, options.model_dir, threads, options.timeout)
+
+
+def run_row(
+    group: Group, workers: dict[str, Worker], row: Row, index: int, options: argparse.Namespace
+) -> None:
+    order = list(workers)
+    random.Random(f"{index} {row}").shuffle(order)
+    for name in order:
+        command = {
+            "batch": row.batch,
+            "context": row.context,
+            "new_tokens": row.new_tokens,
+            "seed": index,
+            "vocab_size": options.work.config["vocab_size"],
+        }
+        try:
+            found = workers[name].run(command)
+        except Unavailable as error:
+            group.failures[name] = f"{', '.join(row.labels.values())}: {error}"
+            workers.pop(name).end()
+            group.rates.pop(name, None)
+            continue
+        group.memory[name] |= {key: found[key] for key in ("peak_rss_mib", "anonymous_mib")}
+        if index:
+            for label, rate in row.rates(found).items():
+                group.rates.setdefault(name, {}).setdefault(label, []).append(rate)
+
+
+def report(group: Group, rows: list[Row], work: ModelWork) -> Iterator[str]:
+    """Yield Markdown: a table of rates and ratios, one of memory, and what failed."""
+    bandwidth, peak = group.roof("bytes_per_s"), group.roof("flops_per_s")
+    span = [float(roof["bytes_per_s"]) / 1e9 for roof in group.roofs]
+    yield (
+        f"\n{group.threads} threads, {group.bits} bits: reading {bandwidth / 1e9:.1f} GB/s "
+        f"({min(span):.1f}-{max(span):.1f}, by {group.roofs[-1]['read_by']}), bf16 products "
+        f"{peak / 1e9:.0f} GFLOP/s; tokens per second\n"
+    )
+    names = [name for name in group.memory if name in group.rates]
+    if names:
+        yield "| | ceiling | " + " | ".join(names) + " |"
+        yield "|---" * (len(names) + 2) + "|"
+    for row in rows:
+        for phase in row.shown:
+            label = row.labels[phase]
+            if phase == "prefill":
+                ceiling = row.context * peak / work.prefill_flops(row.context)
+            else:
+                middle = row.context + row.new_tokens / 2
+                ceiling = row.batch * bandwidth / work.decode_bytes(group.bits, row.batch, middle)
+            rates = {name: group.rates[name][label] for name in names}
+            if names:
+                cells = (cell(name, rates, ceiling) for name in names)
+                yield f"| {label} | {ceiling:.0f} | " + " | ".join(cells) + " |"
+    yield ""
+    for name in names:
+        facts = group.memory[name]
+        more = ", ".join(f"{key} {value}" for key, value in facts["facts"].items())
+        yield (
+            f"- {name}: loaded in {facts['load_s']:.1f} s; MiB: {facts['peak_rss_mib']:.0f} at "
+            f"most resident, {facts['load_peak_mib']:.0f} at most anonymous while loading, "
+            f"{facts['anonymous_mib']:.0f} in the end; {more}"
+        )
+    for name, reason in group.failures.items():
+        yield f"- {name}: NOT RUN: {reason}"
+
+
+def cell(name: str, rates: dict[str, list[float]], ceiling: float) -> str:
+    """Return the median with its spread, and for ours the ratio to the best peer."""
+    values = rates[name]
+    middle = statistics.median(values)
+    text = f"{middle:.1f} ({min(values):.1f}-{max(values):.1f}), {middle / ceiling:.0%}"
+    peers = {peer: found for peer, found in rates.items() if not peer.startswith(OURS)}
+    if name.startswith(OURS) and peers:
+        best = max(peers, key=lambda peer: statistics.median(peers[peer]))
+        pairs = zip(values, peers[best], strict=True)
+        text += f", x{statistics.median(ours / theirs for ours, theirs in pairs):.2f} {best}"
+    return text
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model_dir", type=Path, help="what cpu_models.py wrote")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        default=list(CONTENDERS),
+        help=f"contenders, or libraries for all of theirs: {', '.join(CONTENDERS)}; "
+        "interposer:METHOD takes any method, interposer:METHOD-gN one with a group size",
+    )
+    parser.add_argument("--bits", type=numbers, default=[16, 8, 4])
+    parser.add_argument("--threads", type=numbers, default=[2, 1])
+    parser.add_argument("--contexts", type=numbers, default=[128, 1024])
+    parser.add_argument("--prefill", type=numbers, default=[512, 1024])
+    parser.add_argument("--batch", type=int, default=8, help="at the shortest context; 1: none")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--environments", type=Path, default=cache_folder())
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds to load or for a row")
+    parser.add_argument("--room-mib", type=int, default=ROOM_MIB, help="free memory for a start")
+    parser.add_argument("--read-mib", type=int, default=512, help="to measure the bandwidth with")
+    parser.add_argument("--json", type=Path, help="write every single figure there")
+    options = parser.parse_args()
+    options.model_dir = options.model_dir.absolute()
+    options.environments = options.environments.absolute()
+    longest = max(*options.contexts, *options.prefill) + options.new_tokens + 2
+    together = options.batch * (min(options.contexts) + options.new_tokens + 2)
+    if longest > MAX_CONTEXT or together > MAX_STEP_TOKENS or options.batch > MAX_BATCH:
+        parser.error(
+            f"contenders keep room for {MAX_BATCH} requests of {MAX_STEP_TOKENS} tokens together "
+            f"and {MAX_CONTEXT} each, which cpu_contenders/contract.py says"
+        )
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    text = (options.model_dir / "hf" / "config.json").read_text(encoding="utf-8")
+    options.work = ModelWork(json.loads(text))
+    contenders, rows = chosen_contenders(options.peers), rows_of(options)
+    groups = []
+    for threads in options.threads:
+        for bits in options.bits:
+            group = Group(threads, bits)
+            chosen = [contender for contender in contenders if contender.bits == bits]
+            if not chosen:
+                continue
+            measured_group(group, chosen, rows, options)
+            groups.append(group)
+            for line in report(group, rows, options.work):
+                print(line, flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([vars(g) for g in groups], indent=1))
+
+
+if __name__ == "__main__":
+    main()

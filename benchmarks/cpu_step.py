@@ -1,0 +1,236 @@
+"""Where the time of a decode step goes, and how much of it is Python and dispatch.
+
+    python benchmarks/cpu_step.py DIR [--quantization int4-g32] [--context 128] [--threads 2,1]
+
+Two measures, one from above and one from below:
+
+- The same layers at the least widths, with the same kernels bound: what its step takes is what a
+  step costs beside the work of its kernels. Its share of the model's step is the overhead that is
+  printed. The steps of both take turns.
+- Every bound kernel of the model is timed by a wrapper, whose own cost is taken off. The rest of
+  the step is what no kernel is in; what a kernel does in Python counts as kernel here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpu_contenders.interposer_engine import settings_of
+from cpu_models import config_of, write_hugging_face
+from interposer import AttentionBackend, Config
+from interposer_models import LanguageModel, SamplingParams, load
+
+# Multiples of the groups that weights share scales in, and of what kernels are blocked by.
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 512}
+
+
+def loaded(path: Path, quantization: str, context: int, steps: int) -> LanguageModel:
+    found = importlib.util.find_spec("interposer_example_norm")
+    return load(
+        path,
+        "bfloat16",
+        config=Config(disable=("interposer-example-norm",) if found else ()),
+        quantization=settings_of(quantization),
+        cache_tokens=2 * (context + steps) + 64,
+        max_sequences=1,
+    )
+
+
+class Decoding:
+    """A request that is decoded step by step; a new one begins where it has become too long."""
+
+    def __init__(self, lm: LanguageModel, context: int, steps: int) -> None:
+        self.lm = lm
+        self.prompt = list(range(1, context + 1))
+        self.steps = steps
+        self.left = 0
+
+    def step(self) -> float:
+        """Return the seconds of a step."""
+        if not self.left:
+            params = SamplingParams(max_new_tokens=self.steps + 1, ignore_eos=True)
+            self.prompt = [token % NARROW["vocab_size"] for token in self.prompt]
+            sequence = self.lm.engine.add(self.prompt, params)
+            while not sequence.output:
+                self.lm.engine.step()
+            self.left = self.steps
+        start = time.perf_counter()
+        self.lm.engine.step()
+        seconds = time.perf_counter() - start
+        self.left -= 1
+        return seconds
+
+
+class Timed:
+    """Times calls of what is bound in a model while it is open, by name."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.bound: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Timed:
+        engine = self.lm.engine
+        for module in [*engine.model.modules(), *engine.sampler.modules()]:
+            for name, value in list(vars(module).items()):
+                if callable(value) and getattr(value, "__module__", "") in kernel_modules(self.lm):
+                    self._wrap(module, name, value, value.__name__)
+        for backend in {id(b): b for b in engine.backends}.values():
+            for name in ("forward", "plan"):
+                kind = type(backend).__name__
+                self._wrap(backend, name, getattr(backend, name), f"{kind}.{name}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, value in self.bound:
+            if isinstance(owner, AttentionBackend):
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    def _wrap(self, owner: Any, name: str, function: Callable[..., Any], label: str) -> None:
+        seconds, calls, clock = self.seconds, self.calls, time.perf_counter
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            result = function(*args, **kwargs)
+            seconds[label] += clock() - start
+            calls[label] += 1
+            return result
+
+        self.bound.append((owner, name, function))
+        setattr(owner, name, timed)
+
+
+def kernel_modules(lm: LanguageModel) -> frozenset[str]:
+    """Return the modules of the kernels that were chosen, and of the references."""
+    names = set()
+    for choice, _ in lm.resolver.choices.values():
+        if choice.request.kind == "kernel":
+            target = getattr(choice.chosen.record, "target", "")
+            names.add(target.partition(":")[0])
+    return frozenset(names)
+
+
+def wrapper_seconds(calls: int = 20000) -> float:
+    """Return what a wrapper adds to a call."""
+    function: Callable[[], None] = lambda: None  # noqa: E731 - the least there is
+    times = Timed.__new__(Timed)
+    times.seconds, times.calls, times.bound = defaultdict(float), defaultdict(int), []
+    holder = type("Holder", (), {})()
+    holder.call = function
+    plain = _timeit(holder, calls)
+    times._wrap(holder, "call", function, "x")
+    return max(0.0, _timeit(holder, calls) - plain)
+
+
+def _timeit(holder: Any, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        holder.call()
+    return (time.perf_counter() - start) / calls
+
+
+def chosen(lm: LanguageModel) -> set[str]:
+    return {
+        f"{choice.request.name}: {choice.chosen.name}"
+        for choice, _ in lm.resolver.choices.values()
+        if choice.request.kind in ("kernel", "attention")
+    }
+
+
+def write_narrow(source: Path, target: Path) -> None:
+    """Write the model at the least widths: as many layers, one head of as many numbers."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    narrow = dict(NARROW, num_hidden_layers=config["num_hidden_layers"])
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    narrow |= {"head_dim": head_size, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape = {"qwen3": "qwen3-0.6b", "llama": "llama-100m"}[config["model_type"]]
+    write_hugging_face(config_of(shape, **narrow), target)
+
+
+def measured(
+    models: dict[str, LanguageModel], context: int, steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the median step of each round, in seconds; the models take turns in it."""
+    runs = {name: Decoding(lm, context, steps) for name, lm in models.items()}
+    medians: dict[str, list[float]] = {name: [] for name in models}
+    for index in range(rounds + 1):
+        for name, run in runs.items():
+            taken = [run.step() for _ in range(steps)]
+            if index:
+                medians[name].append(statistics.median(taken))
+    return medians
+
+
+def print_kernels(lm: LanguageModel, context: int, steps: int, whole: float) -> None:
+    """Print the kernels of a step by the time that they take, and what is left of it."""
+    run, own = Decoding(lm, context, steps), wrapper_seconds()
+    run.step()
+    with Timed(lm) as timed:
+        for _ in range(steps - 1):
+            run.step()
+    count = steps - 1
+    kernels = 0.0
+    print("\n| kernel | calls a step | us a step | share |\n|---|---|---|---|")
+    for label, seconds in sorted(timed.seconds.items(), key=lambda item: -item[1]):
+        # About half of a wrapper lies between its two looks at the clock.
+        each = (seconds - own / 2 * timed.calls[label]) / count
+        kernels += each
+        calls = timed.calls[label] / count
+        print(f"| {label} | {calls:.0f} | {each * 1e6:.0f} | {each / whole:.1%} |")
+    rest = whole - kernels
+    print(f"| outside of kernels | | {rest * 1e6:.0f} | {rest / whole:.1%} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model_dir", type=Path, help="what cpu_models.py wrote")
+    parser.add_argument("--quantization", default="bf16", help="as in interposer:METHOD")
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--threads", default="2,1")
+    parser.add_argument("--steps", type=int, default=32, help="of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    source = options.model_dir / "hf"
+    for threads in map(int, options.threads.split(",")):
+        torch.set_num_threads(threads)
+        with tempfile.TemporaryDirectory() as folder:
+            write_narrow(source, Path(folder, "hf"))
+            places = {"model": source, "narrow": Path(folder, "hf")}
+            models = {
+                name: loaded(path, options.quantization, options.context, options.steps)
+                for name, path in places.items()
+            }
+            medians = measured(models, options.context, options.steps, options.rounds)
+        whole = statistics.median(medians["model"])
+        narrow = statistics.median(medians["narrow"])
+        share = statistics.median(
+            narrow / wide for narrow, wide in zip(medians["narrow"], medians["model"], strict=True)
+        )
+        print(
+            f"\n{threads} threads, {options.quantization}, context {options.context}: step "
+            f"{whole * 1e6:.0f} us ({min(medians['model']) * 1e6:.0f}-"
+            f"{max(medians['model']) * 1e6:.0f}), narrow {narrow * 1e6:.0f} us, "
+            f"overhead {share:.1%}"
+        )
+        only = chosen(models["model"]) ^ chosen(models["narrow"])
+        if only:
+            print(f"kernels that only one of both has: {', '.join(sorted(only))}")
+        print_kernels(models["model"], options.context, options.steps, whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A contender of ``cpu_decode.py`` in a process of its own; that script starts it.
+
+    python cpu_worker.py MODULE PATH OPTION THREADS
+
+Loads the model, then runs what comes in on stdin, a line of JSON for each run, and answers each
+with one on what was stdout. Whatever the libraries print goes to stderr. It runs in the
+environments of the peers: standard library only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from cpu_contenders.contract import Contender
+
+MIB = 2**20
+
+
+class AnonymousPeak:
+    """The largest number of anonymous bytes of this process, sampled while it is open.
+
+    Pages of mapped files are not among them, because the system takes those back.
+    """
+
+    def __enter__(self) -> AnonymousPeak:
+        self.bytes = memory("RssAnon")
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.bytes = max(self.bytes, memory("RssAnon"))
+
+    def _watch(self) -> None:
+        while not self.ended.wait(0.002):
+            self.bytes = max(self.bytes, memory("RssAnon"))
+
+
+def memory(field: str) -> int:
+    """Return a number of bytes that the system states for this process, 0 where it does not."""
+    status = Path("/proc/self/status")
+    text = status.read_text(encoding="utf-8") if status.exists() else ""
+    found = re.search(rf"{field}:\s+(\d+) kB", text)
+    return int(found[1]) * 1024 if found else 0
+
+
+def run(contender: Contender, row: dict[str, int]) -> dict[str, float]:
+    """Return seconds of a prefill and of the decode steps that follow it.
+
+    Prompts are random, so that no cache of prefixes can help.
+    """
+    generator = random.Random(row["seed"])
+    batch, new_tokens = row["batch"], row["new_tokens"]
+    prompts = [
+        [generator.randrange(row["vocab_size"]) for _ in range(row["context"])]
+        for _ in range(batch)
+    ]
+    contender.reserve(batch, row["context"] + new_tokens + 1)
+    start = time.perf_counter()
+    tokens = contender.prefill(prompts, new_tokens + 1)
+    middle = time.perf_counter()
+    counts = {len(tokens)}
+    for _ in range(new_tokens):
+        counts.add(len(contender.step()))
+    end = time.perf_counter()
+    contender.end()
+    if counts != {batch}:
+        raise RuntimeError(f"steps gave {sorted(counts)} tokens instead of {batch}")
+    return {
+        "prefill_s": middle - start,
+        "decode_s": end - middle,
+        "peak_rss_mib": memory("VmHWM") / MIB,
+        "anonymous_mib": memory("RssAnon") / MIB,
+    }
+
+
+def answer(out: IO[str], **fields: Any) -> None:
+    out.write(json.dumps(fields) + "\n")
+    out.flush()
+
+
+def main() -> None:
+    module, path, option, threads = sys.argv[1:]
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    start = time.perf_counter()
+    library = importlib.import_module(f"cpu_contenders.{module}")
+    with AnonymousPeak() as peak:
+        contender: Contender = library.open_contender(Path(path), option, int(threads))
+        seconds = time.perf_counter() - start
+    answer(
+        out,
+        load_s=seconds,
+        load_peak_mib=peak.bytes / MIB,
+        facts=contender.facts(),
+    )
+    for line in sys.stdin:
+        answer(out, **run(contender, json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()
