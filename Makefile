@@ -25,7 +25,8 @@ test: lint ## Run the linters and every test that needs neither long, nor a GPU,
 test-slow: $(INSTALLED) ## Run the slow tests.
 	$(PYTEST) -m "slow and not gpu"
 
-test-foreign: $(INSTALLED) ## Build llama.cpp, a quarter of an hour, and compare with it.
+# Other architectures want packages of the system, which the tests name where they miss them.
+test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
 	$(BIN)/python -m pip install --quiet "llama-cpp-python==0.3.36"
 	$(BIN)/python -m pytest -m foreign -s
 

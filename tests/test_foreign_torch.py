@@ -64,6 +64,12 @@ ARCHITECTURES = {
     "s390x": ("s390x", "big", ["z14", "z15"]),
 }
 
+# What the kernel of the other system says of the processor that is emulated.
+FEATURES = {
+    "aarch64": "Features\t: fp asimd asimddp bf16 i8mm\n",
+    "s390x": "features\t: vx vxd vxe vxe2\n",
+}
+
 
 def needed(program: str) -> str:
     path = shutil.which(program)
@@ -87,6 +93,8 @@ def root_of(architecture: str) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         succeed("sh", FOREIGN / "make_root.sh", name, folder, *PACKAGES)
         done.write_text("\n".join(PACKAGES))
+    # Files below this folder stand before those of the same path in the system.
+    (folder / "proc" / "cpuinfo").write_text(FEATURES[architecture])
     return folder
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
@@ -330,7 +331,7 @@ def test_linear_layers_around_a_mixture_are_quantized_and_calibrated(
 
 
 def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
         "num_hidden_layers": 3,
@@ -339,7 +340,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
         "vocab_size": 256,
         "max_position_embeddings": 512,
     }
-    peer = GptOssConfig(**sizes)
+    peer: Any = GptOssConfig(**sizes)
     ours = DecoderConfig.parse({"architectures": ["GptOssForCausalLM"], **sizes}, "config.json")
     assert ours.head_size == peer.head_dim
     assert ours.attention_bias == peer.attention_bias

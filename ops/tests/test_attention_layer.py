@@ -76,7 +76,7 @@ def test_sinks_join_the_softmax_of_every_head(make_site: MakeSite, window: int |
     spec = replace(SPEC, sinks=True, window_tokens=window)
     layer = Attention(make_site("self_attn.attn", torch.float32), spec)
     (sinks,) = layer.parameters()
-    assert sinks.stored_as == "self_attn.sinks"
+    assert vars(sinks)["stored_as"] == "self_attn.sinks"
     sinks.data = torch.tensor([-2.0, 0.0, 1.0, 3.0])
     layer.finalize()
     cache = layer.backend.kv_layout().allocate(1, 6, "cpu")[0]

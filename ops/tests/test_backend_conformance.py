@@ -195,9 +195,17 @@ class WithoutSinks(PagedBackend):
 
 
 class SharingTheFirstSink(PagedBackend):
-    def forward_with_sinks(self, *arguments: Any) -> torch.Tensor:
-        *rest, sinks = arguments
-        return super().forward_with_sinks(*rest, sinks[:1].expand_as(sinks))  # type: ignore[misc]
+    def forward_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        shared = sinks[:1].expand_as(sinks)
+        return super().forward_with_sinks(query, key, value, cache, plan, shared)
 
 
 class PromisingSinks(AttentionBackend):

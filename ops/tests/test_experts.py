@@ -136,12 +136,18 @@ def test_microscaled_experts_are_those_of_the_dequantized_weights() -> None:
     )
     biases = torch.randn(E, 2 * inner), torch.randn(E, hidden)
     routing = m.weights, m.ids, "swiglu_oai"
-    y = fused_experts_mxfp4(x, *first, biases[0], *second, biases[1], *routing)
+
+    def microscaled() -> torch.Tensor:
+        return fused_experts_mxfp4(
+            x, first[0], first[1], biases[0], second[0], second[1], biases[1], *routing
+        )
+
+    y = microscaled()
     gate_up, down = (dequantize_mxfp4(*stored, torch.float32) for stored in (first, second))
     plain = fused_experts(x, gate_up, biases[0], down, biases[1], *routing)
     assert torch.equal(y, plain)
     first[1][1], second[1][1] = 255, 255
-    spoiled = fused_experts_mxfp4(x, *first, biases[0], *second, biases[1], *routing)
+    spoiled = microscaled()
     assert torch.equal(spoiled.isnan().all(1), (m.ids == 1).any(1))
     assert torch.equal(spoiled.isnan().any(1), (m.ids == 1).any(1))
 

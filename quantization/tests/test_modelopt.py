@@ -122,7 +122,8 @@ def dequantized(tensors: Tensors, layer: str) -> Numbers:
         )
         by_number = numpy.asarray(square).repeat(128, 0).repeat(128, 1)
         products = numbers * by_number[: numbers.shape[0], : numbers.shape[1]]
-        return products.astype(numpy.float32).astype(float)
+        block_scaled: Numbers = products.astype(numpy.float32).astype(float)
+        return block_scaled
     if scale.dtype == torch.uint8:
         factors: Numbers = (2.0 ** (scale.numpy().astype(float) - 127)).repeat(32, 1)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interposer import current_registry
+from interposer import Config, current_registry
 from interposer.records import Kernel
 from interposer.testing import conformance
 from interposer_cpu import native
@@ -25,12 +25,16 @@ from interposer_models import load
 # What compiles needs a compiler, which is not there; records are the same everywhere.
 ASPECTS = ("numerics", "threads", "determinism", "batch invariance")
 
+# An emulator starts no processes of its own architecture.
+CONFIG = Config(isolation="off")
+
 
 def conform() -> tuple[dict[str, int], list[str]]:
     """Return how many trials each native kernel took part in, and what failed of them."""
     ran, faults = Counter[str](), list[str]()
     device = CPUPlatform().devices()[0]
-    for trial in conformance(current_registry(), device, distribution="interposer-cpu", quick=True):
+    registry = current_registry(CONFIG)
+    for trial in conformance(registry, device, distribution="interposer-cpu", quick=True):
         record = trial.candidate.record
         if not isinstance(record, Kernel) or ".native" not in record.target or not trial.verdict:
             continue
@@ -48,7 +52,7 @@ def main(model: str, prompt: str, num_tokens: str) -> None:
         "absent": native.why_absent(),
         "levels": native.levels(),
     }
-    language_model = load(model, dtype="float32", max_sequences=1)
+    language_model = load(model, dtype="float32", max_sequences=1, config=CONFIG)
     (completion,) = language_model.generate(prompt, max_new_tokens=int(num_tokens))
     found["tokens"] = list(completion.token_ids)
     found["ran"], found["faults"] = conform()

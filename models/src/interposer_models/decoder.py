@@ -14,12 +14,11 @@ from torch import nn
 from interposer import AttentionSpec, Site
 from interposer_models.decoder_config import DecoderConfig
 from interposer_models.mixture import MixtureMLP
-from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
-from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rope_scaling import rotary_table
 
 __all__ = ["CausalLM"]
@@ -130,13 +129,19 @@ class DecoderBlock(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(site.at("input_layernorm"), width, eps)
-        self.self_attn = SelfAttention(site.at("self_attn"), config, index, page_size)
+        self.self_attn = _attention(site.at("self_attn"), config, index, page_size)
         self.post_attention_layernorm = RMSNorm(site.at("post_attention_layernorm"), width, eps)
         mixture = config.traits.mixture
         self.mlp = (
             MixtureMLP(site.at("mlp"), config, mixture)
             if mixture
-            else GatedMLP(site.at("mlp"), config)
+            else GatedMLP(
+                site.at("mlp"),
+                width,
+                config.intermediate_size,
+                config.hidden_act,
+                config.mlp_bias,
+            )
         )
 
     def forward(
@@ -161,80 +166,29 @@ class DecoderBlock(nn.Module):
         return self.mlp(x), residual
 
 
-class SelfAttention(nn.Module):
-    """Merged QKV projection, optional norms per head, rotary embedding, paged attention."""
-
-    def __init__(self, site: Site, config: DecoderConfig, index: int, page_size: int) -> None:
-        super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-        size = config.head_size
-        self.sizes = (heads * size, kv_heads * size, kv_heads * size)
-        self.head_size = size
-        self.qkv_proj = MergedLinear(
-            site.at("qkv_proj"),
-            config.hidden_size,
-            dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True)),
-            config.qkv_bias,
-        )
-        self.o_proj = Linear(
-            site.at("o_proj"), heads * size, config.hidden_size, config.attention_bias
-        )
-        self.q_norm = self.k_norm = None
-        if config.traits.qk_norm:
-            self.q_norm = RMSNorm(site.at("q_norm"), size, config.rms_norm_eps)
-            self.k_norm = RMSNorm(site.at("k_norm"), size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(site.at("rotary"), size, config.rotary_size)
-        scheme = site.resolver.scheme
-        stored = scheme.cache_format(site.prefix) if scheme else None
-        self.attn = Attention(
-            site.at("attn"),
-            AttentionSpec(
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_size=size,
-                dtype=site.dtype,
-                cache_dtype=stored.dtype if stored else site.dtype,
-                page_size=page_size,
-                scale=size**-0.5,
-                head_scales=stored.head_scales if stored else False,
-                window_tokens=config.windows[index],
-                sinks=config.traits.sinks,
-            ),
-        )
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: torch.Tensor,
-        plan: object,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the attention's output projection ``[T, H]``, or ``[R, H]`` of ``rows``."""
-        merged = self.qkv_proj(x).split(self.sizes, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary(query, key, cos, sin)
-        mixed = self.attn(query, key, value, cache, plan)
-        if rows is not None:
-            mixed = mixed[rows]
-        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
-
-
-class GatedMLP(nn.Module):
-    """Merged gate and up projection, gated activation, down projection."""
-
-    def __init__(self, site: Site, config: DecoderConfig) -> None:
-        super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = MergedLinear(
-            site.at("gate_up_proj"), width, {"gate_proj": inner, "up_proj": inner}, bias
-        )
-        self.activation = GatedActivation(site.at("activation"), config.hidden_act, inner)
-        self.down_proj = Linear(site.at("down_proj"), inner, width, bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[T, H]``."""
-        return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+def _attention(site: Site, config: DecoderConfig, index: int, page_size: int) -> SelfAttention:
+    """Return the attention of block ``index``, whose cache is as the scheme has it."""
+    heads, size = config.num_attention_heads, config.head_size
+    scheme = site.resolver.scheme
+    stored = scheme.cache_format(site.prefix) if scheme else None
+    spec = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=config.num_kv_heads,
+        head_size=size,
+        dtype=site.dtype,
+        cache_dtype=stored.dtype if stored else site.dtype,
+        page_size=page_size,
+        scale=size**-0.5,
+        head_scales=stored.head_scales if stored else False,
+        window_tokens=config.windows[index],
+        sinks=config.traits.sinks,
+    )
+    return SelfAttention(
+        site,
+        spec,
+        config.hidden_size,
+        config.rotary_size,
+        config.rms_norm_eps if config.traits.qk_norm else None,
+        config.qkv_bias,
+        config.attention_bias,
+    )

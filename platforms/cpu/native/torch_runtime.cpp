@@ -7,6 +7,7 @@
 #include "pool.h"
 #include "vectors.h"
 
+extern const TorchOp interposer_attention_ops[];
 extern const TorchOp interposer_elementwise_ops[];
 extern const TorchOp interposer_linear_ops[];
 
@@ -114,7 +115,8 @@ const char* interposer_register_ops() {
       torch.library_impl("interposer_cpu", "CPU", __FILE__, __LINE__, &implementations)) {
     return "a library for ops";
   }
-  for (const TorchOp* family : {interposer_linear_ops, interposer_elementwise_ops}) {
+  for (const TorchOp* family : {interposer_linear_ops, interposer_elementwise_ops,
+                                interposer_attention_ops}) {
     for (const TorchOp* op = family; op->name; ++op) {
       if (torch.define(definitions, op->schema) ||
           torch.implement(implementations, op->name, op->run, kVersion)) {

@@ -154,7 +154,8 @@ def test_traceable_kernels_are_traced_whole(kernel: Kernel) -> None:
     op = load_target(current_registry().ops[kernel.op].target)
     case = next(iter(op.cases(torch.float32, 0)))
     compiled = torch.compile(load_target(kernel.target), fullgraph=True, backend="aot_eager")
-    assert check_kernel(op, compiled, case) == []
+    prepare = load_target(kernel.prepare) if kernel.prepare else None
+    assert check_kernel(op, compiled, case, prepare=prepare) == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -140,9 +140,31 @@ class PagedBackend(AttentionBackend):
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionBatch,
-        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
+        return self._attend(query, key, value, cache, plan, None)
+
+    def forward_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
+        return self._attend(query, key, value, cache, plan, sinks)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         keys, values = cache.unbind(0)
         self.write(key, value, keys, values, plan.slots)
         return self.attend(
@@ -159,18 +181,6 @@ class PagedBackend(AttentionBackend):
             self.spec.softcap,
             sinks,
         )
-
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self.forward(query, key, value, cache, plan, sinks)
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         """Return the scales, and what the kernel that writes the cache wants instead."""

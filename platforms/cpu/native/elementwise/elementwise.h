@@ -1,7 +1,8 @@
 // Norms, gated activations, rotations and codes: what takes rows one by one.
 //
 // Rows stand in two dimensions, outer and inner, each with a distance in elements, so that the
-// heads of queries can be taken out of one projection as they lie. Results have no gaps.
+// heads of queries can be taken out of one projection as they lie. Results have no gaps, but for
+// those of heads. A result may take the place of x.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +54,7 @@ struct interposer_heads {
   float eps;
   int64_t half;
   interposer_rows_of rows;
+  int64_t out_stride;  // elements between outer rows of the result, whose heads have no gaps
 };
 
 // codes = round(x / scale), scale = max|x| / 127 of a row, 1 where that is 0.

@@ -8,11 +8,19 @@
 
 namespace {
 
-INTERPOSER_INLINE Floats chosen(Ints mask, Floats yes, Floats no) {
-  return as_floats(((Words)mask & (Words)yes) | (~(Words)mask & (Words)no));
+INTERPOSER_INLINE Floats chosen(Words mask, Floats yes, Floats no) {
+  return as_floats((mask & (Words)yes) | (~mask & (Words)no));
 }
 
 INTERPOSER_INLINE Floats magnitude(Floats x) { return as_floats((Words)x & 0x7fffffffu); }
+
+// x, or `limit` with the sign of x where that is closer to zero; NaN stays.
+INTERPOSER_INLINE Floats limited(Floats x, float limit) {
+  const Words size = (Words)magnitude(x), bound = (Words)splat(limit);
+  // Magnitudes are ordered as their bits are, and those of NaN come last.
+  const Words beyond = less(bound, size) & ~less(splat(uint32_t(0x7f800000)), size);
+  return chosen(beyond, as_floats(((Words)x & 0x80000000u) | bound), x);
+}
 
 // 2^n for n from -252 to 254, as the product of two that have exponents of their own.
 INTERPOSER_INLINE Floats scaled(Floats x, Ints n) {
@@ -25,9 +33,7 @@ constexpr float kRound = 12582912.0f;
 
 // To two units of the last place, also where the result is subnormal or infinite.
 INTERPOSER_INLINE Floats exponential(Floats x) {
-  // Comparisons are false for NaN, which so stays.
-  x = chosen(x > 104.0f, splat(104.0f), x);
-  x = chosen(x < -104.0f, splat(-104.0f), x);
+  x = limited(x, 104.0f);
   const Floats rounded = x * 1.44269504f + kRound;
   const Ints n = (Ints)rounded - 0x4b400000;
   const Floats count = rounded - kRound;
@@ -64,7 +70,8 @@ INTERPOSER_INLINE Floats probability_below(Floats x) {
   sum = sum * t + 0.22567173838615417f;
   sum = sum * t + 0.22567585110664368f;
   const Floats tail = 0.5f * sum * t * exponential(-z * z);
-  return chosen(x < 0.0f, tail, 1.0f - tail);
+  const Words negative = (Words)((Ints)x >> 31);
+  return chosen(negative, tail, 1.0f - tail);
 }
 
 INTERPOSER_INLINE Floats gelu(Floats x) { return x * probability_below(x); }

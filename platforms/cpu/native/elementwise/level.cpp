@@ -155,7 +155,7 @@ void turn_type(const interposer_heads& heads, int64_t first, int64_t last) {
     for (int64_t head = 0; head < heads.rows.inner; ++head) {
       const char* x = element<kType>(
           heads.x, row * heads.rows.outer_stride + head * heads.rows.inner_stride);
-      char* out = element<kType>(heads.out, (row * heads.rows.inner + head) * width);
+      char* out = element<kType>(heads.out, row * heads.out_stride + head * width);
       float scale = 1;
       if (heads.weight) {
         const float squares = summed(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
@@ -199,18 +199,17 @@ void code_type(const interposer_coded& coded, int64_t first, int64_t last) {
     Floats peaks = {};
     in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
       const Floats value = magnitude(load_some(element<kType>(x, i), kType, count));
-      peaks = chosen(value > peaks, value, peaks);
+      peaks = chosen(less((Words)peaks, (Words)value), value, peaks);
     });
     const float peak = largest_of(peaks);
     const float scale = peak > 0 ? peak / 127 : 1.0f;
     coded.scales[row] = scale;
     in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
       const Floats quotient = load_some(element<kType>(x, i), kType, count) / scale;
-      // A subnormal scale is inexact enough for quotients beyond 127.
-      Floats limited = chosen(quotient > 127.0f, splat(127.0f), quotient);
-      limited = chosen(limited < -128.0f, splat(-128.0f), limited);
-      const Ints rounded = (Ints)(limited + kRound) - 0x4b400000;
-      const Codes sixteen = __builtin_convertvector(rounded, Codes);
+      // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
+      const Ints rounded = (Ints)(limited(quotient, 128.0f) + kRound) - 0x4b400000;
+      const Ints excess = (rounded >> 7) & ~(rounded >> 31);
+      const Codes sixteen = __builtin_convertvector(rounded - excess, Codes);
       std::memcpy(codes + i, &sixteen, size_t(count));
     });
   }

@@ -130,6 +130,7 @@ PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   heads.type = static_cast<int32_t>(values[5]);
   heads.rows = {values[6], values[7], values[8], values[9], values[10]};
   heads.half = values[11];
+  heads.out_stride = heads.rows.inner * heads.rows.width;
   heads.eps = eps;
   return done(interposer_turn_heads, heads);
 }

@@ -1,4 +1,5 @@
-// Rows one by one, as ops of torch, which its compiler can call. All tensors are without gaps.
+// Rows one by one, as ops of torch, which its compiler can call. Rows of x may lie apart; nothing
+// else has gaps.
 
 #include <cstring>
 
@@ -17,8 +18,8 @@ float fraction(TorchValue value) {
   return static_cast<float>(number);
 }
 
-interposer_rows_of dense(const TorchTensor& x, int64_t width) {
-  return {width ? x.count() / width : 0, 1, width, width, width};
+interposer_rows_of rows_of(const TorchTensor& x, int64_t width) {
+  return {x.size(0), 1, width, x.stride(0), width};
 }
 
 // x [T, H], weight [H], bias [H].
@@ -31,13 +32,13 @@ void normalise_out(TorchValue* stack, uint64_t, uint64_t) {
   norm.centred = stack[4] & kCentred ? 1 : 0;
   norm.out = out.data<void>();
   norm.type = x.type();
-  norm.rows = dense(x, x.size(1));
+  norm.rows = rows_of(x, x.size(1));
   norm.eps = fraction(stack[5]);
   norm.shift = fraction(stack[6]);
   interposer_normalise(&norm);
 }
 
-// x and residual [T, H], weight [H].
+// x and residual [T, H] without gaps, weight [H].
 void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor out(stack[0]), total(stack[1]), x(stack[2]), residual(stack[3]);
   const TorchTensor weight(stack[4]);
@@ -49,7 +50,7 @@ void add_rms_norm_out(TorchValue* stack, uint64_t, uint64_t) {
   norm.total = total.data<void>();
   norm.type = x.type();
   norm.residual_type = residual.type();
-  norm.rows = dense(x, x.size(1));
+  norm.rows = rows_of(x, x.size(1));
   norm.eps = fraction(stack[5]);
   norm.shift = fraction(stack[6]);
   interposer_normalise(&norm);
@@ -65,7 +66,7 @@ void gate_out(TorchValue* stack, uint64_t, uint64_t) {
   gated.up = x.data<const char>() + width * size_of(gated.type);
   gated.out = out.data<void>();
   gated.activation = static_cast<int32_t>(stack[2]);
-  gated.rows = {x.size(0), 1, width, 2 * width, 0};
+  gated.rows = rows_of(x, width);
   interposer_gate(&gated);
 }
 
@@ -84,6 +85,7 @@ void turn_heads_out(TorchValue* stack, uint64_t, uint64_t) {
   heads.out = out.data<void>();
   heads.type = x.type();
   heads.rows = {x.size(0), count, width, count * width, width};
+  heads.out_stride = count * width;
   heads.eps = fraction(stack[6]);
   interposer_turn_heads(&heads);
 }
@@ -96,7 +98,7 @@ void code_out(TorchValue* stack, uint64_t, uint64_t) {
   coded.codes = codes.data<int8_t>();
   coded.scales = scales.data<float>();
   coded.type = x.type();
-  coded.rows = dense(x, x.size(1));
+  coded.rows = rows_of(x, x.size(1));
   interposer_code(&coded);
 }
 

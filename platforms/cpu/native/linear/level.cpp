@@ -4,6 +4,7 @@
 
 #include "../pool.h"
 #include "formats.h"
+#include "matrices.h"
 
 namespace {
 
@@ -54,7 +55,7 @@ INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
   if (type != kE8M0) return load_floats(scales, type);
   const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
   // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
-  const Words edge = less(exponents + 1 & 255, splat(uint32_t(2)));
+  const Words edge = less((exponents + 1) & 255, splat(uint32_t(2)));
   return as_floats(exponents << 23 | (edge & 0x400000));
 }
 
@@ -86,19 +87,25 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     Ints zero[T];
     for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros ? zeros + t * kLanes : nullptr);
     Sum sums[M][T][kChains] = {};
-    for (int64_t step = 0; step < group_steps; ++step) {
-      for (int t = 0; t < T; ++t) {
-        __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
-        Part parts[F::kParts];
-        F::decode(load<Words>(words + t * 64), zero[t], parts);
-        for (int m = 0; m < M; ++m) {
-          for (int p = 0; p < F::kParts; ++p) {
-            F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
+    if constexpr (M % 2 == 0 && Matrices<F>::kKnown) {
+      multiply_matrices<F>(sums, words, x, group_steps);
+      words += group_steps * kBlock * 4;
+      for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
+    } else {
+      for (int64_t step = 0; step < group_steps; ++step) {
+        for (int t = 0; t < T; ++t) {
+          __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+          Part parts[F::kParts];
+          F::decode(load<Words>(words + t * 64), zero[t], parts);
+          for (int m = 0; m < M; ++m) {
+            for (int p = 0; p < F::kParts; ++p) {
+              F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
+            }
           }
         }
+        words += kBlock * 4;
+        for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
       }
-      words += kBlock * 4;
-      for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
     }
     for (int t = 0; t < T; ++t) {
       const Floats scale = scales ? load_scales(scales + t * kLanes * scale_size, weight.scale_type)
@@ -301,7 +308,7 @@ void multiply_codes(const interposer_product& product, const Prepared& prepared,
 
 #if defined(INTERPOSER_PAIRS)
 void multiply_pairs(const interposer_product& product, const Prepared& prepared, Span span) {
-  const bool many = span.last_row - span.first_row >= kManyRows;
+  [[maybe_unused]] const bool many = span.last_row - span.first_row >= kManyRows;
   switch (product.weight->format) {
     case kWeightBFloat16:
       return multiply_span<BFloat16OnPairs>(product, prepared, span);

@@ -98,6 +98,7 @@ Result turned(const Case& golden, const char* name, const char* weight) {
   }
   heads.out = out.data();
   heads.rows = {outer, inner, width, inner * width, width};
+  heads.out_stride = inner * width;
   check(interposer_turn_heads(&heads));
   return out.result();
 }

@@ -5,8 +5,10 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <new>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace {
 

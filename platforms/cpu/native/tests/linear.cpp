@@ -2,7 +2,7 @@
 
 #include "../linear/packed.h"
 
-#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 

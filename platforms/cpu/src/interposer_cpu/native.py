@@ -38,6 +38,16 @@ _FEATURES = {
     "s390x": {"vx", "vxe"},
 }
 
+# Ops of the library that write to their arguments and return nothing.
+_WRITERS = (
+    "attention_out",
+    "normalise_out",
+    "add_rms_norm_out",
+    "gate_out",
+    "turn_heads_out",
+    "code_out",
+)
+
 
 @cache
 def _load() -> tuple[ModuleType | None, str]:
@@ -59,6 +69,8 @@ def _load() -> tuple[ModuleType | None, str]:
     if not _native.levels():
         return None, "the native kernels need newer instructions than this processor has"
     torch.library.register_fake("interposer_cpu::linear_out", lambda out, x, packed, scale: None)
+    for name in _WRITERS:
+        torch.library.register_fake(f"interposer_cpu::{name}", lambda *arguments: None)
     return _native, ""
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "fp8_linear",
     "int8_linear",
     "judge_codes",
+    "judge_fp8",
     "judge_groups",
     "judge_symmetric",
     "linear",
@@ -202,6 +203,14 @@ def judge_symmetric(request: Request) -> Verdict:
     return _judge_length(request)
 
 
+def judge_fp8(request: Request) -> Verdict:
+    """Accept weights of the one 8-bit float that has a decoder."""
+    found = request.dims["weight_dtype"]
+    if found != "float8_e4m3fn":
+        return Verdict.refuse(f"takes weights of float8_e4m3fn, got {found}")
+    return native.judge(request)
+
+
 def _judge_length(request: Request) -> Verdict:
     length = int(request.dims["in_features"])
     if length > _MOST_CODES:
@@ -217,7 +226,7 @@ def _product(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     num_rows = rows.shape[0]
-    out = torch.empty((num_rows, out_features), dtype=out_dtype)
+    out = torch.empty(num_rows, out_features, dtype=out_dtype)  # a tuple would cost more
     if torch.compiler.is_compiling():
         scale = packed if x_scale is None else x_scale.reshape(-1)
         torch.ops.interposer_cpu.linear_out(out, rows, packed, scale)

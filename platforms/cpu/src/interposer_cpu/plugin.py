@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.records import (
+    AttentionEntry,
+    DeviceEntry,
+    Kernel,
+    LayerEntry,
+    PlatformEntry,
+    Record,
+)
 from interposer.requires import Requires
 
 INTERPOSER_API = ">=1.0,<2"
@@ -16,8 +23,8 @@ _X86 = frozenset({"x86_64"})
 _PLAIN = (
     ("rms_norm", "vector_norm", "norms:rms_norm"),
     ("fused_add_rms_norm", "vector_norm", "norms:fused_add_rms_norm"),
-    ("silu_and_mul", "native", "activations:silu_and_mul"),
-    ("gelu_and_mul", "native", "activations:gelu_and_mul"),
+    ("silu_and_mul", "functional", "activations:silu_and_mul"),
+    ("gelu_and_mul", "functional", "activations:gelu_and_mul"),
     ("rotary_embedding", "addcmul", "rotary:rotary_embedding"),
     ("reshape_and_cache", "index_copy", "kv_cache:reshape_and_cache"),
     ("embedding", "index_select", "linear:embedding"),
@@ -52,7 +59,25 @@ _NATIVE = (
     ("mxfp4_linear", (*_WIDE, "float16"), "native:judge", "pack_mxfp4"),
     ("int8_linear", (*_WIDE, "float16"), "native_linear:judge_symmetric", "pack_int8"),
     ("w4a8_linear", (*_WIDE, "float16"), "native_linear:judge_codes", "pack_w4a8"),
+    ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
 )
+
+# Kernels of the compiled library that take rows one by one: op, module, preparation.
+_ROWS = (
+    ("rms_norm", "native_norms", "prepare"),
+    ("fused_add_rms_norm", "native_norms", "prepare"),
+    ("gemma_rms_norm", "native_norms", "prepare"),
+    ("fused_add_gemma_rms_norm", "native_norms", "prepare"),
+    ("layer_norm", "native_norms", "prepare_affine"),
+    ("qk_norm", "native_heads", "prepare_qk_norm"),
+    ("rotary_embedding", "native_heads", ""),
+    ("silu_and_mul", "native_activations", ""),
+    ("gelu_and_mul", "native_activations", ""),
+    ("quantize_int8_per_token", "native_quantizers", ""),
+)
+
+# Layers of the compiled library, which compute several of their parts at once.
+_BLOCKS = (("gated_mlp", "NativeGatedMLP"), ("self_attention", "NativeSelfAttention"))
 
 # Processors that are described for planning, each in its file of ``devices``.
 _DESCRIBED = (
@@ -70,7 +95,7 @@ _DESCRIBED = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform, its kernels, its attention backend and described processors."""
+    """Return the platform, its kernels, its attention backends and described processors."""
     plain = [
         Kernel(
             op,
@@ -109,8 +134,41 @@ def interposer_records() -> list[Record]:
         )
         for op, dtypes, judge, prepare in _NATIVE
     ]
+    rows = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.{module}:{op}",
+            "cpu",
+            _FLOATS,
+            predicate="interposer_cpu.native:judge",
+            prepare=f"interposer_cpu.{module}:{prepare}" if prepare else "",
+            score=15.0,
+            properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
+        )
+        for op, module, prepare in _ROWS
+    ]
+    blocks = [
+        LayerEntry(
+            layer_id,
+            "native",
+            f"interposer_cpu.native_blocks:{layer}",
+            "cpu",
+            _FLOATS,
+            predicate="interposer_cpu.native:judge",
+            score=15.0,
+        )
+        for layer_id, layer in _BLOCKS
+    ]
     return [
         PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),
+        AttentionEntry(
+            "native",
+            "interposer_cpu.native_attention:NativeBackend",
+            "cpu",
+            score=20.0,
+            properties=frozenset({"deterministic", "batch_invariant"}),
+        ),
         AttentionEntry(
             "sdpa",
             "interposer_cpu.attention:SdpaBackend",
@@ -120,5 +178,7 @@ def interposer_records() -> list[Record]:
         *plain,
         *packed,
         *native,
+        *rows,
+        *blocks,
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]
