@@ -2,8 +2,8 @@
 
     python golden_vectors.py FILE
 
-``native/tests/golden.h`` describes the file and reads it. An op is added by a line of ``OPS``, and a
-runner of the same name in ``native/tests``.
+``native/tests/golden.h`` describes the file and reads it. An op is added by a line of ``OPS``, and
+a runner of the same name in ``native/tests``.
 
 Dimensions: T tokens.
 """
@@ -21,18 +21,31 @@ import torch
 
 from interposer import Case, CustomOp
 from interposer.cases import planned_cases
+from interposer.testing.call import Subject, tensors_of
 from interposer.testing.expectation import Expectation
+from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.attention import paged_attention
 from interposer_ops.block_scaled_linear import mxfp4_linear
 from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.head_norms import qk_norm
 from interposer_ops.int8_linear import int8_linear, w4a8_linear
+from interposer_ops.int8_quantizers import quantize_int8_per_token
 from interposer_ops.linear import embedding, linear
+from interposer_ops.norms import (
+    fused_add_gemma_rms_norm,
+    fused_add_rms_norm,
+    gemma_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from interposer_ops.rotary import rotary_embedding
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 
 _MAGIC = b"interposer golden 1\n"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 0
 # Sums of a kernel are kept for a few rows at a time, so that every rest is another path.
-_TOKENS = range(1, 14)
+_TOKENS = range(1, 18)
 
 Dims = dict[str, Any]
 
@@ -62,6 +75,16 @@ def _sizes(*sizes: tuple[int, int], **others: object) -> tuple[Dims, ...]:
 
 def _groups(case: Case) -> bool:
     return case.dims["num_groups"] == 1 or int(case.dims["group_size"]) % 8 == 0
+
+
+def _attends(case: Case) -> bool:
+    """Say what the backend does: no slopes, nothing of the future, whole vectors of a head."""
+    given = case.arguments
+    query, sinks = given["query"], given["sinks"]
+    plain = given["alibi_slopes"] is None and given["prefix_lens"] is None and given["causal"]
+    return bool(
+        plain and query.shape[-1] % 16 == 0 and (sinks is None or sinks.dtype == query.dtype)
+    )
 
 
 _GROUPED = {"group_size": 24, "num_groups": 7, "scale_dtype": "float32"}
@@ -104,6 +127,17 @@ OPS = (
             weight_dtype="float8_e4m3fn",
         ),
     ),
+    Covered(rms_norm),
+    Covered(fused_add_rms_norm),
+    Covered(gemma_rms_norm),
+    Covered(fused_add_gemma_rms_norm),
+    Covered(layer_norm),
+    Covered(qk_norm),
+    Covered(rotary_embedding),
+    Covered(silu_and_mul),
+    Covered(gelu_and_mul),
+    Covered(quantize_int8_per_token),
+    Covered(paged_attention, _attends, strided=()),
     Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
 )
 
@@ -151,23 +185,15 @@ def _case(covered: Covered, case: Case) -> bytes:
     return b"".join((*parts, *lists))
 
 
-def _expected(
-    op: CustomOp[..., Any], case: Case
-) -> Iterator[tuple[torch.dtype, torch.Tensor]]:
+def _expected(op: CustomOp[..., Any], case: Case) -> Iterator[tuple[torch.dtype, torch.Tensor]]:
     """Yield the dtype that each result has, and its values in float64 where it is a float."""
-    from interposer.testing.call import Subject
-
     given = Subject(op, op.reference).given(case)
     expectation = Expectation.of(op, case, given)
     forms = _forms(op, expectation.fake, case.arguments)
     yield from zip(forms, expectation.values.values(), strict=True)
 
 
-def _forms(
-    op: CustomOp[..., Any], fake: Any, arguments: Mapping[str, Any]
-) -> list[torch.dtype]:
-    from interposer.testing.call import tensors_of
-
+def _forms(op: CustomOp[..., Any], fake: Any, arguments: Mapping[str, Any]) -> list[torch.dtype]:
     outputs = [tensor.dtype for tensor in tensors_of(fake)]
     return outputs + [cast(torch.Tensor, arguments[name]).dtype for name in op.mutates]
 

@@ -169,11 +169,12 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
 }
 
 template <class F>
-void multiply_span(const interposer_product& product, const Prepared& prepared, Span span) {
+bool multiply_span(const interposer_product& product, const Prepared& prepared, Span span) {
   for (int64_t index = span.first_block; index < span.last_block; ++index) {
     const Block block = block_of(*product.weight, index);
     multiply_block<F>(product, prepared, block, span.first_row, span.last_row);
   }
+  return true;
 }
 
 // Write a block's words as those of bfloat16, which holds what the codes stand for exactly.
@@ -203,18 +204,20 @@ void widen(const interposer_packed& weight, const Block& block, char* to) {
   }
 }
 
+// Returns false without memory for the widened words of one block.
 template <class Codes, class Wide>
-void multiply_widened(const interposer_product& product, const Prepared& prepared, Span span) {
+bool multiply_widened(const interposer_product& product, const Prepared& prepared, Span span) {
   const interposer_packed& weight = *product.weight;
   const int64_t bytes = padded_inputs(weight.inputs) / 2 * kBlock * 4;
   char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
-  if (memory == nullptr) return multiply_span<Codes>(product, prepared, span);
+  if (memory == nullptr) return false;
   for (int64_t index = span.first_block; index < span.last_block; ++index) {
     Block block = block_of(weight, index);
     widen<Codes>(weight, block, memory);
     block.words = memory;
     multiply_block<Wide>(product, prepared, block, span.first_row, span.last_row);
   }
+  return true;
 }
 
 // Whether rows of x are multiplied as they are. All threads must say the same, so it depends on the
@@ -299,15 +302,15 @@ void prepare_rows(const interposer_product& product, void* data, int64_t row_byt
 }
 
 template <class Codes>
-void multiply_codes(const interposer_product& product, const Prepared& prepared, Span span) {
+bool multiply_codes(const interposer_product& product, const Prepared& prepared, Span span) {
   if (span.last_row - span.first_row < kManyRows) {
     return multiply_span<Codes>(product, prepared, span);
   }
-  multiply_widened<Codes, BFloat16OnFloats>(product, prepared, span);
+  return multiply_widened<Codes, BFloat16OnFloats>(product, prepared, span);
 }
 
 #if defined(INTERPOSER_PAIRS)
-void multiply_pairs(const interposer_product& product, const Prepared& prepared, Span span) {
+bool multiply_pairs(const interposer_product& product, const Prepared& prepared, Span span) {
   [[maybe_unused]] const bool many = span.last_row - span.first_row >= kManyRows;
   switch (product.weight->format) {
     case kWeightBFloat16:
@@ -336,7 +339,7 @@ void multiply_pairs(const interposer_product& product, const Prepared& prepared,
 }
 #endif
 
-void multiply(const interposer_product& product, const Prepared& prepared, int64_t first_block,
+bool multiply(const interposer_product& product, const Prepared& prepared, int64_t first_block,
               int64_t last_block, int64_t first_row, int64_t last_row) {
   const Span span = {first_block, last_block, first_row, last_row};
   const int32_t format = product.weight->format;

@@ -1,5 +1,7 @@
 // Chooses the level's kernels, and shares out blocks of outputs and rows among threads.
 
+#include <atomic>
+
 #include "../levels.h"
 #include "../pool.h"
 #include "../vectors.h"
@@ -64,6 +66,7 @@ struct Job {
   char* data;
   int64_t row_bytes;
   int32_t* sums;
+  std::atomic<bool> failed;
 };
 
 void prepare_some(void* argument, int thread, int threads) {
@@ -74,7 +77,7 @@ void prepare_some(void* argument, int thread, int threads) {
 }
 
 void multiply_some(void* argument, int thread, int threads) {
-  const Job& job = *static_cast<Job*>(argument);
+  Job& job = *static_cast<Job*>(argument);
   const int64_t rows = job.product->rows;
   const int64_t blocks = num_blocks(job.product->weight->outputs);
   // Whole blocks for every thread, unless that leaves some of them without work for long.
@@ -86,8 +89,10 @@ void multiply_some(void* argument, int thread, int threads) {
   while (task < end) {
     const int64_t share = task / blocks, block = task % blocks;
     const int64_t count = blocks - block < end - task ? blocks - block : end - task;
-    job.kernels->multiply(*job.product, job.prepared, block, block + count, rows * share / shares,
-                          rows * (share + 1) / shares);
+    if (!job.kernels->multiply(*job.product, job.prepared, block, block + count,
+                               rows * share / shares, rows * (share + 1) / shares)) {
+      job.failed = true;
+    }
     task += count;
   }
 }
@@ -103,7 +108,7 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   if (chosen == nullptr) return kNoKernels;
   if (product->rows == 0) return kDone;
 
-  Job job = {product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr};
+  Job job = {product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr, {false}};
   job.prepared.data = product->x;
   job.prepared.stride = product->x_stride * size_of(product->x_type);
   job.prepared.num_groups = (weight.inputs + weight.group - 1) / weight.group;
@@ -120,5 +125,5 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
     job.prepared.sums = job.sums;
   }
   interposer_parallel(multiply_some, &job, threads);
-  return kDone;
+  return job.failed ? kNoMemory : kDone;
 }

@@ -122,6 +122,7 @@ struct LinearKernels {
   int64_t (*prepared_row_bytes)(const interposer_product&);
   void (*prepare_rows)(const interposer_product&, void* data, int64_t row_bytes, int32_t* sums,
                        int64_t first, int64_t last);
-  void (*multiply)(const interposer_product&, const Prepared&, int64_t first_block,
+  // Returns false where there was no memory for it.
+  bool (*multiply)(const interposer_product&, const Prepared&, int64_t first_block,
                    int64_t last_block, int64_t first_row, int64_t last_row);
 };

@@ -1,5 +1,8 @@
 // Products as ops of torch, which its compiler can call.
 
+#include <stdexcept>
+#include <string>
+
 #include "../torch_runtime.h"
 #include "../vectors.h"
 #include "packed.h"
@@ -20,7 +23,10 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   product.out_stride = out.stride(0);
   product.x_scales = scale.type() == kFloat32 ? scale.data<const float>() : nullptr;
   product.x_scale_stride = product.x_scales && scale.count() > 1 ? 1 : 0;
-  interposer_linear(&product);
+  const int32_t failure = interposer_linear(&product);
+  if (failure) {
+    throw std::runtime_error("the native product failed with code " + std::to_string(failure));
+  }
 }
 
 }  // namespace

@@ -1,0 +1,344 @@
+"""Every native kernel at every level of every architecture, against golden vectors, without torch.
+
+Other architectures than this machine's are built by cross compilers and run in an emulator, which
+says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from interposer_cpu.native import LEVELS
+from interposer_cpu.platform import CPUPlatform
+
+# One worker builds, so that the others need not.
+pytestmark = [pytest.mark.xdist_group("native levels"), pytest.mark.timeout(1800)]
+
+NATIVE = Path(__file__).parents[1] / "native"
+WRITER = Path(__file__).with_name("golden_vectors.py")
+PACKAGES = "on Debian: cmake g++ g++-aarch64-linux-gnu g++-s390x-linux-gnu qemu-user"
+HERE = platform.machine()
+SANITIZED = (
+    "-DCMAKE_BUILD_TYPE=None",
+    "-DCMAKE_CXX_FLAGS=-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
+)
+
+LEVELS_OF = {
+    "x86_64": ("avx2", "avx512", "avx512_vnni", "avx512_bf16"),
+    "aarch64": ("neon", "dotprod", "bf16_i8mm"),
+    "s390x": ("z14", "z15"),
+}
+# What a processor needs for a level besides what the level before it needs.
+FEATURES = {
+    "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_vnni": {"avx512_vnni"},
+    "avx512_bf16": {"avx512_bf16"},
+    "neon": {"neon"},
+    "dotprod": {"dotprod"},
+    "bf16_i8mm": {"bf16", "i8mm"},
+    "z14": {"vx", "vxe"},
+    "z15": {"vxe2"},
+}
+# Models of processors that the emulators know: what was picked, and the best level there.
+EMULATED = [
+    ("x86_64", "Nehalem", "none"),
+    ("x86_64", "Haswell", "avx2"),
+    ("aarch64", "cortex-a72", "neon"),
+    ("aarch64", "a64fx", "neon"),
+    ("aarch64", "neoverse-n1", "dotprod"),
+    ("aarch64", "max", "bf16_i8mm"),
+    ("s390x", "max", "z15"),
+]
+
+# Instructions that a family's kernels are compiled for, as mnemonic and operands.
+USES = {
+    ("linear", "avx2"): ["vfmadd...ps .*%ymm", "vpmaddwd .*%ymm", "vcvtph2ps"],
+    ("linear", "avx512"): ["vfmadd...ps .*%zmm", "vpmaddwd .*%zmm", "vpermps .*%zmm"],
+    ("linear", "avx512_vnni"): ["vfmadd...ps .*%zmm", "vpdpbusd .*%zmm"],
+    ("linear", "avx512_bf16"): ["vdpbf16ps .*%zmm", "vpdpbusd .*%zmm", "vcvtneps2bf16 .*%zmm"],
+    ("linear", "neon"): [r"fmla .*\.4s", r"scvtf .*\.4s"],
+    ("linear", "dotprod"): [r"fmla .*\.4s", r"sdot .*\.16b"],
+    ("linear", "bf16_i8mm"): ["bfdot", "usdot", "bfmmla", "usmmla", "bfcvtn"],
+    ("linear", "z14"): ["vfmasb"],
+    ("linear", "z15"): ["vfmasb", "vcefb"],
+}
+
+# Instructions of extensions, by what brought them. None may occur below its level.
+_AVX = r"v(?!err|erw|m)\w+ .*%[xy]mm"
+_VNNI = r"vpdp(busds?|wssds?) "
+_BF16 = r"(vdpbf16ps|vcvtne\w*bf16) "
+_AVX512_LATER = (
+    r"vpdpb(ss|su|uu)d|vpmadd52|vpermb |vperm[it]2b|vpopcnt|vpsh[lr]dv?[wdq] |vpmultishift|gf2p8|"
+    r"vaes|vpclmul|v(pcompress|pexpand)[bw] |vpshufbitqmb|tdp|tile|ldtile|vcvtph2psx|"
+    r"v(add|sub|mul|div|max|min|sqrt|mov|fn?m(add|sub)\d+)[ps]h "
+)
+_DOT = r"[su]dot "
+_MATRICES = r"(usdot|sudot|[su]mmla|usmmla|bfdot|bfmmla|bfmlal[bt]|bfcvtn?2?) "
+# Every processor with dot products has these.
+_ARM_8_1 = r"(cas|swp|ld(add|set|clr|eor|[su]m(ax|in)))a?l?[bh]? |sqrdml[as]h "
+_ARM_LATER = r".*\bz\d+\.|f(?!cvt)\w+ .*\.[48]h|ldap|fcmla|fcadd|fmlal|sm3|sm4|sha512"
+_VXE2 = (
+    r"(vl|vst)(e?br|er)[hfgq] |vllebrz|vlbrrep|vs[lr]d |vstrs|vcl?efb|vcl?feb|sel(g|fh)?r|"
+    r"(n[cnox]|oc)g?rk "
+)
+_Z_LATER = r"vclfn|vcrnf|vcfn|vcnf|vblend|veval|vgem|vd[lr]?[gq] |vr[lq] "
+LACKS = {
+    "avx2": [_VNNI, _BF16, _AVX512_LATER, ".*%(zmm|k[0-7])"],
+    "avx512": [_VNNI, _BF16, _AVX512_LATER],
+    "avx512_vnni": [_BF16, _AVX512_LATER],
+    "avx512_bf16": [_AVX512_LATER],
+    "neon": [_DOT, _MATRICES, _ARM_8_1, _ARM_LATER],
+    "dotprod": [_MATRICES, _ARM_LATER],
+    "bf16_i8mm": [_ARM_LATER],
+    "z14": [_VXE2, _Z_LATER],
+    "z15": [_Z_LATER],
+}
+# What is compiled once, and runs before a level is known.
+BASELINE = {
+    "x86_64": [_AVX],
+    "aarch64": LACKS["neon"],
+    "s390x": ["v"],
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    code: bytes
+    text: str
+
+
+@dataclass(frozen=True)
+class Built:
+    """The test program of one architecture, with its object files."""
+
+    folder: Path
+    architecture: str
+    tools: str
+
+    def run(self, *options: str, model: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the program here, or in an emulator on a processor of a ``model``."""
+        emulator = [needed(f"qemu-{self.architecture}"), "-cpu", model] if model else []
+        command = [*emulator, str(self.folder / "kernel_tests"), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    def families(self, level: str) -> list[str]:
+        folders = (self.folder / "CMakeFiles").glob(f"*_{level}.dir")
+        # One level's name may end in another's.
+        names = {f.name.removesuffix(f"_{level}.dir") for f in folders}
+        return sorted(name for name in names if (NATIVE / name / "level.cpp").is_file())
+
+    def instructions(self, target: str) -> list[Instruction]:
+        """Return the code of all objects of one target."""
+        objdump = needed(f"{self.tools}objdump")
+        found = []
+        for file in sorted((self.folder / f"CMakeFiles/{target}.dir").rglob("*.o")):
+            command = [objdump, "--disassemble", "--wide", str(file)]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for line in listing.splitlines():
+                address, *parts = line.split("\t")
+                if parts[1:] and address.endswith(":"):
+                    code = bytes.fromhex(parts[0].replace(" ", ""))
+                    found.append(Instruction(code, " ".join(" ".join(parts[1:]).split()) + " "))
+        assert found, f"{target} holds no code"
+        return found
+
+
+Build = Callable[..., Built]
+
+
+def needed(program: str) -> str:
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"needs {program} ({PACKAGES})")
+    return path
+
+
+@pytest.fixture(scope="session")
+def build(request: pytest.FixtureRequest) -> Build:
+    """Return a function that builds the program, of which later runs find what is still right."""
+    cache = request.config.cache
+    assert cache is not None
+    known = dict[tuple[str, ...], Built]()
+
+    def built(architecture: str = HERE, *options: str) -> Built:
+        key = (architecture, *options)
+        if key not in known:
+            kind = "-sanitized" if options else ""
+            known[key] = _build(cache.mkdir(f"kernel-tests-{architecture}{kind}"), *key)
+        return known[key]
+
+    return built
+
+
+def _build(folder: Path, architecture: str, *options: str) -> Built:
+    cmake, tools = needed("cmake"), ""
+    needed("c++")
+    switches = ["-DINTERPOSER_PYTHON=OFF", "-DINTERPOSER_TESTS=ON", *options]
+    if architecture != HERE:
+        tools = f"{architecture}-linux-gnu-"
+        toolchain = NATIVE / "toolchains" / f"{tools[:-1]}.cmake"
+        if not toolchain.is_file():
+            pytest.skip(f"needs a machine of {architecture}: there is no toolchain file for it")
+        needed(f"{tools}g++")
+        switches.append(f"-DCMAKE_TOOLCHAIN_FILE={toolchain}")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _succeed(cmake, "-S", str(NATIVE), "-B", str(folder), *switches)
+        _succeed(cmake, "--build", str(folder), "--parallel", "2")
+    return Built(folder, architecture, tools)
+
+
+def _succeed(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "golden.bin"
+    _succeed(sys.executable, str(WRITER), str(path))
+    return path
+
+
+def cases_by_level(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
+    """Return the cases that passed at each level.
+
+    Raises: AssertionError: one of them did not, or none was run.
+    """
+    lines = done.stdout.splitlines()
+    failures = [line for line in lines if line.startswith(("FAILED", "    "))]
+    assert done.returncode == 0, "\n".join([*failures[:20], done.stderr[-2000:]])
+    found = dict[str, list[str]]()
+    for line in lines:
+        state, _, rest = line.partition(" ")
+        if state == "ok":
+            level, _, case = rest.partition(" ")
+            found.setdefault(level, []).append(case)
+    return found
+
+
+def levels_until(architecture: str, best: str) -> tuple[str, ...]:
+    levels = LEVELS_OF[architecture]
+    return levels[: levels.index(best) + 1] if best != "none" else ()
+
+
+def check_all_levels(built: Built, golden: Path, best: str, model: str = "") -> None:
+    options = ["--best", best, "--threads", "3", str(golden)]
+    passed = cases_by_level(built.run(*options, model=model))
+    assert tuple(passed) == levels_until(built.architecture, best)
+    for cases in passed.values():
+        ops = {case.partition(":")[0] for case in cases}
+        assert len(cases) == struct.unpack_from("<I", golden.read_bytes(), 20)[0]
+        assert ops >= {"linear", "w4a16_linear", "int8_linear", "fp8_linear"}
+
+
+def test_levels_are_known_by_the_same_names() -> None:
+    assert [name for names in LEVELS_OF.values() for name in names] == list(LEVELS.values())
+
+
+@pytest.mark.native
+def test_kernels_are_right_at_every_level_of_this_processor(build: Build, golden: Path) -> None:
+    features = CPUPlatform().capability("cpu").features
+    best = "none"
+    for level in LEVELS_OF[HERE]:
+        if not features >= FEATURES[level]:
+            break
+        best = level
+    check_all_levels(build(), golden, best)
+
+
+@pytest.mark.native
+def test_wrong_results_and_levels_are_found(build: Build, golden: Path, tmp_path: Path) -> None:
+    content = bytearray(golden.read_bytes())
+    # Behind the dtype of the last case's result stands how many numbers are expected, then these.
+    name = b"\x08\x00\x00\x00bfloat16"
+    at = content.rindex(name) + len(name) + 8
+    content[at : at + 8] = struct.pack("<d", 1e9)
+    changed, cut = tmp_path / "changed.bin", tmp_path / "cut.bin"
+    changed.write_bytes(content)
+    cut.write_bytes(content[:-1])
+    built = build()
+    done = built.run("--only", "embedding", str(changed))
+    num_levels = len(set(re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE)))
+    assert done.returncode == 1
+    assert done.stdout.count("FAILED") == done.stdout.count("1e+09 expected") == num_levels > 0
+    assert built.run(str(cut)).returncode == 2
+    assert built.run("--best", "another", str(golden)).returncode == 1
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize(("architecture", "model", "best"), EMULATED)
+def test_kernels_are_right_in_an_emulator(
+    architecture: str, model: str, best: str, build: Build, golden: Path
+) -> None:
+    check_all_levels(build(architecture), golden, best, model)
+
+
+def check_instructions(built: Built, level: str) -> None:
+    families = built.families(level)
+    assert set(families) >= {family for family, named in USES if named == level}
+    for family in families:
+        instructions = built.instructions(f"{family}_{level}")
+        texts = {instruction.text for instruction in instructions}
+        for pattern in USES.get((family, level), []):
+            assert any(re.match(pattern, text) for text in texts), f"{family}: no {pattern}"
+        refused = "|".join(LACKS[level])
+        found = sorted({text for text in texts if re.match(refused, text)})
+        if level == "avx2":  # this byte begins what AVX-512 brought, and nothing else
+            found += [i.text for i in instructions if i.code[0] == 0x62]
+        assert not found, f"{family} at {level}: {found[:5]}"
+
+
+def check_baseline(built: Built) -> None:
+    refused = "|".join(BASELINE[built.architecture])
+    texts = {instruction.text for instruction in built.instructions("kernels")}
+    found = sorted(text for text in texts if re.match(refused, text))
+    assert not found, found[:5]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("level", LEVELS_OF.get(HERE, ()))
+def test_objects_hold_the_instructions_of_their_level(level: str, build: Build) -> None:
+    check_instructions(build(), level)
+
+
+@pytest.mark.native
+def test_what_chooses_a_level_needs_none(build: Build) -> None:
+    check_baseline(build())
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize(
+    ("architecture", "level"),
+    [(architecture, level) for architecture in ("aarch64", "s390x")
+     for level in LEVELS_OF[architecture]],
+)  # fmt: skip
+def test_foreign_objects_hold_the_instructions_of_their_level(
+    architecture: str, level: str, build: Build
+) -> None:
+    check_instructions(build(architecture), level)
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize("architecture", ["aarch64", "s390x"])
+def test_what_chooses_a_level_needs_none_elsewhere(architecture: str, build: Build) -> None:
+    check_baseline(build(architecture))
+
+
+@pytest.mark.native
+@pytest.mark.slow
+def test_sanitizers_find_nothing(build: Build, golden: Path) -> None:
+    passed = cases_by_level(build(HERE, *SANITIZED).run("--threads", "3", str(golden)))
+    assert passed
