@@ -185,8 +185,17 @@ def interposer_records() -> list[Record]:
         )
         for op in ("fused_experts", "fused_experts_mxfp4")
     ]
+    scaled_mm = Kernel(
+        "fp8_linear",
+        "fp8_linear_scaled_mm",
+        "interposer_ops.scaled_mm:fp8_linear",
+        requires=Requires(dtypes=("float32", "bfloat16", "float16")),
+        predicate="interposer_ops.scaled_mm:judge",
+        score=11.0,
+        properties=frozenset({"deterministic", "graph_safe", "traceable"}),
+    )
     # It adds nothing to the kernels that it binds, of which a policy requires the same.
     paged = AttentionEntry(
         "paged", "interposer_ops.layers.attention:PagedBackend", score=0.0, properties=_PLAIN
     )
-    return [*ops, *layers, *in_turn, paged, *triton_records()]
+    return [*ops, *layers, *in_turn, scaled_mm, paged, *triton_records()]
