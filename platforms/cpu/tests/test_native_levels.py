@@ -249,6 +249,7 @@ def test_levels_are_known_by_the_same_names() -> None:
 
 
 @pytest.mark.native
+@pytest.mark.slow
 def test_kernels_are_right_at_every_level_of_this_processor(build: Build, golden: Path) -> None:
     features = CPUPlatform().capability("cpu").features
     best = "none"
@@ -260,6 +261,7 @@ def test_kernels_are_right_at_every_level_of_this_processor(build: Build, golden
 
 
 @pytest.mark.native
+@pytest.mark.slow
 def test_wrong_results_and_levels_are_found(build: Build, golden: Path, tmp_path: Path) -> None:
     content = bytearray(golden.read_bytes())
     # Behind the dtype of the last case's result stands how many numbers are expected, then these.
@@ -309,12 +311,14 @@ def check_baseline(built: Built) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS_OF.get(HERE, ()))
 def test_objects_hold_the_instructions_of_their_level(level: str, build: Build) -> None:
     check_instructions(build(), level)
 
 
 @pytest.mark.native
+@pytest.mark.slow
 def test_what_chooses_a_level_needs_none(build: Build) -> None:
     check_baseline(build())
 
