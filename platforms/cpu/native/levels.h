@@ -30,3 +30,40 @@ int32_t interposer_force_level(int32_t level);
 // The levels that the processor supports, ascending, ended by kNoLevel.
 const int32_t* interposer_levels();
 }
+
+// Every level of this architecture, as X(arguments..., name of its files, number).
+#if defined(__x86_64__)
+#define INTERPOSER_LEVELS(X, ...)                                                       \
+  X(__VA_ARGS__, avx2, kAVX2)                                                           \
+  X(__VA_ARGS__, avx512, kAVX512)                                                       \
+  X(__VA_ARGS__, avx512_vnni, kAVX512VNNI)                                              \
+  X(__VA_ARGS__, avx512_bf16, kAVX512BF16)
+#elif defined(__aarch64__)
+#define INTERPOSER_LEVELS(X, ...)                                                       \
+  X(__VA_ARGS__, neon, kNEON)                                                           \
+  X(__VA_ARGS__, dotprod, kDotProd)                                                     \
+  X(__VA_ARGS__, bf16_i8mm, kBF16I8MM)
+#elif defined(__s390x__)
+#define INTERPOSER_LEVELS(X, ...)                                                       \
+  X(__VA_ARGS__, z14, kZ14)                                                             \
+  X(__VA_ARGS__, z15, kZ15)
+#else
+#define INTERPOSER_LEVELS(X, ...)
+#endif
+
+#define INTERPOSER_DECLARE(Kernels, family, name, level) \
+  extern "C" const Kernels interposer_##family##_##name;
+#define INTERPOSER_CASE(Kernels, family, name, level) \
+  case level:                                         \
+    return &interposer_##family##_##name;
+
+// Define `kernels`, which returns a family's table for the level in use, or null.
+#define INTERPOSER_FAMILY(Kernels, family)                    \
+  INTERPOSER_LEVELS(INTERPOSER_DECLARE, Kernels, family)      \
+  static const Kernels* kernels() {                           \
+    switch (interposer_level()) {                             \
+      INTERPOSER_LEVELS(INTERPOSER_CASE, Kernels, family)     \
+      default:                                                \
+        return nullptr;                                       \
+    }                                                         \
+  }

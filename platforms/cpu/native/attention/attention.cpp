@@ -8,52 +8,9 @@
 #include "../pool.h"
 #include "../vectors.h"
 
-#define INTERPOSER_DECLARE(level) extern "C" const AttentionKernels interposer_attention_##level
-
-#if defined(__x86_64__)
-INTERPOSER_DECLARE(avx2);
-INTERPOSER_DECLARE(avx512);
-INTERPOSER_DECLARE(avx512_vnni);
-INTERPOSER_DECLARE(avx512_bf16);
-#elif defined(__aarch64__)
-INTERPOSER_DECLARE(neon);
-INTERPOSER_DECLARE(dotprod);
-INTERPOSER_DECLARE(bf16_i8mm);
-#elif defined(__s390x__)
-INTERPOSER_DECLARE(z14);
-INTERPOSER_DECLARE(z15);
-#endif
+INTERPOSER_FAMILY(AttentionKernels, attention)
 
 namespace {
-
-const AttentionKernels* kernels() {
-  switch (interposer_level()) {
-#if defined(__x86_64__)
-    case kAVX2:
-      return &interposer_attention_avx2;
-    case kAVX512:
-      return &interposer_attention_avx512;
-    case kAVX512VNNI:
-      return &interposer_attention_avx512_vnni;
-    case kAVX512BF16:
-      return &interposer_attention_avx512_bf16;
-#elif defined(__aarch64__)
-    case kNEON:
-      return &interposer_attention_neon;
-    case kDotProd:
-      return &interposer_attention_dotprod;
-    case kBF16I8MM:
-      return &interposer_attention_bf16_i8mm;
-#elif defined(__s390x__)
-    case kZ14:
-      return &interposer_attention_z14;
-    case kZ15:
-      return &interposer_attention_z15;
-#endif
-    default:
-      return nullptr;
-  }
-}
 
 // Rows of a block of queries: what they are and become fits the cache of a core beside the keys.
 constexpr int64_t kBlockRows = 96;

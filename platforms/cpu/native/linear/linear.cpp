@@ -7,52 +7,9 @@
 #include "../vectors.h"
 #include "packed.h"
 
-#define INTERPOSER_DECLARE(level) extern "C" const LinearKernels interposer_linear_##level
-
-#if defined(__x86_64__)
-INTERPOSER_DECLARE(avx2);
-INTERPOSER_DECLARE(avx512);
-INTERPOSER_DECLARE(avx512_vnni);
-INTERPOSER_DECLARE(avx512_bf16);
-#elif defined(__aarch64__)
-INTERPOSER_DECLARE(neon);
-INTERPOSER_DECLARE(dotprod);
-INTERPOSER_DECLARE(bf16_i8mm);
-#elif defined(__s390x__)
-INTERPOSER_DECLARE(z14);
-INTERPOSER_DECLARE(z15);
-#endif
+INTERPOSER_FAMILY(LinearKernels, linear)
 
 namespace {
-
-const LinearKernels* kernels() {
-  switch (interposer_level()) {
-#if defined(__x86_64__)
-    case kAVX2:
-      return &interposer_linear_avx2;
-    case kAVX512:
-      return &interposer_linear_avx512;
-    case kAVX512VNNI:
-      return &interposer_linear_avx512_vnni;
-    case kAVX512BF16:
-      return &interposer_linear_avx512_bf16;
-#elif defined(__aarch64__)
-    case kNEON:
-      return &interposer_linear_neon;
-    case kDotProd:
-      return &interposer_linear_dotprod;
-    case kBF16I8MM:
-      return &interposer_linear_bf16_i8mm;
-#elif defined(__s390x__)
-    case kZ14:
-      return &interposer_linear_z14;
-    case kZ15:
-      return &interposer_linear_z15;
-#endif
-    default:
-      return nullptr;
-  }
-}
 
 // Up to so many rows are prepared by the thread that calls: waking others takes longer.
 constexpr int64_t kFewRows = 8;
