@@ -74,7 +74,14 @@ def trials() -> Iterator[Trial]:
             yield trial
 
 
-@pytest.mark.parametrize("level", native.levels()[:-1])
+@pytest.mark.parametrize(
+    "level",
+    # The lowest differs most from the best; those between are tried when there is time.
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if index else [])
+        for index, name in enumerate(native.levels()[:-1])
+    ],
+)
 def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None) -> None:
     native.force_level(level)
     ran = set()
