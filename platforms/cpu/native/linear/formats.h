@@ -28,6 +28,7 @@ struct OnFloats {  // x as float32
   typedef Floats Part;
   typedef Floats Sum;
   static constexpr bool kInteger = false;
+  static constexpr bool kSymmetric = false;
   static constexpr int kInputBytes = 4;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
@@ -123,6 +124,7 @@ struct OnPairs {
   typedef Words Part;
   typedef Floats Sum;
   static constexpr bool kInteger = false;
+  static constexpr bool kSymmetric = false;
   static constexpr int kInputBytes = 2;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
@@ -207,6 +209,7 @@ struct OnCodes {
   typedef Words Part;  // of bytes from 0 to 255
   typedef Ints Sum;
   static constexpr bool kInteger = true;
+  static constexpr bool kSymmetric = false;
   static constexpr int kInputBytes = 1;
 
   static INTERPOSER_INLINE void add(Sum& sum, Part part, const char* x) {
@@ -273,6 +276,12 @@ struct Int4OnCodes : OnCodes {
     parts[1] = words >> 4 & 0x0f0f0f0fu;
   }
   static constexpr int place(int part) { return 4 * part; }
+};
+
+// Codes that are all raised by the same.
+template <class F>
+struct Symmetric : F {
+  static constexpr bool kSymmetric = true;
 };
 
 // Of eight int8 codes, which one stands at each byte of what `Int4OnCodes` is multiplied by.

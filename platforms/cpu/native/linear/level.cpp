@@ -70,6 +70,10 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   typedef typename F::Sum Sum;
   typedef typename F::Part Part;
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
+  constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
+  constexpr bool kRaised = F::kInteger && F::kSymmetric && !kByMatrices;
+  // Where the registers hold all, each number of x is read once for all tiles.
+  constexpr bool kTogether = kRegisterTiles > 1 && M > 2 && T * (2 * M + F::kParts) < 31;
   const interposer_packed& weight = *product.weight;
   const int64_t groups = num_groups(weight);
   const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
@@ -87,19 +91,39 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     Ints zero[T];
     for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros ? zeros + t * kLanes : nullptr);
     Sum sums[M][T][kChains] = {};
-    if constexpr (M % 2 == 0 && Matrices<F>::kKnown) {
+    if constexpr (kRaised) {  // taking off in advance what all codes are raised by costs nothing
+      for (int m = 0; m < M; ++m) {
+        const int32_t codes = prepared.sums[(row + m) * prepared.num_groups + group];
+        for (int t = 0; t < T; ++t) sums[m][t][0] = splat(-F::kZero * codes);
+      }
+    }
+    if constexpr (kByMatrices) {
       multiply_matrices<F>(sums, words, x, group_steps);
       words += group_steps * kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {
       for (int64_t step = 0; step < group_steps; ++step) {
-        for (int t = 0; t < T; ++t) {
-          __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
-          Part parts[F::kParts];
-          F::decode(load<Words>(words + t * 64), zero[t], parts);
+        if constexpr (kTogether) {
+          Part parts[T][F::kParts];
+          for (int t = 0; t < T; ++t) {
+            __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+            F::decode(load<Words>(words + t * 64), zero[t], parts[t]);
+          }
           for (int m = 0; m < M; ++m) {
             for (int p = 0; p < F::kParts; ++p) {
-              F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
+              const char* from = x[m] + F::place(p) * F::kInputBytes;
+              for (int t = 0; t < T; ++t) F::add(sums[m][t][0], parts[t][p], from);
+            }
+          }
+        } else {
+          for (int t = 0; t < T; ++t) {
+            __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+            Part parts[F::kParts];
+            F::decode(load<Words>(words + t * 64), zero[t], parts);
+            for (int m = 0; m < M; ++m) {
+              for (int p = 0; p < F::kParts; ++p) {
+                F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
+              }
             }
           }
         }
@@ -115,8 +139,11 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
         if constexpr (kChains == 2) sum += sums[m][t][1];
         Floats term;
         if constexpr (F::kInteger) {
-          const int32_t codes = prepared.sums[(row + m) * prepared.num_groups + group];
-          term = __builtin_convertvector(sum - zero[t] * splat(codes), Floats);
+          if constexpr (!kRaised) {
+            const int32_t codes = prepared.sums[(row + m) * prepared.num_groups + group];
+            sum -= zero[t] * splat(codes);
+          }
+          term = __builtin_convertvector(sum, Floats);
         } else {
           term = sum;
         }
@@ -344,8 +371,13 @@ bool multiply(const interposer_product& product, const Prepared& prepared, int64
   const Span span = {first_block, last_block, first_row, last_row};
   const int32_t format = product.weight->format;
   if (product.x_type == kInt8) {
-    if (format == kWeightInt4) return multiply_span<Int4OnCodes>(product, prepared, span);
-    return multiply_span<Int8OnCodes>(product, prepared, span);
+    const bool shifted = product.weight->zeros_at != 0;
+    if (format == kWeightInt4) {
+      if (shifted) return multiply_span<Int4OnCodes>(product, prepared, span);
+      return multiply_span<Symmetric<Int4OnCodes>>(product, prepared, span);
+    }
+    if (shifted) return multiply_span<Int8OnCodes>(product, prepared, span);
+    return multiply_span<Symmetric<Int8OnCodes>>(product, prepared, span);
   }
 #if defined(INTERPOSER_PAIRS)
   if (reads_pairs(product)) return multiply_pairs(product, prepared, span);

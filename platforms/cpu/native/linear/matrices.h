@@ -56,6 +56,9 @@ struct Matrices<Int4OnCodes> : MatricesOfCodes {
   }
 };
 
+template <class F>
+struct Matrices<Symmetric<F>> : Matrices<F> {};
+
 template <>
 struct Matrices<BFloat16OnPairs> {
   static constexpr bool kKnown = true;
