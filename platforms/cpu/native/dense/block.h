@@ -193,7 +193,7 @@ void soften(const Block& block, const Scoring& scoring, bool is_biased, int64_t 
     const Words words = weight_words<F>(one, other);
     // No row is written before it was read: there are as many rows of weights, or half as many.
     store(scores + key / F::kInputs * kGroupRows, words);
-    sum += F::kPairs ? as_floats(words << 16) + as_floats(words & 0xffff0000u) : one;
+    sum += one + other;  // not rounded, as the logarithm of the sum is a result too
   }
   store(block.maximum + row, maximum);
   store(block.sum + row, sum);

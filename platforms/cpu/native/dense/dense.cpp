@@ -103,7 +103,35 @@ void attend_some(void* argument, int, int) {
   }
 }
 
+struct StoreJob {
+  const interposer_dense_call* call;
+  const interposer_dense_store* store;
+  const DenseKernels* kernels;
+  std::atomic<int64_t> next{0};
+};
+
+void store_some(void* argument, int, int) {
+  StoreJob& job = *static_cast<StoreJob*>(argument);
+  for (;;) {
+    const int64_t token = job.next.fetch_add(1, std::memory_order_relaxed);
+    if (token >= job.store->num_tokens) return;
+    job.kernels->store(*job.call, *job.store, token);
+  }
+}
+
 }  // namespace
+
+extern "C" int32_t interposer_dense_write(const interposer_dense_call* call,
+                                          const interposer_dense_store* store) {
+  const DenseKernels* chosen = kernels();
+  if (chosen == nullptr) return kNoAttention;
+  // A thread is worth its start for some tokens only.
+  constexpr int64_t kThreadTokens = 16;
+  StoreJob job{call, store, chosen};
+  const int64_t wanted = larger(store->num_tokens / kThreadTokens, 1);
+  interposer_parallel(store_some, &job, int(smaller(interposer_num_threads(), wanted)));
+  return kAttended;
+}
 
 extern "C" int32_t interposer_dense_attention(const interposer_dense_call* call) {
   const DenseKernels* chosen = kernels();

@@ -40,6 +40,18 @@ struct interposer_dense_call {
   int64_t scale_stride;                    // 0 where one is for all heads
 };
 
+// Keys and values that are to be stored in pages: [T, K, D] and [T, K, E].
+struct interposer_dense_store {
+  int64_t num_tokens;
+  const int64_t* slots;  // [T] page * page_tokens + offset
+  const void *key, *value;
+  int64_t key_stride, value_stride;  // elements between tokens; heads follow each other
+};
+
+// Store rows where the pages of `call` are, divided by its scales. Returns as the next does.
+int32_t interposer_dense_write(const interposer_dense_call* call,
+                               const interposer_dense_store* store);
+
 // Returns 0, or what went wrong: of AttentionFailure.
 int32_t interposer_dense_attention(const interposer_dense_call* call);
 }
@@ -54,4 +66,5 @@ struct DenseKernels {
   int64_t (*scratch_bytes)(const interposer_dense_call&, int64_t most_rows);
   void (*attend)(const interposer_dense_call&, int64_t most_rows, const AttentionItem&,
                  const AttentionPartials&, char* scratch);
+  void (*store)(const interposer_dense_call&, const interposer_dense_store&, int64_t token);
 };

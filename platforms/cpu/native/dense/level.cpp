@@ -200,7 +200,43 @@ int64_t scratch_bytes(const interposer_dense_call& call, int64_t most_rows) {
   return block.lay<Float32OnFloats>(nullptr, most_rows, call);
 }
 
+// Store one row where it is of the type that is stored, or rounded to 8 bits.
+void store_row(const interposer_dense_call& call, const char* from, int64_t count, float scale,
+               char* to) {
+  const int64_t size = size_of(call.type);
+  if (call.stored_type == call.type) {
+    std::memcpy(to, from, size_t(count * size));
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int n = lanes_left(count - i);
+    float values[kLanes];
+    store(values, load_some(from + i * size, call.type, n) / splat(scale));
+    for (int lane = 0; lane < n; ++lane) {
+      to[i + lane] = char(rounded_to_8_bits(values[lane], call.stored_type));
+    }
+  }
+}
+
+void store_token(const interposer_dense_call& call, const interposer_dense_store& store,
+                 int64_t token) {
+  const int64_t slot = store.slots[token], size = size_of(call.type);
+  const int64_t page = slot / call.page_tokens, offset = slot % call.page_tokens;
+  for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+    auto put = [&](const interposer_dense_rows& rows, const void* given, int64_t stride,
+                   int64_t count, const float* scales) {
+      const char* from = static_cast<const char*>(given) + (token * stride + head * count) * size;
+      char* to = const_cast<char*>(rows.data) + head * rows.head + page * rows.page +
+                 offset * rows.token;
+      store_row(call, from, count, scales ? scales[head * call.scale_stride] : 1.0f, to);
+    };
+    put(call.keys, store.key, store.key_stride, call.head_size, call.key_scales);
+    put(call.values, store.value, store.value_stride, call.value_size, call.value_scales);
+  }
+}
+
 }  // namespace
 
 extern "C" const DenseKernels INTERPOSER_OF_LEVEL(interposer_dense);
-extern "C" const DenseKernels INTERPOSER_OF_LEVEL(interposer_dense) = {scratch_bytes, attend};
+extern "C" const DenseKernels INTERPOSER_OF_LEVEL(interposer_dense) = {scratch_bytes, attend,
+                                                                         store_token};

@@ -89,10 +89,56 @@ PyObject* latent_attention(PyObject*, PyObject* const* arguments, Py_ssize_t giv
   return attend(call);
 }
 
+// Types of the query and of the cache, N, K, D, S, the bits of scale and softcap as float64, window;
+// B, addresses of query starts, lengths and pages, elements between rows of pages; T, address of
+// slots; addresses of query, key and value, elements between tokens of each; addresses of cached
+// keys and values, bytes between heads, pages and tokens; addresses of the result, of sinks in
+// float32, and of scales of keys, behind which those of values are, or 0; elements between the
+// scales of two heads.
+PyObject* page_attention(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[31];
+  if (!interposer_numbers(arguments, given, 31, values)) return nullptr;
+  interposer_dense_call call = {};
+  call.type = static_cast<int32_t>(values[0]);
+  call.stored_type = static_cast<int32_t>(values[1]);
+  call.num_heads = static_cast<int32_t>(values[2]);
+  call.num_kv_heads = static_cast<int32_t>(values[3]);
+  call.head_size = call.value_size = static_cast<int32_t>(values[4]);
+  call.page_tokens = static_cast<int32_t>(values[5]);
+  call.scale = number(values[6]);
+  call.softcap = number(values[7]);
+  call.window_tokens = values[8];
+  call.causal = 1;
+  call.num_sequences = values[9];
+  call.query_starts = address<const int64_t>(values[10]);
+  call.seq_lens = address<const int64_t>(values[11]);
+  call.page_table = address<const int64_t>(values[12]);
+  call.table_stride = values[13];
+  interposer_dense_store store = {};
+  store.num_tokens = values[14];
+  store.slots = address<const int64_t>(values[15]);
+  call.query = address<const void>(values[16]);
+  store.key = address<const void>(values[17]);
+  store.value = address<const void>(values[18]);
+  call.query_stride = values[19];
+  store.key_stride = values[20];
+  store.value_stride = values[21];
+  call.keys = {address<const char>(values[22]), values[24], values[25], values[26]};
+  call.values = {address<const char>(values[23]), values[24], values[25], values[26]};
+  call.out = address<void>(values[27]);
+  call.sinks = address<const float>(values[28]);
+  call.key_scales = address<const float>(values[29]);
+  if (call.key_scales) call.value_scales = call.key_scales + (values[30] ? call.num_kv_heads : 1);
+  call.scale_stride = values[30];
+  interposer_dense_write(&call, &store);
+  return attend(call);
+}
+
 }  // namespace
 
 PyMethodDef interposer_dense_methods[] = {
     INTERPOSER_METHOD(ragged_attention),
     INTERPOSER_METHOD(latent_attention),
+    INTERPOSER_METHOD(page_attention),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -72,6 +72,47 @@ void latent_attention_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_dense_attention(&call);
 }
 
+// query [T, N, D], key and value [T, K, D], cache [K, P, 2, S, D] of the cache type that a number
+// says, out [T, N, D], scales [2, 1] or [2, K].
+void page_attention_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), cache(stack[1]), query(stack[2]), key(stack[3]), value(stack[4]),
+      page_table(stack[5]), query_starts(stack[6]), seq_lens(stack[7]), slots(stack[8]),
+      sinks(stack[9]), scales(stack[10]);
+  interposer_dense_call call = {};
+  call.type = query.type();
+  call.stored_type = int32_t(stack[11]);
+  call.num_heads = int32_t(query.size(1)), call.num_kv_heads = int32_t(key.size(1));
+  call.head_size = call.value_size = int32_t(query.size(2));
+  call.page_tokens = int32_t(cache.size(3));
+  call.scale = fraction(stack[12]), call.softcap = fraction(stack[13]);
+  call.window_tokens = int64_t(stack[14]);
+  call.causal = 1;
+  call.num_sequences = seq_lens.count();
+  call.query_starts = query_starts.data<const int64_t>();
+  call.seq_lens = seq_lens.data<const int64_t>();
+  call.page_table = page_table.data<const int64_t>();
+  call.table_stride = page_table.stride(0);
+  call.query = query.data<const void>();
+  call.query_stride = query.stride(0);
+  const int64_t size = 4 / elements_per_word(call.stored_type);
+  const char* data = cache.data<const char>();
+  call.keys = {data, cache.stride(0) * size, cache.stride(1) * size, cache.stride(3) * size};
+  call.values = call.keys;
+  call.values.data = data + cache.stride(2) * size;
+  call.out = out.data<void>();
+  call.sinks = optional<const float>(sinks);
+  call.key_scales = optional<const float>(scales);
+  if (call.key_scales) {
+    call.scale_stride = scales.size(1) > 1 ? 1 : 0;
+    call.value_scales = call.key_scales + scales.size(1);
+  }
+  const interposer_dense_store store = {
+      slots.count(),  slots.data<const int64_t>(), key.data<const void>(),
+      value.data<const void>(), key.stride(0),     value.stride(0)};
+  interposer_dense_write(&call, &store);
+  interposer_dense_attention(&call);
+}
+
 }  // namespace
 
 extern const TorchOp interposer_dense_ops[];
@@ -83,5 +124,9 @@ const TorchOp interposer_dense_ops[] = {
     {"latent_attention_out(Tensor(a!) out, Tensor query, Tensor cache, Tensor page_table, "
      "Tensor query_starts, Tensor seq_lens, Tensor cache_scale, int cache_type, float scale) -> ()",
      "latent_attention_out", latent_attention_out},
+    {"page_attention_out(Tensor(a!) out, Tensor(b!) cache, Tensor query, Tensor key, Tensor value, "
+     "Tensor page_table, Tensor query_starts, Tensor seq_lens, Tensor slots, Tensor sinks, "
+     "Tensor scales, int cache_type, float scale, float softcap, int window_tokens) -> ()",
+     "page_attention_out", page_attention_out},
     {nullptr, nullptr, nullptr},
 };

@@ -43,6 +43,7 @@ _WRITERS = (
     "attention_out",
     "ragged_attention_out",
     "latent_attention_out",
+    "page_attention_out",
     "normalise_out",
     "add_rms_norm_out",
     "gate_out",

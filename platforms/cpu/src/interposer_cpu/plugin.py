@@ -190,6 +190,13 @@ def interposer_records() -> list[Record]:
             properties=frozenset({"deterministic", "batch_invariant"}),
         ),
         AttentionEntry(
+            "native_rows",
+            "interposer_cpu.native_rows_attention:NativeRowsBackend",
+            "cpu",
+            score=15.0,
+            properties=frozenset({"deterministic", "batch_invariant"}),
+        ),
+        AttentionEntry(
             "sdpa",
             "interposer_cpu.attention:SdpaBackend",
             "cpu",
