@@ -130,7 +130,6 @@ def test_the_layout_is_pages_of_keys_and_values(make_site: MakeSite) -> None:
     [
         ({"type": "encoder"}, "encoder"),
         ({"cache_dtype": torch.float16}, "float16"),
-        ({"sinks": True, "cache_dtype": torch.float8_e4m3fn}, "sinks"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
         ({"prefix_lm": True}, "prefix_lm"),

@@ -284,3 +284,28 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} accepted a spec with sinks but has no forward_with_sinks. "
             "Try: refuse such specs in accepts, or override it"
         )
+
+    def forward_quantized_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        scales: Any,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do what ``forward_quantized`` does, with one score per head more in the softmax.
+
+        Only backends that accept a spec with ``sinks`` and such a cache are asked.
+
+        Args:
+            scales: of ``prepare_scales``.
+            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a spec with sinks and a cache of "
+            f"{self.spec.cache_dtype} but has no forward_quantized_with_sinks. "
+            "Try: refuse such specs in accepts, or override it"
+        )

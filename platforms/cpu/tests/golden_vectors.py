@@ -30,6 +30,7 @@ from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.head_norms import qk_norm
 from interposer_ops.int8_linear import int8_linear, w4a8_linear
 from interposer_ops.int8_quantizers import quantize_int8_per_token
+from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
@@ -38,6 +39,7 @@ from interposer_ops.norms import (
     layer_norm,
     rms_norm,
 )
+from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
 from interposer_ops.rotary import rotary_embedding
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 
@@ -138,6 +140,9 @@ OPS = (
     Covered(gelu_and_mul),
     Covered(quantize_int8_per_token),
     Covered(paged_attention, _attends, strided=()),
+    Covered(ragged_attention, strided=()),
+    Covered(ragged_attention_with_lse, strided=()),
+    Covered(latent_attention_decode, strided=()),
     Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
 )
 

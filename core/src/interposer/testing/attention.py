@@ -37,6 +37,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "e4m3 per head": {"cache_dtype": torch.float8_e4m3fn, "head_scales": True},
     "e5m2": {"cache_dtype": torch.float8_e5m2},
     "sinks": {"sinks": True},
+    "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
@@ -139,12 +140,16 @@ class _Layer:
         plan: Any,
     ) -> torch.Tensor:
         """Return what the backend does for this layer."""
-        if self.sinks is not None:
-            sinks = self.sinks.to(self.device)
-            return backend.forward_with_sinks(query, key, value, self.cache, plan, sinks)
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
         if not self.scales:
-            return backend.forward(query, key, value, self.cache, plan)
+            if sinks is None:
+                return backend.forward(query, key, value, self.cache, plan)
+            return backend.forward_with_sinks(query, key, value, self.cache, plan, sinks)
         scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
+        if sinks is not None:
+            return backend.forward_quantized_with_sinks(
+                query, key, value, self.cache, plan, scales, sinks
+            )
         return backend.forward_quantized(query, key, value, self.cache, plan, scales)
 
     def step(

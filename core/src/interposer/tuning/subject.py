@@ -116,7 +116,12 @@ class AttentionSubject(Subject):
             if spec.is_quantized:
                 scales = (scale.to(self.device) for scale in random_scales(spec, generator))
                 prepared = backend.prepare_scales(*scales)
-                calls.append(partial(backend.forward_quantized, *arguments, prepared))
+                if spec.sinks:
+                    sinks = random_sinks(spec, generator).to(self.device)
+                    both = backend.forward_quantized_with_sinks
+                    calls.append(partial(both, *arguments, prepared, sinks))
+                else:
+                    calls.append(partial(backend.forward_quantized, *arguments, prepared))
             elif spec.sinks:
                 sinks = random_sinks(spec, generator).to(self.device)
                 calls.append(partial(backend.forward_with_sinks, *arguments, sinks))

@@ -95,7 +95,11 @@ class Attention(PluggableLayer):
         """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
         if self.spec.sinks:
             sinks = self.get_parameter("sinks")
-            return self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
+            if self.scales is None:
+                return self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
+            return self.backend.forward_quantized_with_sinks(
+                query, key, value, cache, plan, self.scales, sinks
+            )
         if self.scales is None:
             return self.backend.forward(query, key, value, cache, plan)
         return self.backend.forward_quantized(query, key, value, cache, plan, self.scales)
@@ -116,12 +120,10 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of their dtype, with or without sinks, or of 8 bits."""
+        """Accept decoders whose cache is of their dtype or of 8 bits, with or without sinks."""
         if spec.cache_dtype in _FLOATS_OF_8_BITS:
             spec = replace(spec, cache_dtype=spec.dtype)
-        else:
-            spec = replace(spec, sinks=False)
-        return spec.judge_plain_decoder()
+        return replace(spec, sinks=False).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
@@ -197,6 +199,31 @@ class PagedBackend(AttentionBackend):
         scales: Any,
     ) -> torch.Tensor:
         """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
+        return self._attend_rounded(query, key, value, cache, plan, scales, None)
+
+    def forward_quantized_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        scales: Any,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
+        return self._attend_rounded(query, key, value, cache, plan, scales, sinks)
+
+    def _attend_rounded(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        scales: Any,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         keys, values = cache.unbind(0)
         key_scale, value_scale, *prepared = scales
         wanted: Any = (*prepared, self.spec.cache_dtype)
@@ -213,7 +240,7 @@ class PagedBackend(AttentionBackend):
             True,
             self.spec.window_tokens,
             self.spec.softcap,
-            None,
+            sinks,
             None,
             None,
             key_scale,

@@ -100,28 +100,47 @@ struct BFloat16OnPairs : OnPairs {
 #endif
 
 #if defined(__AVX512BF16__)
-// bfloat16 holds every 8-bit float. Normal ones get their exponent by an addition, the few
-// subnormals come from a table.
+// bfloat16 holds every 8-bit float. What a code without its sign stands for:
+template <int Mantissa>
+struct Float8Table {
+  alignas(64) uint16_t bits[128];
+
+  constexpr Float8Table() : bits() {
+    constexpr int kBias = Mantissa == 3 ? 7 : 15, kOne = 1 << Mantissa;
+    for (int code = 0; code < 128; ++code) {
+      int exponent = code >> Mantissa, fraction = code & (kOne - 1);
+      if (exponent == 0) {
+        exponent = 1;
+        while (fraction && fraction < kOne) fraction *= 2, --exponent;
+        fraction -= fraction ? kOne : 0;
+        if (code == 0) exponent = kBias - 127;
+      }
+      bits[code] = uint16_t((exponent - kBias + 127) << 7 | fraction << (7 - Mantissa));
+    }
+    // Those that are no numbers, and two that are infinite in the wider exponent.
+    if (Mantissa == 3) bits[127] = 0x7fc0;
+    for (int i = 0; Mantissa == 2 && i < 4; ++i) bits[124 + i] = i ? 0x7fc0 : 0x7f80;
+  }
+};
+
 template <int Mantissa>
 struct Float8OnPairs : OnPairs {
   static constexpr int kParts = 2, kInputs = 4;
-  static constexpr int kShift = 7 - Mantissa, kBias = (Mantissa == 3 ? 120 : 112) << 7;
+  static constexpr Float8Table<Mantissa> kTable = {};
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
-    // Multiples of 2^-9 or of 2^-16.
-    constexpr uint16_t kOne = (Mantissa == 3 ? 118 : 111) << 7;
-    const __m512i subnormals = _mm512_castsi128_si512(
-        _mm_setr_epi16(0, short(kOne), short(kOne + 0x80), short(kOne + 0xc0), short(kOne + 0x100),
-                       short(kOne + 0x120), short(kOne + 0x140), short(kOne + 0x160)));
+    // Six bits of a code choose from 64 entries, the seventh between two such tables.
+    __m512i table[4];
+    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(kTable.bits + 32 * i);
     for (int i = 0; i < kParts; ++i) {
       const __m512i code = (__m512i)(words >> 8 * i);
-      const __m512i magnitude = (__m512i)((Words)code & 0x007f007fu);
-      const __m512i sign = _mm512_slli_epi16((__m512i)((Words)code & 0x00800080u), 8);
-      const __mmask32 small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(1 << Mantissa));
-      const __m512i normal =
-          _mm512_add_epi16(_mm512_slli_epi16(magnitude, kShift), _mm512_set1_epi16(kBias));
-      const __m512i bits = _mm512_mask_permutexvar_epi16(normal, small, magnitude, subnormals);
-      parts[i] = (Words)_mm512_or_si512(bits, sign);
+      const __m512i small = _mm512_permutex2var_epi16(table[0], code, table[1]);
+      const __m512i large = _mm512_permutex2var_epi16(table[2], code, table[3]);
+      const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+      const __m512i magnitude = _mm512_mask_mov_epi16(small, is_large, large);
+      const __m512i sign = i ? (__m512i)words : _mm512_slli_epi16(code, 8);
+      // magnitude | (sign & 0x8000)
+      parts[i] = (Words)_mm512_ternarylogic_epi32(magnitude, sign, _mm512_set1_epi16(-0x8000), 0xf8);
     }
   }
   static constexpr int place(int part) { return 2 * part; }

@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "formats.h"
+#include "softmax.h"
 
 namespace {
 
@@ -31,64 +32,6 @@ constexpr int64_t kMostTiles = kKeys / kTile;
 // Fetched ahead to the second level, which has room for more that is under way than the first: a
 // third faster where keys come from memory.
 constexpr int kSecondLevel = 2;
-
-constexpr float kLog2E = 1.44269504f;
-// Below any score, but not so far that differences to it are infinite.
-constexpr float kLowest = -1e30f;
-
-INTERPOSER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-
-INTERPOSER_INLINE Floats chosen(Ints mask, Floats a, Floats b) {
-  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
-}
-
-// 2^x for x of at most 0, relative error below 2e-7; 0 where that is below the normal floats.
-INTERPOSER_INLINE Floats exp2_of(Floats x) {
-  const Floats magic = splat(12582912.0f);  // adding it rounds to a whole number
-  const Floats shifted = x + magic;
-  const Floats f = x - (shifted - magic);
-  Floats power = splat(0.001326472731307149f);
-  power = power * f + splat(0.009671512991189957f);
-  power = power * f + splat(0.05550733581185341f);
-  power = power * f + splat(0.24022242426872253f);
-  power = power * f + splat(0.6931470036506653f);
-  power = power * f + splat(1.0f);
-  const Floats result = (Floats)((Ints)power + ((Ints)shifted << 23));
-  return x < splat(-126.0f) ? splat(0.0f) : result;
-}
-
-INTERPOSER_INLINE float exp2_of(float x) { return exp2_of(splat(x))[0]; }
-
-INTERPOSER_INLINE Floats tanh_of(Floats x) {
-  const Floats magnitude = (Floats)((Ints)x & 0x7fffffff);
-  const Floats e = exp2_of(magnitude * splat(-2 * kLog2E));
-  const Floats result = (splat(1.0f) - e) / (splat(1.0f) + e);
-  return (Floats)((Ints)result | ((Ints)x & splat(int32_t(0x80000000))));
-}
-
-INTERPOSER_INLINE float sum_of(Floats values) {
-  float sums[kLanes];
-  store(sums, values);
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  }
-  return sums[0];
-}
-
-INTERPOSER_INLINE float largest_of(Floats values) {
-  float found[kLanes];
-  store(found, values);
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int i = 0; i < width; ++i) {
-      found[i] = found[i] > found[i + width] ? found[i] : found[i + width];
-    }
-  }
-  return found[0];
-}
-
-constexpr int64_t rounded_up(int64_t number, int64_t multiple) {
-  return (number + multiple - 1) / multiple * multiple;
-}
 
 // What a block works on. Scores are those of the few rows at hand, and later their weights.
 struct Block {

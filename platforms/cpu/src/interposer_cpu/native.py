@@ -41,6 +41,9 @@ _FEATURES = {
 # Ops of the library that write to their arguments and return nothing.
 _WRITERS = (
     "attention_out",
+    "ragged_attention_out",
+    "latent_attention_out",
+    "page_attention_out",
     "normalise_out",
     "add_rms_norm_out",
     "gate_out",

@@ -89,8 +89,6 @@ class NativeBackend(AttentionBackend):
             return Verdict.refuse(
                 f"stores the cache as {spec.dtype} or in 8-bit floats, asked for {spec.cache_dtype}"
             )
-        if spec.is_quantized and spec.sinks:
-            return Verdict.refuse("does no sinks beside a cache of 8 bits")
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
         verdict = plain.judge_plain_decoder()
         return native.judge_device(capability) if verdict else verdict
@@ -159,6 +157,19 @@ class NativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
         return self._forward(query, key, value, cache, plan, scales=scales)
+
+    def forward_quantized_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Plan,
+        scales: torch.Tensor,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
+        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales)
 
     def _forward(
         self,

@@ -76,6 +76,13 @@ _ROWS = (
     ("quantize_int8_per_token", "native_quantizers", ""),
 )
 
+# Attention of the compiled library to keys in rows: op, predicate.
+_DENSE = (
+    ("ragged_attention", "native:judge"),
+    ("ragged_attention_with_lse", "native:judge"),
+    ("latent_attention_decode", "native_dense:judge_latent"),
+)
+
 # Layers of the compiled library, which compute several of their parts at once.
 _BLOCKS = (("gated_mlp", "NativeGatedMLP"), ("self_attention", "NativeSelfAttention"))
 
@@ -148,6 +155,19 @@ def interposer_records() -> list[Record]:
         )
         for op, module, prepare in _ROWS
     ]
+    dense = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_dense:{op}",
+            "cpu",
+            _FLOATS,
+            predicate=f"interposer_cpu.{judge}",
+            score=15.0,
+            properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
+        )
+        for op, judge in _DENSE
+    ]
     blocks = [
         LayerEntry(
             layer_id,
@@ -170,6 +190,13 @@ def interposer_records() -> list[Record]:
             properties=frozenset({"deterministic", "batch_invariant"}),
         ),
         AttentionEntry(
+            "native_rows",
+            "interposer_cpu.native_rows_attention:NativeRowsBackend",
+            "cpu",
+            score=15.0,
+            properties=frozenset({"deterministic", "batch_invariant"}),
+        ),
+        AttentionEntry(
             "sdpa",
             "interposer_cpu.attention:SdpaBackend",
             "cpu",
@@ -179,6 +206,7 @@ def interposer_records() -> list[Record]:
         *packed,
         *native,
         *rows,
+        *dense,
         *blocks,
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]

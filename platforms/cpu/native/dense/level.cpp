@@ -1,0 +1,242 @@
+// Attention of one block of queries to keys in rows, compiled once for each level.
+//
+// Dimensions: rows are tokens times the heads of a group, D size of a query and key, E of a value.
+
+#include "block.h"
+
+namespace {
+
+// Write the block's queries as words across lanes, and which keys each of them sees. Rows that pad
+// the last tile are like the last one.
+template <class F>
+void prepare(const interposer_dense_call& call, const AttentionItem& item, const Block& block) {
+  const int64_t group = call.num_heads / call.num_kv_heads, D = call.head_size;
+  const int64_t start = call.query_starts[item.sequence];
+  const int64_t num_tokens = call.query_starts[item.sequence + 1] - start;
+  const int64_t num_keys = dense_keys(call, item.sequence), tile_words = block.key_words * kLanes;
+  for (int64_t row = 0; row < block.padded_rows; ++row) {
+    const int64_t real = row < block.rows ? row : block.rows - 1;
+    const int64_t token = item.first_token + real / group;
+    const int64_t head = item.head * group + real % group;
+    if (row < block.rows) {
+      const char* from = static_cast<const char*>(call.query) +
+                         ((start + token) * call.query_stride + head * D) * size_of(call.type);
+      convert_row<F>(from, call.type, D, block.keys);
+    }
+    char* to = block.queries + (row / kLanes * tile_words + row % kLanes) * 4;
+    for (int64_t i = 0; i < block.key_words; ++i) {
+      std::memcpy(to + i * kLanes * 4, block.keys + i * 4, 4);
+    }
+    const int64_t position = num_keys - num_tokens + token;
+    int64_t first = item.first_key, end = item.end_key;
+    if (call.causal && position + 1 < end) end = position + 1;
+    if (call.window_tokens) {
+      if (position + call.window_tokens < end) end = position + call.window_tokens;
+      if (position - call.window_tokens + 1 > first) first = position - call.window_tokens + 1;
+    }
+    block.position[row] = int32_t(position);
+    block.first[row] = int32_t(first < item.end_key ? first : item.end_key);
+    block.end[row] = int32_t(end > item.first_key ? end : item.first_key);
+    block.slope[row] = call.slopes ? call.slopes[head] * kLog2E : 0.0f;
+    block.maximum[row] = kLowest;
+    block.sum[row] = 0;
+  }
+  std::memset(block.result, 0, size_t(block.padded_rows * block.columns) * 4);
+}
+
+// Bring keys and values of positions from `begin` to `end` into order.
+template <class F>
+void take_keys(const interposer_dense_call& call, const Source& keys, const Source& values,
+               const Block& block, int64_t begin, int64_t end) {
+  const bool is_shared = call.keys.data == call.values.data;
+  const int64_t key_bytes = block.key_words * 4, E = call.value_size;
+  for (int64_t key = begin; key < end; ++key) {
+    convert_row<F>(keys.row(key), call.stored_type, call.head_size,
+                   block.keys + (key - begin) * key_bytes);
+  }
+  for (int64_t key = begin; key < end; key += F::kInputs) {
+    const char* rows[2] = {};
+    for (int i = 0; i < F::kInputs && key + i < end; ++i) {
+      if (is_shared) {
+        rows[i] = block.keys + (key + i - begin) * key_bytes;
+      } else if (call.stored_type == int32_t(kHeld<F>)) {
+        rows[i] = values.row(key + i);
+      } else {
+        char* room = block.room + i * block.columns * 4;
+        convert_row<F>(values.row(key + i), call.stored_type, E, room);
+        rows[i] = room;
+      }
+    }
+    interleave<F>(rows[0], rows[1], E,
+                  block.values + (key - begin) / F::kInputs * block.columns * 4);
+  }
+}
+
+// Write results: weighted values over the sum of weights, in which a sink takes part.
+void finish(const interposer_dense_call& call, const AttentionItem& item, const Block& block) {
+  const int64_t group = call.num_heads / call.num_kv_heads, E = call.value_size;
+  const int64_t start = call.query_starts[item.sequence] + item.first_token;
+  const float scale = call.value_scales ? call.value_scales[item.head * call.scale_stride] : 1.0f;
+  for (int64_t row = 0; row < block.rows; ++row) {
+    const int64_t head = item.head * group + row % group;
+    const int64_t at = (start + row / group) * call.num_heads + head;
+    float sum = block.sum[row], factor = scale, maximum = block.maximum[row];
+    if (call.sinks) {
+      const float sink = call.sinks[head] * kLog2E;
+      const float highest = sink > maximum ? sink : maximum;
+      factor *= exp2_of(maximum - highest);
+      sum = sum * exp2_of(maximum - highest) + exp2_of(sink - highest);
+      maximum = highest;
+    }
+    if (call.lse) {
+      call.lse[at] = sum == 0 ? -INFINITY : (maximum + __builtin_log2f(sum)) / kLog2E;
+    }
+    // Where no key is seen, there are neither values nor weights.
+    const Floats weight = splat(sum == 0 ? 0.0f : factor / sum);
+    char* to = static_cast<char*>(call.out) + at * E * size_of(call.type);
+    const float* result = block.result + row * block.columns;
+    for (int64_t i = 0; i < E; i += kLanes) {
+      store_some(to + i * size_of(call.type), load<Floats>(result + i) * weight, call.type,
+                 lanes_left(E - i));
+    }
+  }
+}
+
+// Put the parts of a block together, in their order, and finish it.
+void merge(const interposer_dense_call& call, const AttentionItem& item,
+           const AttentionPartials& partials, const Block& block) {
+  const int64_t rows = block.rows;
+  const float* parts = partials.data + item.first_partial * partials.stride;
+  for (int64_t row = 0; row < rows; ++row) {
+    float maximum = kLowest, sum = 0;
+    for (int part = 0; part < item.num_parts; ++part) {
+      const float found = parts[part * partials.stride + row];
+      maximum = found > maximum ? found : maximum;
+    }
+    for (int part = 0; part < item.num_parts; ++part) {
+      const float* from = parts + part * partials.stride;
+      const float factor = exp2_of(from[row] - maximum);
+      sum += from[rows + row] * factor;
+      const float* values = from + 2 * rows + row * block.columns;
+      float* to = block.result + row * block.columns;
+      for (int64_t i = 0; i < block.columns; i += kLanes) {
+        const Floats term = load<Floats>(values + i) * splat(factor);
+        store(to + i, part ? load<Floats>(to + i) + term : term);
+      }
+    }
+    block.maximum[row] = maximum;
+    block.sum[row] = sum;
+  }
+  finish(call, item, block);
+}
+
+template <class F>
+void attend_block(const interposer_dense_call& call, int64_t most_rows, const AttentionItem& item,
+                  const AttentionPartials& partials, char* scratch) {
+  Block block = {};
+  block.rows = item.num_tokens * (call.num_heads / call.num_kv_heads);
+  block.padded_rows = rounded_up(block.rows, kLanes);
+  block.lay<F>(scratch, most_rows, call);
+  prepare<F>(call, item, block);
+  Scoring scoring = {float(call.scale * kLog2E), 0, 0};
+  if (call.key_scales) scoring.scale *= call.key_scales[item.head * call.scale_stride];
+  if (call.softcap != 0) {
+    scoring.cap = float(call.softcap * kLog2E);
+    scoring.uncapped = scoring.scale / scoring.cap;
+  }
+  const Source keys(call, call.keys, item), values(call, call.values, item);
+  for (int64_t begin = item.first_key; begin < item.end_key; begin += kKeys<F>) {
+    const int64_t left = item.end_key - begin;
+    const int64_t count = left < kKeys<F> ? left : kKeys<F>;
+    take_keys<F>(call, keys, values, block, begin, begin + count);
+    for (int64_t row = 0; row < block.rows; row += kGroupRows) {
+      const int64_t rows = block.rows - row < kGroupRows ? block.rows - row : kGroupRows;
+      // Later rows see what is later.
+      const int64_t first = block.first[row] - begin, end = block.end[row + rows - 1] - begin;
+      const int64_t from = first > 0 ? first / F::kInputs * F::kInputs : 0;
+      const int64_t to = end < count ? end : count;
+      if (from >= to) continue;
+      const int64_t tile = row / kLanes, tiles = (rows + kLanes - 1) / kLanes;
+      score<F>(block, tile, tiles, from, to);
+      for (int64_t i = 0; i < tiles; ++i) {
+        soften<F>(block, scoring, call.slopes != nullptr, tile + i, i, begin, from, to);
+      }
+      weigh<F>(block, row, rows, from, to);
+    }
+  }
+  if (item.num_parts == 1) return finish(call, item, block);
+  float* part = partials.data + (item.first_partial + item.part) * partials.stride;
+  std::memcpy(part, block.maximum, size_t(block.rows) * 4);
+  std::memcpy(part + block.rows, block.sum, size_t(block.rows) * 4);
+  std::memcpy(part + 2 * block.rows, block.result, size_t(block.rows * block.columns) * 4);
+  // The last one to be done puts them together.
+  if (partials.unfinished[item.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    merge(call, item, partials, block);
+  }
+}
+
+#if defined(INTERPOSER_PAIRS)
+bool is_paired(const interposer_dense_call& call) {
+  return call.type == kBFloat16 && call.stored_type != kCacheFloat32 &&
+         call.stored_type != kCacheFloat16;
+}
+#endif
+
+void attend(const interposer_dense_call& call, int64_t most_rows, const AttentionItem& item,
+            const AttentionPartials& partials, char* scratch) {
+#if defined(INTERPOSER_PAIRS)
+  if (is_paired(call)) {
+    return attend_block<BFloat16OnPairs>(call, most_rows, item, partials, scratch);
+  }
+#endif
+  attend_block<Float32OnFloats>(call, most_rows, item, partials, scratch);
+}
+
+int64_t scratch_bytes(const interposer_dense_call& call, int64_t most_rows) {
+  Block block = {};
+#if defined(INTERPOSER_PAIRS)
+  if (is_paired(call)) return block.lay<BFloat16OnPairs>(nullptr, most_rows, call);
+#endif
+  return block.lay<Float32OnFloats>(nullptr, most_rows, call);
+}
+
+// Store one row where it is of the type that is stored, or rounded to 8 bits.
+void store_row(const interposer_dense_call& call, const char* from, int64_t count, float scale,
+               char* to) {
+  const int64_t size = size_of(call.type);
+  if (call.stored_type == call.type) {
+    std::memcpy(to, from, size_t(count * size));
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int n = lanes_left(count - i);
+    float values[kLanes];
+    store(values, load_some(from + i * size, call.type, n) / splat(scale));
+    for (int lane = 0; lane < n; ++lane) {
+      to[i + lane] = char(rounded_to_8_bits(values[lane], call.stored_type));
+    }
+  }
+}
+
+void store_token(const interposer_dense_call& call, const interposer_dense_store& store,
+                 int64_t token) {
+  const int64_t slot = store.slots[token], size = size_of(call.type);
+  const int64_t page = slot / call.page_tokens, offset = slot % call.page_tokens;
+  for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+    auto put = [&](const interposer_dense_rows& rows, const void* given, int64_t stride,
+                   int64_t count, const float* scales) {
+      const char* from = static_cast<const char*>(given) + (token * stride + head * count) * size;
+      char* to = const_cast<char*>(rows.data) + head * rows.head + page * rows.page +
+                 offset * rows.token;
+      store_row(call, from, count, scales ? scales[head * call.scale_stride] : 1.0f, to);
+    };
+    put(call.keys, store.key, store.key_stride, call.head_size, call.key_scales);
+    put(call.values, store.value, store.value_stride, call.value_size, call.value_scales);
+  }
+}
+
+}  // namespace
+
+extern "C" const DenseKernels INTERPOSER_OF_LEVEL(interposer_dense);
+extern "C" const DenseKernels INTERPOSER_OF_LEVEL(interposer_dense) = {scratch_bytes, attend,
+                                                                         store_token};
