@@ -180,24 +180,28 @@ void gate_some(void* argument, int thread, int threads) {
     const Prepared x =
         rows_of(group.x, group.x_bytes, job.hidden * size_of(type), segment.first);
     interposer_product gate = group.gate, up = group.up;
-    for (int64_t block = first; block < last; ++block) {
+    // As many blocks as there is memory for: weights of few rows are read in long streams.
+    const int64_t most = kSegmentRows / segment.count;
+    for (int64_t block = first; block < last; block += most) {
+      const int64_t count = last - block < most ? last - block : most;
       gate.out = before(memory, block);
       up.out = before(acted_on, block);
-      if (!job.linear->multiply(gate, x, block, block + 1, 0, segment.count) ||
-          !job.linear->multiply(up, x, block, block + 1, 0, segment.count)) {
+      gate.out_stride = up.out_stride = count * kBlock;
+      if (!job.linear->multiply(gate, x, block, block + count, 0, segment.count) ||
+          !job.linear->multiply(up, x, block, block + count, 0, segment.count)) {
         job.failed = true;
         return;
       }
+      const int64_t row = group.first + segment.first, rest = job.inner - block * kBlock;
       GatedTile tile = {};
       tile.gate = memory;
       tile.up = acted_on;
-      tile.out = job.h + ((group.first + segment.first) * job.inner + block * kBlock) *
-                             size_of(type);
+      tile.out = job.h + (row * job.inner + block * kBlock) * size_of(type);
       tile.out_type = type;
       tile.activation = job.call->activation;
       tile.rows = segment.count;
-      const int64_t rest = job.inner - block * kBlock;
-      tile.columns = rest < kBlock ? rest : kBlock;
+      tile.columns = rest < count * kBlock ? rest : count * kBlock;
+      tile.stride = count * kBlock;
       tile.out_stride = job.inner;
       job.kernels->activate(tile);
     }
@@ -260,7 +264,7 @@ interposer_product product_by(const interposer_packed* weight, int32_t type, int
 int64_t slot_bytes(const Job& job) {
   const interposer_mixture_call& call = *job.call;
   const interposer_packed* gate = gate_of(*call.mixture, 0);
-  const interposer_product first = product_by(gate, call.type, call.tokens, kBlock);
+  const interposer_product first = product_by(gate, call.type, call.tokens, 0);
   const interposer_product second =
       product_by(behind(behind(gate)), call.type, call.tokens, job.hidden);
   const int64_t plain = (job.hidden + job.inner) * size_of(call.type) + job.hidden * 4;
@@ -291,8 +295,8 @@ bool group_slots(Job& job, int64_t* starts) {
     const interposer_packed* gate = gate_of(*call.mixture, expert);
     const interposer_packed* up = behind(gate);
     group = {};
-    group.gate = product_by(gate, call.type, count, kBlock);
-    group.up = product_by(up, call.type, count, kBlock);
+    group.gate = product_by(gate, call.type, count, 0);
+    group.up = product_by(up, call.type, count, 0);
     group.down = product_by(behind(up), call.type, count, job.hidden);
     group.first = job.num_rows;
     group.count = count;

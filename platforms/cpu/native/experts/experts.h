@@ -50,12 +50,12 @@ int32_t interposer_experts(const interposer_mixture_call* call);
 
 constexpr uint32_t kMixtureMagic = 0x69706d31;
 
-// Columns of some rows of gates and what they act on, which became of one block of outputs.
+// Some columns of rows of gates and what they act on.
 struct GatedTile {
-  const float *gate, *up;  // rows are kBlock apart
+  const float *gate, *up;
   void* out;
   int32_t out_type, activation;
-  int64_t rows, columns, out_stride;
+  int64_t rows, columns, stride, out_stride;  // elements
 };
 
 // What the experts of some tokens returned, to be added up.

@@ -20,8 +20,8 @@ INTERPOSER_INLINE Floats swiglu_oai_of(Floats gate, Floats up) {
 template <int32_t kType, Floats activation(Floats, Floats)>
 void activate_rows(const GatedTile& tile) {
   for (int64_t row = 0; row < tile.rows; ++row) {
-    const float* gate = tile.gate + row * kBlock;
-    const float* up = tile.up + row * kBlock;
+    const float* gate = tile.gate + row * tile.stride;
+    const float* up = tile.up + row * tile.stride;
     char* out = static_cast<char*>(tile.out) + row * tile.out_stride * size_of(kType);
     for (int64_t i = 0; i < tile.columns; i += kLanes) {
       const int64_t rest = tile.columns - i;
