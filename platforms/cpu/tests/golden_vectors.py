@@ -26,6 +26,12 @@ from interposer.testing.expectation import Expectation
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.attention import paged_attention
 from interposer_ops.block_scaled_linear import mxfp4_linear
+from interposer_ops.experts import (
+    fused_experts,
+    fused_experts_fp8,
+    fused_experts_mxfp4,
+    fused_experts_w4a16,
+)
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.head_norms import qk_norm
 from interposer_ops.int8_linear import int8_linear, w4a8_linear
@@ -89,6 +95,12 @@ def _attends(case: Case) -> bool:
     )
 
 
+def _experts(hidden: int, inner: int, **others: object) -> tuple[Dims, ...]:
+    """Return dims whose samples give an expert up to twelve rows."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_experts": 3, "top_k": 2}
+    return ({**sizes, "activation": "swiglu_oai", **others},)
+
+
 _GROUPED = {"group_size": 24, "num_groups": 7, "scale_dtype": "float32"}
 _BY_ROW = {"x_scales": "token", "asymmetric": False, "asymmetric_inputs": False}
 _WIDE = (torch.float32, torch.bfloat16)
@@ -129,6 +141,10 @@ OPS = (
             weight_dtype="float8_e4m3fn",
         ),
     ),
+    Covered(fused_experts, dtypes=_WIDE, dims=_experts(83, 70, biased=True)),
+    Covered(fused_experts_w4a16, dims=_experts(96, 72, group_size=24)),
+    Covered(fused_experts_mxfp4, dims=_experts(96, 160, biased=True)),
+    Covered(fused_experts_fp8, dims=_experts(80, 96, granularity="block")),
     Covered(rms_norm),
     Covered(fused_add_rms_norm),
     Covered(gemma_rms_norm),

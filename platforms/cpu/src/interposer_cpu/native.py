@@ -49,6 +49,7 @@ _WRITERS = (
     "gate_out",
     "turn_heads_out",
     "code_out",
+    "experts_out",
 )
 
 

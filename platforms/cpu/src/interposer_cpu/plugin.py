@@ -62,6 +62,14 @@ _NATIVE = (
     ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
 )
 
+# Kernels of the compiled library for mixtures of experts: op, dtypes, predicate.
+_EXPERTS = (
+    ("fused_experts", _WIDE, "native:judge"),
+    ("fused_experts_w4a16", (*_WIDE, "float16"), "native_experts:judge_groups"),
+    ("fused_experts_mxfp4", (*_WIDE, "float16"), "native:judge"),
+    ("fused_experts_fp8", (*_WIDE, "float16"), "native:judge"),
+)
+
 # Kernels of the compiled library that take rows one by one: op, module, preparation.
 _ROWS = (
     ("rms_norm", "native_norms", "prepare"),
@@ -141,6 +149,20 @@ def interposer_records() -> list[Record]:
         )
         for op, dtypes, judge, prepare in _NATIVE
     ]
+    experts = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_experts:{op}",
+            "cpu",
+            Requires(dtypes=dtypes),
+            predicate=f"interposer_cpu.{judge}",
+            prepare=f"interposer_cpu.native_experts:pack_{op}",
+            score=20.0,
+            properties=frozenset({"deterministic", "traceable"}),
+        )
+        for op, dtypes, judge in _EXPERTS
+    ]
     rows = [
         Kernel(
             op,
@@ -205,6 +227,7 @@ def interposer_records() -> list[Record]:
         *plain,
         *packed,
         *native,
+        *experts,
         *rows,
         *dense,
         *blocks,

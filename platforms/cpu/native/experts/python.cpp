@@ -1,0 +1,52 @@
+// Mixtures of experts, by addresses.
+
+#include "../python.h"
+
+#include "experts.h"
+
+namespace {
+
+// Experts, bytes of each, and the address of the memory.
+PyObject* begin_mixture(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[3];
+  if (!interposer_numbers(arguments, given, 3, values)) return nullptr;
+  interposer_begin_mixture(values[0], values[1], address<void>(values[2]));
+  Py_RETURN_NONE;
+}
+
+// Addresses of the packed experts, of x, of the result, of weights and int32 ids; type, activation,
+// tokens, chosen experts; elements between the tokens of x, of weights and of ids.
+PyObject* experts(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[12];
+  if (!interposer_numbers(arguments, given, 12, values)) return nullptr;
+  interposer_mixture_call call = {};
+  call.mixture = address<const interposer_mixture>(values[0]);
+  call.x = address<const void>(values[1]);
+  call.out = address<void>(values[2]);
+  call.weights = address<const float>(values[3]);
+  call.expert_ids = address<const int32_t>(values[4]);
+  call.type = static_cast<int32_t>(values[5]);
+  call.activation = static_cast<int32_t>(values[6]);
+  call.tokens = values[7];
+  call.top_k = values[8];
+  call.x_stride = values[9];
+  call.weight_stride = values[10];
+  call.id_stride = values[11];
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = interposer_experts(&call);
+  Py_END_ALLOW_THREADS;
+  if (failure) {
+    PyErr_Format(PyExc_RuntimeError, "the native experts failed with code %d", int(failure));
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace
+
+PyMethodDef interposer_experts_methods[] = {
+    INTERPOSER_METHOD(begin_mixture),
+    INTERPOSER_METHOD(experts),
+    {nullptr, nullptr, 0, nullptr},
+};
