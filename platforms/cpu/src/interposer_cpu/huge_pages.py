@@ -87,9 +87,7 @@ def _requested_bytes() -> int:
 
 def _mapped(num_bytes: int, huge_bytes: int, dtype: torch.dtype, count: int) -> torch.Tensor:
     # What lies before the first border of a huge page is never touched, so it is no memory.
-    memory = mmap.mmap(
-        -1, num_bytes + huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
+    memory = mmap.mmap(-1, num_bytes + huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     start = -address % huge_bytes
     with suppress(OSError):  # it is memory all the same
