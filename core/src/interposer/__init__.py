@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from interposer.requires import Dim, Requires
     from interposer.resolver import Resolver
     from interposer.selection import select
+    from interposer.threads import bind_threads
     from interposer.tuning import Table, tune
     from interposer.verdict import Refusal, Verdict
 
@@ -101,6 +102,7 @@ __all__ = [
     "Tolerance",
     "TuningEntry",
     "Verdict",
+    "bind_threads",
     "current_platform",
     "current_registry",
     "custom_op",
@@ -157,6 +159,7 @@ _HOMES = {
     "requires": ("Dim", "Requires"),
     "resolver": ("Resolver",),
     "selection": ("select",),
+    "threads": ("bind_threads",),
     "tuning": ("Table", "tune"),
     "verdict": ("Refusal", "Verdict"),
 }

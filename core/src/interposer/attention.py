@@ -6,7 +6,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -176,15 +176,17 @@ class KVCacheLayout:
         shape = self.shape(num_pages)
         stored = [shape[axis] for axis in self.stride_order]
         if self.layers_axis is None:
-            layers = [
-                torch.empty(stored, dtype=self.dtype, device=device) for _ in range(num_layers)
-            ]
+            layers = [self.empty(stored, device) for _ in range(num_layers)]
         else:
             stored.insert(self.layers_axis, num_layers)
-            whole = torch.empty(stored, dtype=self.dtype, device=device)
+            whole = self.empty(stored, device)
             layers = list(whole.unbind(self.layers_axis))
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
         return [layer.permute(inverse) for layer in layers]
+
+    def empty(self, shape: Sequence[int], device: str) -> torch.Tensor:
+        """Return memory as it is stored, not initialised; a backend's layout may take its own."""
+        return torch.empty(tuple(shape), dtype=self.dtype, device=device)
 
 
 class AttentionBackend(ABC):

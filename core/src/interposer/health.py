@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform as machine
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,14 @@ from interposer.compatibility import API_VERSION
 from interposer.config import Config, Rule, config_sources, effective_config
 from interposer.device_description import DeviceDescription
 from interposer.discovery import installed_distributions
-from interposer.errors import ConfigError, InterposerError, StorageError, UnknownNameError
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    InterposerError,
+    StorageError,
+    UnknownNameError,
+    described,
+)
 from interposer.inventory import strays
 from interposer.placement import place, unless_explicit
 from interposer.policy import policy_for
@@ -108,6 +116,7 @@ class Health:
         torch: version, build and what torch sees of accelerators.
         sources: where the policy is set.
         device: description of the device in force; None without one.
+        machine: what else its platform says of this machine, by subject.
         cache: what is remembered between processes.
         lock: the lock file and whether the installation is as locked; empty without one.
         warnings: what was said while plugins were loaded, failures apart.
@@ -118,6 +127,7 @@ class Health:
     sources: list[PolicySource] = field(default_factory=list)
     platforms: list[ProbedPlatform] = field(default_factory=list)
     device: dict[str, Any] | None = None
+    machine: dict[str, str] = field(default_factory=dict)
     plugins: list[InstalledPlugin] = field(default_factory=list)
     skipped: list[SkippedPlugin] = field(default_factory=list)
     cache: Cache | None = None
@@ -287,10 +297,21 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
             subject = f"platform {candidate.name!r} of {candidate.origin}"
             health.problems.append(Problem(subject, verdict.reason, mend, verdict.traceback))
     try:
-        description = DeviceDescription.of(place(config))
-        health.device = description.model_dump(mode="json")
+        placement = place(config)
+        health.device = DeviceDescription.of(placement).model_dump(mode="json")
     except InterposerError as error:
         health.problems.append(Problem("device", str(error)))
+        return
+    platform = placement.platform
+    if not platform.provides("facts"):
+        return
+    try:
+        health.machine = dict(platform.facts())
+    except FOREIGN_ERRORS as error:
+        subject = f"facts of platform {platform.name!r}"
+        mend = f"mend or reinstall {placement.choice.chosen.provider}"
+        reason = described(error)
+        health.problems.append(Problem(subject, reason, mend, traceback.format_exc()))
 
 
 def _examine_plugins(health: Health, registry: Registry) -> None:

@@ -56,6 +56,7 @@ def _head(health: Health) -> list[str]:
 def _sections(health: Health) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Yield title, column titles and rows of every table that has any."""
     found: list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]] = [
+        ("this machine", ("subject", "what holds"), [*health.machine.items()]),
         (
             "platforms",
             ("platform", "provider", "probe"),

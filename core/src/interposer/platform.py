@@ -95,6 +95,11 @@ class Platform(ABC):
         raise self._missing("numa_nodes")
 
     @optional
+    def cores(self) -> Sequence[Sequence[int]]:
+        """Return the logical processors that this process may use, core by core."""
+        raise self._missing("cores")
+
+    @optional
     def bind_threads(self, processors: Sequence[int]) -> Verdict:
         """Run this process's compute threads on ``processors`` only."""
         raise self._missing("bind_threads")
@@ -103,6 +108,16 @@ class Platform(ABC):
     def num_threads(self) -> int:
         """Return how many threads compute."""
         raise self._missing("num_threads")
+
+    @optional
+    def start_method(self) -> str:
+        """Return how processes beside this one are started, as ``multiprocessing`` names it."""
+        raise self._missing("start_method")
+
+    @optional
+    def facts(self) -> Mapping[str, str]:
+        """Return what else people should know of this machine, by subject; ``doctor`` shows it."""
+        raise self._missing("facts")
 
     @optional
     def distributed_backend(self) -> str:

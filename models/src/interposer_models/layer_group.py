@@ -170,6 +170,8 @@ def _copied(layer: L, state: State) -> L:
 
 
 def _allocated(parameter: nn.Parameter, device: str) -> nn.Parameter:
-    memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    # Of a tensor without memory, empty_like would first import half a second of torch's compiler.
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    memory = nn.Parameter(empty, requires_grad=False)
     memory.__dict__.update(parameter.__dict__)
     return memory

@@ -15,8 +15,11 @@ from interposer_cpu.platform import CPUPlatform
 PROVIDED = {
     "peak_memory_bytes",
     "numa_nodes",
+    "cores",
     "bind_threads",
     "num_threads",
+    "start_method",
+    "facts",
     "distributed_backend",
     "compile_backend",
 }
@@ -31,6 +34,37 @@ platform = CPUPlatform()
 verdict = platform.bind_threads(json.loads(sys.argv[1]))
 affinities = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
 print(json.dumps([verdict.accepted, verdict.reason, sorted(affinities), platform.num_threads()]))
+"""
+# A process that may use some processors only binds its threads by the public function.
+BIND_CORES = """
+import json, os, sys
+allowed, settings = json.loads(sys.argv[1])
+os.sched_setaffinity(0, allowed)
+import interposer
+from interposer.errors import ConfigError
+try:
+    verdict = interposer.bind_threads(config=interposer.Config(platform="cpu"), **settings)
+    said = [verdict.accepted, verdict.reason]
+except ConfigError as error:
+    said = ["ConfigError", str(error)]
+print(json.dumps([*said, sorted(os.sched_getaffinity(0))]))
+"""
+REDUCE = """
+import sys
+import torch
+import torch.distributed as distributed
+from interposer_cpu.platform import CPUPlatform
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group(
+    CPUPlatform().distributed_backend(), init_method=f"file://{store}", rank=rank, world_size=2
+)
+part = torch.arange(1000.0) * (rank + 1)
+distributed.all_reduce(part)
+assert torch.equal(part, torch.arange(1000.0) * 3), part
+distributed.barrier()
+distributed.destroy_process_group()
+print("reduced")
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's thread affinity")
 
@@ -131,6 +165,58 @@ def test_denied_processors_are_a_refusal_that_changes_nothing(extra: list[int]) 
     assert str(extra[0]) in reason
     assert affinities == [before]
     assert num_threads == 2
+
+
+def bind_cores(allowed: list[int], **settings: object) -> tuple[object, str, list[int]]:
+    arguments = [sys.executable, "-c", BIND_CORES, json.dumps([allowed, settings])]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    accepted, reason, affinity = json.loads(done.stdout)
+    return accepted, reason, affinity
+
+
+@linux
+def test_cores_are_bound_but_for_those_reserved() -> None:
+    cores = host.cores()
+    firsts = [core[0] for core in cores]
+    allowed = host.allowed_processors()
+    assert bind_cores(allowed) == (True, f"bound to processors {firsts}", firsts)
+    node = next(node for node, own in host.numa_nodes().items() if firsts[0] in own)
+    own = [p for p in firsts if p in host.numa_nodes()[node]]
+    assert bind_cores(allowed, node=node)[2] == own
+    assert bind_cores(allowed, siblings=True)[2] == allowed
+    if len(firsts) > 1:
+        assert bind_cores(allowed, reserve=1)[2] == firsts[1:]
+
+
+@linux
+def test_only_what_the_process_may_use_is_bound_to() -> None:
+    last = host.allowed_processors()[-1]
+    assert bind_cores([last])[::2] == (True, [last])
+    raised, reason, affinity = bind_cores([last], reserve=1)
+    assert raised == "ConfigError"
+    assert "this process may use 1 cores" in reason
+    assert "Try: reserve=0" in reason
+    assert affinity == [last]
+
+
+def test_two_processes_reduce_by_the_distributed_backend(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", REDUCE]
+    both = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [process.communicate(timeout=120) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [out.strip() for out, _ in ends] == ["reduced"] * 2, ends
 
 
 def test_binding_to_nothing_is_refused() -> None:

@@ -88,5 +88,56 @@ def test_processor_name_is_the_model(tmp_path: Path, key: str) -> None:
     assert host.processor_name(tmp_path) == "Some Processor 9000"
 
 
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c", "ARM Neoverse-N1"),
+        ("CPU implementer\t: 0xc0\nCPU part\t: 0xac3", "Ampere AmpereOne"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xfff", "ARM part 0xfff"),
+        ("CPU implementer\t: 0x99\nCPU part\t: 0x001", "ARM designer 0x99 part 0x001"),
+        ("processor 0: version = FF,  identification = 0,  machine = 8561", "IBM z15"),
+        ("processor 0: version = FF,  identification = 0,  machine = 1234", "IBM machine 1234"),
+    ],
+)
+def test_processors_that_give_numbers_are_named(tmp_path: Path, lines: str, name: str) -> None:
+    write(tmp_path / "proc/cpuinfo", lines)
+    assert host.processor_name(tmp_path) == name
+
+
+@pytest.mark.parametrize("file", ["core_cpus_list", "thread_siblings_list"])
+def test_cores_are_processors_that_share_one(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "allowed_processors", lambda: [0, 1, 2, 4, 5])
+    for processor, together in enumerate(["0,4", "1,5", "2,6", "3,7", "0,4", "1,5"]):
+        write(tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology/{file}", together)
+    assert host.cores(tmp_path) == [[0, 4], [1, 5], [2]]
+
+
+def test_every_processor_is_a_core_where_unknown(tmp_path: Path) -> None:
+    assert host.cores(tmp_path) == [[processor] for processor in host.allowed_processors()]
+
+
+def test_numbers_are_listed_in_ranges() -> None:
+    assert host.listed([5, 0, 1, 2, 8, 9]) == "0-2,5,8-9"
+    assert host.listed([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "version"),
+    [
+        ("proc/sys/kernel/osrelease", "4.4.0-19041-Microsoft", 1),
+        ("proc/sys/kernel/osrelease", "4.19.84-microsoft-standard", 2),
+        ("proc/sys/kernel/osrelease", "5.15.90.1-microsoft-standard-WSL2", 2),
+        ("proc/version", "Linux version 4.4.0-18362-Microsoft (Microsoft@Microsoft.com)", 1),
+        ("proc/sys/kernel/osrelease", "6.1.0-13-amd64", 0),
+        ("proc/sys/kernel/nothing", "", 0),
+    ],
+)
+def test_wsl_is_known_by_its_kernel(tmp_path: Path, file: str, text: str, version: int) -> None:
+    write(tmp_path / file, text)
+    assert host.wsl(tmp_path) == version
+
+
 def test_processor_name_is_never_empty(tmp_path: Path) -> None:
     assert host.processor_name(tmp_path)

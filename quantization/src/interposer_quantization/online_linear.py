@@ -20,8 +20,9 @@ __all__ = ["OnlineLinear", "chunks"]
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
 
-# Numbers that are widened at a time, so that what is computed with is small beside a weight.
-_AT_A_TIME = 1 << 22
+# Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is
+# small beside a weight. Four million at a time take four to seven times as long.
+_AT_A_TIME = 1 << 19
 
 
 class OnlineLinear(LinearMethod):
@@ -77,14 +78,15 @@ class OnlineLinear(LinearMethod):
     def _check(self, weight: torch.Tensor) -> None:
         sizes = self.members.sizes
         for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
-            for rows in chunks(part):
-                wrong = ~rows.isfinite()
-                if wrong.any():
-                    raise CheckpointError(
-                        self.members.tensor(member, "weight"),
-                        f"holds {float(rows[wrong][0])}, which no quantized number can stand for",
-                        "copy the checkpoint again",
-                    )
+            # NaN and infinities reach the extremes, which are found in a twentieth of the time.
+            if all(bound.isfinite() for bound in part.aminmax()):
+                continue
+            wrong = part[~part.isfinite()]
+            raise CheckpointError(
+                self.members.tensor(member, "weight"),
+                f"holds {float(wrong[0])}, which no quantized number can stand for",
+                "copy the checkpoint again",
+            )
 
 
 def chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[torch.Tensor]:

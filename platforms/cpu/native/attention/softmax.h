@@ -26,7 +26,7 @@ INTERPOSER_INLINE Floats exp2_of(Floats x) {
   power = power * f + splat(0.24022242426872253f);
   power = power * f + splat(0.6931470036506653f);
   power = power * f + splat(1.0f);
-  const Floats result = (Floats)((Ints)power + ((Ints)shifted << 23));
+  const Floats result = (Floats)((Words)power + ((Words)shifted << 23));  // may wrap where unused
   return x < splat(-126.0f) ? splat(0.0f) : result;
 }
 

@@ -57,6 +57,88 @@ uint32_t word_at(const interposer_plain& plain, int64_t output, int64_t step) {
   }
 }
 
+// Four neighbouring words of a row.
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+// Nibbles in the order of kOrder, from those in the order of inputs.
+INTERPOSER_INLINE Four ordered(Four nibbles) {
+  Four first = nibbles & 0x0f0f0f0f, second = nibbles >> 4 & 0x0f0f0f0f;
+  first = (first | first >> 4) & 0x00ff00ff;
+  second = (second | second >> 4) & 0x00ff00ff;
+  return ((first | first >> 8) & 0xffff) | (second | second >> 8) << 16;
+}
+
+// The words of four steps from `row`, which holds the bytes of one output from the first of them.
+template <int32_t format>
+INTERPOSER_INLINE Four words_of(const char* row) {
+  Four words = load<Four>(row);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  // What comes first in memory belongs into the lowest part of a word.
+  if (format != kWeightFloat32) words = words << 16 | words >> 16;
+  if (inputs_per_word(format) >= 4) words = (words & 0x00ff00ff) << 8 | (words >> 8 & 0x00ff00ff);
+#endif
+  if (format == kWeightInt8) return words ^ 0x80808080;
+  return inputs_per_word(format) == 8 ? ordered(words) : words;
+}
+
+// Four steps of four outputs whose rows lie `pitch` bytes apart.
+template <int32_t format>
+INTERPOSER_INLINE void turn(const char* rows, int64_t pitch, uint32_t* words) {
+  const Four a = words_of<format>(rows), b = words_of<format>(rows + pitch);
+  const Four c = words_of<format>(rows + 2 * pitch), d = words_of<format>(rows + 3 * pitch);
+  const Four low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
+  const Four ac_low = __builtin_shuffle(a, c, low), ac_high = __builtin_shuffle(a, c, high);
+  const Four bd_low = __builtin_shuffle(b, d, low), bd_high = __builtin_shuffle(b, d, high);
+  store(words, __builtin_shuffle(ac_low, bd_low, low));
+  store(words + kBlock, __builtin_shuffle(ac_low, bd_low, high));
+  store(words + 2 * kBlock, __builtin_shuffle(ac_high, bd_high, low));
+  store(words + 3 * kBlock, __builtin_shuffle(ac_high, bd_high, high));
+}
+
+// The words of a block, and how many of its 64 outputs there are.
+template <int32_t format>
+void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uint32_t* words) {
+  constexpr int kInputs = inputs_per_word(format);
+  const int64_t steps = padded_inputs(plain.inputs) / kInputs;
+  // Words that lie in a row wholly.
+  const int64_t whole = plain.inputs / kInputs;
+  const int64_t pitch = kInputs == 8 ? (plain.inputs + 1) / 2 : plain.inputs * 4 / kInputs;
+  const char* rows = static_cast<const char*>(plain.weight) + first * pitch;
+  // Sixteen steps at a time: a cache line of each row is then read once, and written to lines
+  // that stay in the cache.
+  for (int64_t begin = 0; begin < steps; begin += 16) {
+    const int64_t end = begin + 16 < steps ? begin + 16 : steps;
+    for (int64_t output = 0; output < kBlock; output += 4) {
+      int64_t step = begin;
+      if (output + 4 <= count) {
+        for (; step + 4 <= end && step + 4 <= whole; step += 4) {
+          turn<format>(rows + output * pitch + step * 4, pitch, words + step * kBlock + output);
+        }
+      }
+      for (; step < end; ++step) {
+        for (int64_t i = output; i < output + 4; ++i) {
+          words[step * kBlock + i] = i < count ? word_at(plain, first + i, step) : 0;
+        }
+      }
+    }
+  }
+}
+
+void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uint32_t* words) {
+  switch (plain.format) {
+    case kWeightFloat32:
+      return pack_words<kWeightFloat32>(plain, first, count, words);
+    case kWeightBFloat16:
+      return pack_words<kWeightBFloat16>(plain, first, count, words);
+    case kWeightInt8:
+      return pack_words<kWeightInt8>(plain, first, count, words);
+    case kWeightE4M3:
+      return pack_words<kWeightE4M3>(plain, first, count, words);
+    default:  // both formats of four bits
+      return pack_words<kWeightInt4>(plain, first, count, words);
+  }
+}
+
 void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_t block) {
   const int64_t first = block * kBlock;
   const int64_t count = plain.outputs - first < kBlock ? plain.outputs - first : kBlock;
@@ -65,16 +147,7 @@ void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_
   char* memory = reinterpret_cast<char*>(packed);
 
   uint32_t* words = reinterpret_cast<uint32_t*>(memory + packed->words_at) + block * steps * kBlock;
-  // Sixteen steps at a time: a cache line of each row is then read once, and written to lines
-  // that stay in the cache.
-  for (int64_t begin = 0; begin < steps; begin += 16) {
-    const int64_t end = begin + 16 < steps ? begin + 16 : steps;
-    for (int64_t output = 0; output < kBlock; ++output) {
-      for (int64_t step = begin; step < end; ++step) {
-        words[step * kBlock + output] = output < count ? word_at(plain, first + output, step) : 0;
-      }
-    }
-  }
+  pack_words(plain, first, count, words);
   if (packed->scales_at) {
     const int size = size_of(plain.scale_type);
     char* scales = memory + packed->scales_at + block * groups * kBlock * size;

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from interposer import Capability, Device, Memory, Platform, Verdict
-from interposer_cpu import features, host
+from interposer_cpu import facts, features, host
 from interposer_cpu.binding import bind_process
 
 __all__ = ["CPUPlatform"]
@@ -71,6 +71,10 @@ class CPUPlatform(Platform):
         """Return the logical processors of every NUMA node."""
         return host.numa_nodes()
 
+    def cores(self) -> Sequence[Sequence[int]]:
+        """Return the logical processors that this process may use, core by core."""
+        return host.cores()
+
     def bind_threads(self, processors: Sequence[int]) -> Verdict:
         """Bind all threads, and compute with no more of them than there are processors."""
         verdict = bind_process(processors)
@@ -81,6 +85,14 @@ class CPUPlatform(Platform):
     def num_threads(self) -> int:
         """Return how many threads compute one operator."""
         return torch.get_num_threads()
+
+    def start_method(self) -> str:
+        """Return ``"spawn"`` inside WSL, where forks of a process with devices fail; see there."""
+        return facts.start_method()
+
+    def facts(self) -> Mapping[str, str]:
+        """Return which instructions, threads, memory and pages are in use, and why."""
+        return facts.facts()
 
     def distributed_backend(self) -> str:
         """Return ``"gloo"``."""

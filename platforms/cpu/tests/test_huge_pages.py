@@ -1,0 +1,127 @@
+import copy
+import mmap
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from interposer_cpu import huge_pages, native_linear
+
+MIB = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    huge_pages._requested_bytes.cache_clear()
+    yield
+    huge_pages._requested_bytes.cache_clear()
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / "sys/kernel/mm/transparent_hugepage" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def advised_bytes(tensor: torch.Tensor) -> int:
+    """Return how much of a tensor's memory the system was told about, from its list of maps."""
+    first, advised, inside = tensor.data_ptr(), 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            start, end = (int(bound, 16) for bound in span.groups())
+            inside = max(0, min(end, first + tensor.nbytes) - max(start, first))
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            advised += inside
+    return advised
+
+
+@linux
+@pytest.mark.parametrize(("num_bytes", "advised"), [(2 * MIB, 2), (5 * MIB + 24, 4), (MIB, 0)])
+def test_whole_huge_pages_are_asked_for_and_no_more(
+    num_bytes: int, advised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
+    memory = huge_pages.empty([num_bytes // 8, 2], torch.float32)
+    assert memory.shape == (num_bytes // 8, 2)
+    assert memory.untyped_storage().nbytes() == num_bytes
+    assert memory.data_ptr() % 64 == 0
+    assert advised_bytes(memory) == advised * MIB
+    memory.fill_(3)
+    assert (memory == 3).all()
+    assert torch.equal(copy.deepcopy(memory), memory)
+
+
+@linux
+def test_memory_goes_back_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
+    view = huge_pages.empty([64 * MIB], torch.uint8)[5:]
+    address = f"{view.data_ptr() - 5:x}"
+
+    def mapped() -> bool:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        spans = [line.split()[0].split("-") for line in maps]
+        return any(int(a, 16) <= int(address, 16) < int(b, 16) for a, b in spans)
+
+    assert mapped()
+    del view
+    assert not mapped()
+
+
+def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise OSError("no more maps")
+
+    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
+    monkeypatch.setattr(mmap, "mmap", denied)
+    assert huge_pages.empty([4 * MIB], torch.uint8).shape == (4 * MIB,)
+
+
+@linux
+def test_a_system_without_huge_pages_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in ("never", "always", ""):
+        monkeypatch.setattr(huge_pages, "_setting", lambda root, setting=setting: setting)
+        huge_pages._requested_bytes.cache_clear()
+        assert advised_bytes(huge_pages.empty([4 * MIB], torch.uint8)) == 0
+
+
+@linux
+@pytest.mark.native
+def test_packed_weights_and_caches_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
+    weight, _ = native_linear.pack(torch.ones(2048, 1024), None)["weight"]
+    assert advised_bytes(weight) == 8 * MIB
+    layout = huge_pages.HugePagesLayout((2, 2, 16, 64), 1, (0, 1, 2, 3, 4), torch.float32)
+    caches = layout.allocate(2, 256, "cpu")
+    assert [advised_bytes(cache) for cache in caches] == [4 * MIB, 4 * MIB]
+    assert [cache.shape for cache in caches] == [(2, 256, 2, 16, 64)] * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "accepted", "said"),
+    [
+        ("always [madvise] never", True, "of 2 MiB, for packed weights and caches"),
+        ("[always] madvise never", True, "says 'always'"),
+        ("always madvise [never]", False, "says 'never'; 'madvise' lets"),
+    ],
+)
+def test_what_the_system_allows_is_said(
+    tmp_path: Path, setting: str, accepted: bool, said: str
+) -> None:
+    write(tmp_path, "enabled", setting)
+    write(tmp_path, "hpage_pmd_size", "2097152")
+    verdict = huge_pages.allowed(tmp_path)
+    assert verdict.accepted is accepted
+    assert said in verdict.reason
+    assert huge_pages.page_bytes(tmp_path) == 2 * MIB
+
+
+def test_other_systems_have_none(tmp_path: Path) -> None:
+    assert "this system has none" in huge_pages.allowed(tmp_path).reason
+    write(tmp_path, "enabled", "always [madvise] never")
+    assert "how large" in huge_pages.allowed(tmp_path).reason
+    assert huge_pages.page_bytes(tmp_path) == 0
