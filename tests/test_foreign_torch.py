@@ -180,8 +180,8 @@ def run(architecture: str, folder: Path) -> dict[str, Any]:
     }
     passed = [part for name, value in environment.items() for part in ("-E", f"{name}={value}")]
     python = root / "usr" / "bin" / PYTHON
-    script = (FOREIGN / "conform.py", MODEL, PROMPT, str(NUM_TOKENS))
-    command: tuple[str | Path, ...] = (emulator, "-cpu", "max", "-L", root, *passed, python, *script)
+    script = (str(FOREIGN / "conform.py"), str(MODEL), PROMPT, str(NUM_TOKENS))
+    command = (emulator, "-cpu", "max", "-L", str(root), *passed, str(python), *script)
     output = succeed(*command, told=None)
     found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
