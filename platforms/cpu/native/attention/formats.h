@@ -128,20 +128,30 @@ struct Float8OnPairs : OnPairs {
   static constexpr int kParts = 2, kInputs = 4;
   static constexpr Float8Table<Mantissa> kTable = {};
 
-  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
-    // Six bits of a code choose from 64 entries, the seventh between two such tables.
+  // Of the codes in the lower bytes of halves. Six bits choose from 64 entries, the seventh between
+  // two such tables.
+  static INTERPOSER_INLINE __m512i magnitude(__m512i code) {
     __m512i table[4];
     for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(kTable.bits + 32 * i);
-    for (int i = 0; i < kParts; ++i) {
-      const __m512i code = (__m512i)(words >> 8 * i);
-      const __m512i small = _mm512_permutex2var_epi16(table[0], code, table[1]);
-      const __m512i large = _mm512_permutex2var_epi16(table[2], code, table[3]);
-      const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
-      const __m512i magnitude = _mm512_mask_mov_epi16(small, is_large, large);
-      const __m512i sign = i ? (__m512i)words : _mm512_slli_epi16(code, 8);
-      // magnitude | (sign & 0x8000)
-      parts[i] = (Words)_mm512_ternarylogic_epi32(magnitude, sign, _mm512_set1_epi16(-0x8000), 0xf8);
-    }
+    const __m512i small = _mm512_permutex2var_epi16(table[0], code, table[1]);
+    const __m512i large = _mm512_permutex2var_epi16(table[2], code, table[3]);
+    const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+    return _mm512_mask_mov_epi16(small, is_large, large);
+  }
+
+  static INTERPOSER_INLINE Words with_sign(__m512i magnitude, __m512i sign) {
+    constexpr int kFirstOrBoth = 0xf8;  // magnitude | (sign & 0x8000)
+    const __m512i bit = _mm512_set1_epi16(-0x8000);
+    return (Words)_mm512_ternarylogic_epi32(magnitude, sign, bit, kFirstOrBoth);
+  }
+
+  static INTERPOSER_INLINE Words decoded(__m512i code) {
+    return with_sign(magnitude(code), _mm512_slli_epi16(code, 8));
+  }
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = decoded((__m512i)words);
+    parts[1] = with_sign(magnitude(_mm512_srli_epi16((__m512i)words, 8)), (__m512i)words);
   }
   static constexpr int place(int part) { return 2 * part; }
 };

@@ -23,6 +23,9 @@ constexpr int keys_of(int) { return 6; }
 constexpr int kMostRows = 4;
 #endif
 
+// Fetched ahead to the second level, which has room for more that is under way than the first.
+constexpr int kSecondLevel = 2;
+
 // Rows whose scores are kept at a time.
 constexpr int64_t kGroupRows = 4 * kLanes;
 
@@ -79,13 +82,26 @@ struct Block {
   }
 };
 
+// Rows that are taken next, fetched while those at hand are multiplied. They follow each other but
+// at the ends of pages, where something else is fetched.
+struct Ahead {
+  const Source* rows;  // null where they lie apart
+  int64_t begin, end;  // positions
+  int64_t row_bytes;
+};
+
 template <class F, int M, int T>
-void score_keys(const Block& block, int64_t tile, int64_t key, float* scores) {
+void score_keys(const Block& block, int64_t tile, int64_t key, float* scores,
+                const Ahead& ahead) {
   const int64_t x_stride = block.key_words * 4, tile_stride = block.key_words * kLanes * 4;
   const char* words = block.queries + tile * tile_stride;
   const char* x = block.keys + key * x_stride;
+  const bool is_fetched = ahead.rows && ahead.begin + key < ahead.end;
+  const char* next = is_fetched ? ahead.rows->row(ahead.begin + key) : x;
+  const int64_t next_step = is_fetched ? M * ahead.row_bytes / block.key_words : 0;
   Floats sums[M][T] = {};
   for (int64_t step = 0; step < block.key_words; ++step) {
+    __builtin_prefetch(next + step * next_step, 0, kSecondLevel);
     for (int t = 0; t < T; ++t) {
       typename F::Part part[1];
       F::decode(load<Words>(words + t * tile_stride + step * kLanes * 4), part);
@@ -98,28 +114,32 @@ void score_keys(const Block& block, int64_t tile, int64_t key, float* scores) {
 }
 
 template <class F, int T>
-void score_tiles(const Block& block, int64_t tile, int64_t from, int64_t to, float* scores) {
+void score_tiles(const Block& block, int64_t tile, int64_t from, int64_t to, float* scores,
+                 const Ahead& ahead) {
   constexpr int M = keys_of(T);
-  for (int64_t key = from; key < to; key += M) score_keys<F, M, T>(block, tile, key, scores);
+  for (int64_t key = from; key < to; key += M) {
+    score_keys<F, M, T>(block, tile, key, scores, ahead);
+  }
 }
 
 // Scores of some tiles with keys from `from` to `to`.
 template <class F>
-void score(const Block& block, int64_t tile, int64_t tiles, int64_t from, int64_t to) {
+void score(const Block& block, int64_t tile, int64_t tiles, int64_t from, int64_t to,
+           const Ahead& ahead) {
   for (int64_t done = 0; done < tiles;) {
     float* scores = block.scores + done * kLanes;
     const int64_t left = tiles - done, at = tile + done;
     if constexpr (kMostTiles > 1) {
       if (left >= 4) {
-        score_tiles<F, 4>(block, at, from, to, scores), done += 4;
+        score_tiles<F, 4>(block, at, from, to, scores, ahead), done += 4;
         continue;
       }
       if (left >= 2) {
-        score_tiles<F, 2>(block, at, from, to, scores), done += 2;
+        score_tiles<F, 2>(block, at, from, to, scores, ahead), done += 2;
         continue;
       }
     }
-    score_tiles<F, 1>(block, at, from, to, scores), ++done;
+    score_tiles<F, 1>(block, at, from, to, scores, ahead), ++done;
   }
 }
 

@@ -145,10 +145,13 @@ void attend_block(const interposer_dense_call& call, int64_t most_rows, const At
     scoring.uncapped = scoring.scale / scoring.cap;
   }
   const Source keys(call, call.keys, item), values(call, call.values, item);
+  const int64_t row_bytes = call.head_size * bytes_of_stored(call.stored_type);
+  Ahead ahead = {keys.token == row_bytes ? &keys : nullptr, 0, item.end_key, row_bytes};
   for (int64_t begin = item.first_key; begin < item.end_key; begin += kKeys<F>) {
     const int64_t left = item.end_key - begin;
     const int64_t count = left < kKeys<F> ? left : kKeys<F>;
     take_keys<F>(call, keys, values, block, begin, begin + count);
+    ahead.begin = begin + count;
     for (int64_t row = 0; row < block.rows; row += kGroupRows) {
       const int64_t rows = block.rows - row < kGroupRows ? block.rows - row : kGroupRows;
       // Later rows see what is later.
@@ -157,7 +160,7 @@ void attend_block(const interposer_dense_call& call, int64_t most_rows, const At
       const int64_t to = end < count ? end : count;
       if (from >= to) continue;
       const int64_t tile = row / kLanes, tiles = (rows + kLanes - 1) / kLanes;
-      score<F>(block, tile, tiles, from, to);
+      score<F>(block, tile, tiles, from, to, ahead);
       for (int64_t i = 0; i < tiles; ++i) {
         soften<F>(block, scoring, call.slopes != nullptr, tile + i, i, begin, from, to);
       }

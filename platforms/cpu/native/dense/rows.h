@@ -18,12 +18,24 @@ constexpr int32_t kHeld = F::kPairs ? kBFloat16 : kFloat32;
 INTERPOSER_INLINE Floats load_stored(const char* from, int32_t stored, int count) {
   if (stored < kCacheE4M3) return load_some(from, stored, count);
   Bytes codes = {};
-  std::memcpy(&codes, from, size_t(count));
+  if (count == kLanes) {
+    codes = load<Bytes>(from);
+  } else {
+    std::memcpy(&codes, from, size_t(count));
+  }
   const Words code = __builtin_convertvector(codes, Words);
   const int mantissa = stored == kCacheE4M3 ? 3 : 2;
   const Words bits = (code & 0x7f) << (23 - mantissa) | (code & 0x80) << 24;
   return as_floats(bits) * splat(mantissa == 3 ? 0x1p120f : 0x1p112f);
 }
+
+#if defined(__AVX512BF16__)
+// Two codes of 8 bits in each word, as bfloat16.
+template <int Mantissa>
+INTERPOSER_INLINE Words bfloat16_of_codes(const char* from) {
+  return Float8OnPairs<Mantissa>::decoded(_mm512_cvtepu8_epi16(load<__m256i>(from)));
+}
+#endif
 
 constexpr int64_t bytes_of_stored(int32_t stored) { return 4 / elements_per_word(stored); }
 
@@ -36,7 +48,16 @@ void convert_row(const char* from, int32_t stored, int64_t count, char* to) {
     std::memcpy(to, from, size_t(count * F::kInputBytes));
   } else {
     const int64_t size = bytes_of_stored(stored);
-    for (int64_t i = 0; i < count; i += kLanes) {
+    int64_t i = 0;
+#if defined(__AVX512BF16__)
+    if constexpr (F::kPairs) {  // which of floats holds those of 8 bits only
+      for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+        store(to + i * 2, stored == kCacheE4M3 ? bfloat16_of_codes<3>(from + i)
+                                               : bfloat16_of_codes<2>(from + i));
+      }
+    }
+#endif
+    for (; i < count; i += kLanes) {
       const int n = lanes_left(count - i);
       store_some(to + i * F::kInputBytes, load_stored(from + i * size, stored, n), kHeld<F>, n);
     }
