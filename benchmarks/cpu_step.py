@@ -2,13 +2,16 @@
 
     python benchmarks/cpu_step.py DIR [--quantization int4-g32] [--context 128] [--threads 2,1]
 
-Two measures, one from above and one from below:
+Three measures:
 
 - The same layers at the least widths, with the same kernels bound: what its step takes is what a
   step costs beside the work of its kernels. Its share of the model's step is the overhead that is
   printed. The steps of both take turns.
-- Every bound kernel of the model is timed by a wrapper, whose own cost is taken off. The rest of
-  the step is what no kernel is in; what a kernel does in Python counts as kernel here.
+- The layers that a step calls are timed as they run, those of several parts as one.
+- Every bound kernel is timed. For that, layers of several parts have to call them one by one, which
+  takes a longer step; its rest is what no kernel is in.
+
+What a wrapper costs is taken off. What a layer or a kernel does in Python counts as its own.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,9 @@ import torch
 
 from cpu_contenders.interposer_engine import settings_of
 from cpu_models import config_of, write_hugging_face
-from interposer import AttentionBackend, Config
+from interposer import Config
 from interposer_models import LanguageModel, SamplingParams, load
+from interposer_ops.coded_product import CodedProduct
 
 # Multiples of the groups that weights share scales in, and of what kernels are blocked by.
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 512}
@@ -72,35 +76,31 @@ class Decoding:
         return seconds
 
 
-class Timed:
-    """Times calls of what is bound in a model while it is open, by name."""
+Bound = tuple[Any, str, str]
+"""What holds a function, under which name, and how it is called in tables."""
 
-    def __init__(self, lm: LanguageModel) -> None:
-        self.lm = lm
+
+class Timed:
+    """Times calls of functions that are bound in a model while it is open, by label."""
+
+    def __init__(self, bound: Iterable[Bound]) -> None:
+        self.bound = list(bound)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
-        self.bound: list[tuple[Any, str, Any]] = []
+        self.held: list[dict[str, Any]] = []
 
     def __enter__(self) -> Timed:
-        engine = self.lm.engine
-        for module in [*engine.model.modules(), *engine.sampler.modules()]:
-            for name, value in list(vars(module).items()):
-                if callable(value) and getattr(value, "__module__", "") in kernel_modules(self.lm):
-                    self._wrap(module, name, value, value.__name__)
-        for backend in {id(b): b for b in engine.backends}.values():
-            for name in ("forward", "plan"):
-                kind = type(backend).__name__
-                self._wrap(backend, name, getattr(backend, name), f"{kind}.{name}")
+        for owner, name, label in self.bound:
+            self.held.append({key: vars(owner)[key] for key in (name,) if key in vars(owner)})
+            setattr(owner, name, self._timed(getattr(owner, name), label))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for owner, name, value in self.bound:
-            if isinstance(owner, AttentionBackend):
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        for (owner, name, _label), held in zip(self.bound, self.held, strict=True):
+            delattr(owner, name)
+            vars(owner).update(held)
 
-    def _wrap(self, owner: Any, name: str, function: Callable[..., Any], label: str) -> None:
+    def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
         seconds, calls, clock = self.seconds, self.calls, time.perf_counter
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -110,8 +110,29 @@ class Timed:
             calls[label] += 1
             return result
 
-        self.bound.append((owner, name, function))
-        setattr(owner, name, timed)
+        return timed
+
+
+def layers_of(lm: LanguageModel) -> Iterator[Bound]:
+    """Yield what a step calls of the model."""
+    model, decoder = lm.engine.model, lm.engine.model.model
+    for layer in (decoder.embed_tokens, *decoder.layers, model.lm_head, lm.engine.sampler):
+        yield layer, "forward", f"{layer.layer_id}: {type(layer).__name__}"
+    yield decoder.norm, "forward_add", f"{decoder.norm.layer_id}: {type(decoder.norm).__name__}"
+
+
+def kernels_of(lm: LanguageModel) -> Iterator[Bound]:
+    """Yield the kernels that are bound in the model, and the attention's."""
+    engine = lm.engine
+    for module in [*engine.model.modules(), *engine.sampler.modules()]:
+        for name, value in vars(module).items():
+            if isinstance(value, CodedProduct):
+                yield module, name, value.product.__name__
+            elif callable(value) and getattr(value, "__module__", "") in kernel_modules(lm):
+                yield module, name, value.__name__
+    for backend in {id(b): b for b in engine.backends}.values():
+        for name in ("forward", "plan"):
+            yield backend, name, f"{type(backend).__name__}.{name}"
 
 
 def kernel_modules(lm: LanguageModel) -> frozenset[str]:
@@ -126,14 +147,11 @@ def kernel_modules(lm: LanguageModel) -> frozenset[str]:
 
 def wrapper_seconds(calls: int = 20000) -> float:
     """Return what a wrapper adds to a call."""
-    function: Callable[[], None] = lambda: None  # noqa: E731 - the least there is
-    times = Timed.__new__(Timed)
-    times.seconds, times.calls, times.bound = defaultdict(float), defaultdict(int), []
     holder = type("Holder", (), {})()
-    holder.call = function
+    holder.call = lambda: None
     plain = _timeit(holder, calls)
-    times._wrap(holder, "call", function, "x")
-    return max(0.0, _timeit(holder, calls) - plain)
+    with Timed([(holder, "call", "x")]):
+        return max(0.0, _timeit(holder, calls) - plain)
 
 
 def _timeit(holder: Any, calls: int) -> float:
@@ -175,24 +193,31 @@ def measured(
     return medians
 
 
-def print_kernels(lm: LanguageModel, context: int, steps: int, whole: float) -> None:
-    """Print the kernels of a step by the time that they take, and what is left of it."""
+def print_table(
+    title: str, lm: LanguageModel, bound: Iterable[Bound], context: int, steps: int
+) -> None:
+    """Print what is called in a step by the time that it takes, and what is left of the step."""
     run, own = Decoding(lm, context, steps), wrapper_seconds()
-    run.step()
-    with Timed(lm) as timed:
+    whole: list[float] = []
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    with Timed(bound) as timed:
+        run.step()
         for _ in range(steps - 1):
-            run.step()
-    count = steps - 1
-    kernels = 0.0
-    print("\n| kernel | calls a step | us a step | share |\n|---|---|---|---|")
-    for label, seconds in sorted(timed.seconds.items(), key=lambda item: -item[1]):
-        # About half of a wrapper lies between its two looks at the clock.
-        each = (seconds - own / 2 * timed.calls[label]) / count
-        kernels += each
-        calls = timed.calls[label] / count
-        print(f"| {label} | {calls:.0f} | {each * 1e6:.0f} | {each / whole:.1%} |")
-    rest = whole - kernels
-    print(f"| outside of kernels | | {rest * 1e6:.0f} | {rest / whole:.1%} |")
+            timed.seconds.clear()
+            timed.calls.clear()
+            whole.append(run.step() - own * sum(timed.calls.values()))
+            for label, seconds in timed.seconds.items():
+                # About half of a wrapper lies between its two looks at the clock.
+                taken[label].append(seconds - own / 2 * timed.calls[label])
+    step = statistics.median(whole)
+    parts = {label: statistics.median(seconds) for label, seconds in taken.items()}
+    print(f"\n{title}, a step of {step * 1e6:.0f} us")
+    print("\n| called | calls a step | us a step | share |\n|---|---|---|---|")
+    for label, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        calls = timed.calls[label]
+        print(f"| {label} | {calls} | {seconds * 1e6:.0f} | {seconds / step:.1%} |")
+    rest = step - sum(parts.values())
+    print(f"| outside of these | | {rest * 1e6:.0f} | {rest / step:.1%} |")
 
 
 def main() -> None:
@@ -229,7 +254,12 @@ def main() -> None:
         only = chosen(models["model"]) ^ chosen(models["narrow"])
         if only:
             print(f"kernels that only one of both has: {', '.join(sorted(only))}")
-        print_kernels(models["model"], options.context, options.steps, whole)
+        lm = models["model"]
+        for title, bound in (
+            ("Layers as they run", layers_of(lm)),
+            ("Kernels one by one", kernels_of(lm)),
+        ):
+            print_table(title, lm, bound, options.context, options.steps)
 
 
 if __name__ == "__main__":

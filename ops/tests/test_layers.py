@@ -14,6 +14,7 @@ from interposer.errors import UnknownNameError
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear, MergedLinear
@@ -254,3 +255,46 @@ def test_an_unknown_activation_lists_the_known_ones(make_site: MakeSite) -> None
         GatedActivation(make_site("mlp.act", torch.float32), "sillu", 24)
     assert raised.value.known[0] == "silu"
     assert "gelu_pytorch_tanh" in raised.value.known
+
+
+def test_a_decoder_block_holds_what_is_built_for_it(make_site: MakeSite) -> None:
+    hidden_size, eps = 8, 1e-6
+    x, stream = numbers(5, hidden_size), numbers(5, hidden_size, seed=1)
+    prefixes: dict[str, str] = {}
+
+    class Scaled(nn.Module):
+        def __init__(self, site: Site, factor: float) -> None:
+            super().__init__()
+            prefixes[site.prefix] = type(self).__name__
+            self.factor = factor
+            self.seen: tuple[Any, ...] = ()
+
+        def forward(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+            self.seen = others
+            rows = others[-1] if others else None
+            return self.factor * (x if rows is None else x[rows])
+
+    build: Any = DecoderBlock
+    block = build(
+        make_site("block", torch.float32),
+        hidden_size,
+        eps,
+        lambda at: Scaled(at, 3),
+        lambda at: Scaled(at, -2),
+    )
+    assert type(block) is DecoderBlock
+    norms = (block.input_layernorm, block.post_attention_layernorm)
+    weights = [load(norm)["weight"] for norm in norms]
+    assert list(prefixes) == ["block.self_attn", "block.mlp"]
+    for residual in (stream, None):
+        for rows in (None, torch.tensor([4, 0])):
+            found, total = block(x, residual, "cos", "sin", "cache", "plan", rows)
+            assert block.self_attn.seen == ("cos", "sin", "cache", "plan", rows)
+            first = x if residual is None else x + residual
+            attended = 3 * rms_norm.reference(first, weights[0], eps)
+            expected = first + attended
+            if rows is not None:
+                expected = expected[rows]
+            torch.testing.assert_close(total, expected)
+            normed = rms_norm.reference(expected, weights[1], eps)
+            torch.testing.assert_close(found, -2 * normed)

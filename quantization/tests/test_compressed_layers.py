@@ -15,6 +15,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError
 from interposer.testing import conformance
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.compressed_examples import compressed_tensors_examples
 from interposer_quantization.compressed_packed_linear import PackedIntLinear
@@ -65,6 +66,27 @@ def built(label: str, parts: Mapping[str, int] | None = None, inputs: int = 256)
     if parts is None:
         return Linear(at.at("o_proj"), inputs, 128, bias=True)
     return MergedLinear(at.at("qkv_proj"), inputs, parts, bias=True)
+
+
+def test_a_product_of_codes_says_what_it_is_made_of() -> None:
+    found = set()
+    for label in EXAMPLES:
+        layer = built(label)
+        fill(layer)
+        layer.finalize()
+        kernel = layer.kernel
+        if isinstance(kernel, CodedProduct):
+            x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+            codes, scales = kernel.quantize(x)
+            assert codes.dtype == torch.int8
+            assert scales.shape == (3, 1)
+            assert torch.equal(layer(x), kernel.multiply(codes, scales, *layer.operands))
+            method: Any = layer.method
+            assert kernel.product is method.bound.function
+            assert not method.inputs.static
+            assert not method.inputs.asymmetric
+            found.add(type(method).__name__)
+    assert found == {"Int8Linear", "W4A8Linear"}
 
 
 @pytest.mark.parametrize("label", EXAMPLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class StepBatch:
         starts = [0]
         lengths: list[int] = []
         most_pages = max(len(chunk.sequence.pages) for chunk in chunks)
-        table: list[list[int]] = []
+        table: list[int] = []
         for chunk in chunks:
             sequence, pages = chunk.sequence, chunk.sequence.pages
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_tokens
@@ -39,17 +40,20 @@ class StepBatch:
             slots += [pages[p // page_size] * page_size + p % page_size for p in range(start, stop)]
             starts.append(len(token_ids))
             lengths.append(stop)
-            table.append(pages + [0] * (most_pages - len(pages)))
-
-        def tensor(values: list[int] | list[list[int]]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
+            table += pages
+            table += [0] * (most_pages - len(pages))
+        # One tensor, of which they are parts: making six takes a decode step as long as a layer.
+        parts = (token_ids, positions, slots, starts, lengths, table)
+        numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64, device=device)
+        tokens, places, slots_of_tokens, query_starts, seq_lens, pages_of_sequences = numbers.split(
+            [len(part) for part in parts]
+        )
         attention = AttentionBatch(
-            query_starts=tensor(starts),
-            seq_lens=tensor(lengths),
-            page_table=tensor(table),
-            slots=tensor(slots),
+            query_starts=query_starts,
+            seq_lens=seq_lens,
+            page_table=pages_of_sequences.view(len(chunks), most_pages),
+            slots=slots_of_tokens,
             max_query_tokens=max(chunk.num_tokens for chunk in chunks),
             max_seq_tokens=max(lengths),
         )
-        return cls(tensor(token_ids), tensor(positions), attention)
+        return cls(tokens, places, attention)

@@ -15,6 +15,7 @@ from interposer import AttentionSpec, Site
 from interposer_models.decoder_config import DecoderConfig
 from interposer_models.mixture import MixtureMLP
 from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
@@ -83,7 +84,7 @@ class Decoder(nn.Module):
             site.at("embed_tokens"), config.vocab_size, config.hidden_size
         )
         self.layers = nn.ModuleList(
-            DecoderBlock(site.at(f"layers.{index}"), config, index, page_size)
+            _block(site.at(f"layers.{index}"), config, index, page_size)
             for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(site.at("norm"), config.hidden_size, config.rms_norm_eps)
@@ -122,48 +123,24 @@ class Decoder(nn.Module):
         return self.norm.forward_add(x, residual)[0]
 
 
-class DecoderBlock(nn.Module):
-    """Attention and MLP, each behind a norm, on a residual stream."""
+def _block(site: Site, config: DecoderConfig, index: int, page_size: int) -> DecoderBlock:
+    """Return block ``index``, with one perceptron or a mixture of experts."""
+    mixture = config.traits.mixture
 
-    def __init__(self, site: Site, config: DecoderConfig, index: int, page_size: int) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(site.at("input_layernorm"), width, eps)
-        self.self_attn = _attention(site.at("self_attn"), config, index, page_size)
-        self.post_attention_layernorm = RMSNorm(site.at("post_attention_layernorm"), width, eps)
-        mixture = config.traits.mixture
-        self.mlp = (
-            MixtureMLP(site.at("mlp"), config, mixture)
-            if mixture
-            else GatedMLP(
-                site.at("mlp"),
-                width,
-                config.intermediate_size,
-                config.hidden_act,
-                config.mlp_bias,
-            )
+    def mlp(at: Site) -> nn.Module:
+        if mixture:
+            return MixtureMLP(at, config, mixture)
+        return GatedMLP(
+            at, config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: torch.Tensor,
-        plan: object,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output, not yet added, and the residual stream.
-
-        Both are ``[T, H]``, or ``[R, H]`` where ``rows`` ``[R]`` names the tokens that matter.
-        """
-        x, residual = self.input_layernorm.forward_add(x, residual)
-        x = self.self_attn(x, cos, sin, cache, plan, rows)
-        if rows is not None:
-            residual = residual[rows]
-        x, residual = self.post_attention_layernorm.forward_add(x, residual)
-        return self.mlp(x), residual
+    return DecoderBlock(
+        site,
+        config.hidden_size,
+        config.rms_norm_eps,
+        lambda at: _attention(at, config, index, page_size),
+        mlp,
+    )
 
 
 def _attention(site: Site, config: DecoderConfig, index: int, page_size: int) -> SelfAttention:

@@ -130,6 +130,7 @@ _LAYERS = {
     "experts": "experts:Experts",
     "attention": "attention:Attention",
     "self_attention": "self_attention:SelfAttention",
+    "decoder_block": "decoder_block:DecoderBlock",
     "sampler": "sampler:Sampler",
 }
 # Their references multiply in floats what was quantized to be multiplied as it is.
@@ -145,7 +146,7 @@ _EMULATED = frozenset(
     }
 )
 _EMULATION = "dequantizes, then multiplies floats"
-_WITHOUT_CASES = frozenset({"attention", "sampler", "self_attention"})
+_WITHOUT_CASES = frozenset({"attention", "decoder_block", "sampler", "self_attention"})
 
 
 @hookimpl

@@ -1,5 +1,8 @@
 #include "pool.h"
 
+#include <sched.h>
+
+#include <atomic>
 #include <cstdlib>
 
 namespace {
@@ -19,6 +22,75 @@ struct Job {
 void run(void* pointer) {
   Job* job = static_cast<Job*>(pointer);
   job->task(job->argument, thread_num(), num_threads());
+}
+
+// Looks so often before it lets others have the processor: some microseconds.
+constexpr int kLooks = 2000;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+template <class F>
+void wait_until(const F& holds) {
+  for (int looks = 0; !holds(); ++looks) {
+    if (looks < kLooks) {
+      pause();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+// Threads that wait for what the first of them has to do. Two that write keep their own lines.
+struct Team {
+  void (*program)(void*);
+  void* argument;
+  int threads = 1;
+  Job job = {};
+  // How many jobs there were, times kMost, plus how many threads are to do the last one.
+  alignas(64) std::atomic<uint64_t> posted{0};
+  alignas(64) std::atomic<int> unfinished{0};
+};
+
+constexpr uint64_t kMost = 1 << 16;
+constexpr uint64_t kEnd = kMost - 1;  // instead of a number of threads
+
+// Of the thread that runs a program, while it runs no task itself.
+thread_local Team* own_team = nullptr;
+
+void post(Team& team, uint64_t threads) {
+  const uint64_t count = team.posted.load(std::memory_order_relaxed) / kMost + 1;
+  team.posted.store(count * kMost + threads, std::memory_order_release);
+}
+
+void serve(Team& team, int thread) {
+  uint64_t seen = 0;
+  for (;;) {
+    uint64_t word = seen;
+    wait_until([&] { return (word = team.posted.load(std::memory_order_acquire)) != seen; });
+    seen = word;
+    const int threads = int(word % kMost);
+    if (threads == int(kEnd)) return;
+    if (thread >= threads) continue;  // the job may be another one by now
+    team.job.task(team.job.argument, thread, threads);
+    team.unfinished.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+void run_member(void* pointer) {
+  Team& team = *static_cast<Team*>(pointer);
+  const int thread = thread_num();
+  if (thread) return serve(team, thread);
+  team.threads = num_threads();
+  own_team = &team;
+  team.program(team.argument);
+  own_team = nullptr;
+  post(team, kEnd);
 }
 
 struct Scratch {
@@ -42,12 +114,34 @@ void interposer_set_pool(void* region, void* number, void* count, void* limit) {
   max_threads = reinterpret_cast<Count>(limit);
 }
 
-int interposer_num_threads() { return parallel ? max_threads() : 1; }
+int interposer_num_threads() {
+  if (own_team) return own_team->threads;
+  return parallel ? max_threads() : 1;
+}
 
 void interposer_parallel(interposer_task task, void* argument, int threads) {
   if (parallel == nullptr || threads <= 1) return task(argument, 0, 1);
   Job job{task, argument};
-  parallel(run, &job, static_cast<unsigned>(threads), 0);
+  Team* team = own_team;
+  if (team == nullptr) return parallel(run, &job, static_cast<unsigned>(threads), 0);
+  if (threads > team->threads) threads = team->threads;
+  if (threads == 1) return task(argument, 0, 1);
+  team->job = job;
+  team->unfinished.store(threads - 1, std::memory_order_relaxed);
+  post(*team, uint64_t(threads));
+  own_team = nullptr;  // a task that shares out work does not get those who are at this one
+  task(argument, 0, threads);
+  own_team = team;
+  wait_until([&] { return team->unfinished.load(std::memory_order_acquire) == 0; });
+}
+
+void interposer_together(void (*program)(void*), void* argument) {
+  const int threads = interposer_num_threads();
+  if (threads <= 1 || own_team || threads >= int(kEnd)) return program(argument);
+  Team team;
+  team.program = program;
+  team.argument = argument;
+  parallel(run_member, &team, static_cast<unsigned>(threads), 0);
 }
 
 void* interposer_scratch(Purpose purpose, int64_t bytes) {

@@ -5,10 +5,13 @@ Dimensions: I input features, P layers of the checkpoint that are fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from interposer import Site
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.int8_quantizers import (
     quantize_int8_per_token,
     quantize_int8_per_token_asymmetric,
@@ -58,6 +61,18 @@ class Int8Inputs:
             )
         else:
             self.quantize = site.bind(quantize_int8_per_token, hidden_size=in_features)
+
+    def coded(
+        self, product: Callable[..., torch.Tensor], multiply: Callable[..., torch.Tensor]
+    ) -> CodedProduct | None:
+        """Return the quantizer and a product as one kernel; None unless codes alone are all.
+
+        Args:
+            product, multiply: as ``CodedProduct`` has them.
+        """
+        if self.static or self.asymmetric:
+            return None
+        return CodedProduct(self.quantize, product, multiply)
 
     def stored(self, layer: nn.Module) -> tuple[torch.Tensor | None, ...]:
         """Return the scale ``[1]`` and the zero point ``[1]`` int32 of all inputs.

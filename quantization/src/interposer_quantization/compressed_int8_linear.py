@@ -50,6 +50,7 @@ class Int8Linear(LinearMethod):
             weight_scales="channel" if per_output or len(self.members.sizes) > 1 else "tensor",
             asymmetric=self.inputs.asymmetric,
         )
+        self.coded = self.inputs.coded(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each integer times its scale."""
@@ -72,7 +73,8 @@ class Int8Linear(LinearMethod):
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
-        return self._project, (*final_operands(layer, self.bound, constants), *static)
+        operands = final_operands(layer, self.bound, constants)
+        return self.coded or self._project, (*operands, *static)
 
     def _scale(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight's scales ``[O]`` or ``[1]``."""
@@ -93,3 +95,13 @@ class Int8Linear(LinearMethod):
         return self.bound.function(
             quantized, weight, scale, weight_scale, zero_point, bias, self.dtype
         )
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(codes, weight, scale, weight_scale, None, bias, self.dtype)

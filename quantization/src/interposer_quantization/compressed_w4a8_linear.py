@@ -62,6 +62,7 @@ class W4A8Linear(LinearMethod):
             asymmetric_inputs=self.inputs.asymmetric,
             asymmetric_weights=not self.stored.weights.symmetric,
         )
+        self.coded = self.inputs.coded(self.bound.function, self._multiply)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
@@ -86,7 +87,10 @@ class W4A8Linear(LinearMethod):
             "bias": layer._parameters["bias"],
         }
         del parts
-        return self._project, (*final_operands(layer, self.bound, constants), order, *static)
+        operands = final_operands(layer, self.bound, constants)
+        if order is None and self.coded is not None:
+            return self.coded, operands
+        return self._project, (*operands, order, *static)
 
     def _project(
         self,
@@ -110,4 +114,17 @@ class W4A8Linear(LinearMethod):
             weight_zero_points,
             bias,
             self.dtype,
+        )
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        weight_zero_points: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(
+            codes, weight, scale, weight_scales, None, weight_zero_points, bias, self.dtype
         )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from interposer import Site
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.int8_linear import int8_linear
 from interposer_ops.int8_quantizers import (
     quantize_int8_per_token,
@@ -52,6 +53,9 @@ class TorchAoInt8Linear(TorchAoLinear):
             weight_scales="channel",
             asymmetric=asymmetric,
         )
+        self.coded = (
+            None if asymmetric else CodedProduct(self.quantize, self.bound.function, self._multiply)
+        )
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each code less its zero point, scaled."""
@@ -72,7 +76,20 @@ class TorchAoInt8Linear(TorchAoLinear):
             "weight_scale": layer.get_parameter(_SCALE).data.squeeze(1),
             "bias": layer._parameters["bias"],
         }
-        return self._project, final_operands(layer, self.bound, constants)
+        return self.coded or self._project, final_operands(layer, self.bound, constants)
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        product: torch.Tensor = self.bound.function(
+            codes, weight, scale, weight_scale, None, bias, self.dtype
+        )
+        return product
 
     def _project(
         self,

@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from interposer import PluggableLayer
 from interposer_models.batch import StepBatch
-from interposer_models.decoder import DecoderBlock
 from interposer_models.loader import PAGE_TOKENS, Plan
 from interposer_models.quantizing.tensor_source import TensorSource
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.scheduler import Chunk
 from interposer_models.sequence import Sequence as Request
 from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing.second_order import SecondMoments
 

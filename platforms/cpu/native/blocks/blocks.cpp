@@ -1,5 +1,7 @@
 #include "blocks.h"
 
+#include <cstring>
+
 #include "../elementwise/elementwise.h"
 #include "../pool.h"
 #include "../vectors.h"
@@ -9,12 +11,48 @@ namespace {
 // Rows taken at a time, so that what lies between two products stays in a cache.
 constexpr int64_t kMostRows = 256;
 
+enum Coded : int64_t { kHeads = 1, kOutput = 2, kGateUp = 4, kDown = 8 };
+
 char* moved(void* data, int32_t type, int64_t elements) {
   return static_cast<char*>(data) + elements * size_of(type);
 }
 
 const char* moved(const void* data, int32_t type, int64_t elements) {
   return static_cast<const char*>(data) + elements * size_of(type);
+}
+
+// Write the product without gaps.
+int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, int64_t rows,
+                 int64_t x_stride, void* out, int32_t out_type) {
+  const int64_t inputs = factor.weight->inputs;
+  interposer_product product = {};
+  product.weight = factor.weight;
+  product.x = x;
+  product.x_type = type;
+  product.rows = rows;
+  product.x_stride = x_stride;
+  product.out = out;
+  product.out_type = out_type;
+  product.out_stride = factor.weight->outputs;
+  if (factor.coded) {
+    const int64_t bytes = round_up(rows * inputs, 64);
+    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * 4));
+    if (memory == nullptr) return kNoMemory;
+    interposer_coded coded = {};
+    coded.x = x;
+    coded.codes = reinterpret_cast<int8_t*>(memory);
+    coded.scales = reinterpret_cast<float*>(memory + bytes);
+    coded.type = type;
+    coded.rows = {rows, 1, inputs, x_stride, inputs};
+    const int32_t failure = interposer_code(&coded);
+    if (failure) return failure;
+    product.x = memory;
+    product.x_type = kInt8;
+    product.x_stride = inputs;
+    product.x_scales = coded.scales;
+    product.x_scale_stride = 1;
+  }
+  return interposer_linear(&product);
 }
 
 int32_t turn(const interposer_heads_call& call, int64_t first, int64_t count, const void* weight) {
@@ -32,31 +70,30 @@ int32_t turn(const interposer_heads_call& call, int64_t first, int64_t count, co
   return interposer_turn_heads(&heads);
 }
 
-}  // namespace
+int32_t project_heads(const interposer_heads_call& call) {
+  const int64_t width = (call.heads + 2 * call.kv_heads) * call.size;
+  if (call.weight.weight->outputs != width) return kMismatch;
+  const int32_t failure =
+      multiply(call.weight, call.x, call.type, call.rows, call.x_stride, call.out, call.type);
+  if (failure) return failure;
+  if (call.cos == nullptr && call.query_weight == nullptr) return kDone;
+  const int32_t turned = turn(call, 0, call.heads, call.query_weight);
+  return turned ? turned : turn(call, call.heads, call.kv_heads, call.key_weight);
+}
 
-extern "C" {
-
-int32_t interposer_mlp(const interposer_mlp_call* call) {
-  const int64_t width = call->gate_up->outputs, inner = width / 2;
-  if (call->down->inputs != inner) return kMismatch;
-  if (call->rows == 0) return kDone;
-  const int64_t most = call->rows < kMostRows ? call->rows : kMostRows;
+int32_t mlp(const interposer_mlp_call& call) {
+  const int64_t width = call.gate_up.weight->outputs, inner = width / 2;
+  if (call.down.weight->inputs != inner) return kMismatch;
+  if (call.rows == 0) return kDone;
+  const int64_t most = call.rows < kMostRows ? call.rows : kMostRows;
   const int64_t between = round_up(most * width * 4, 64);
   char* memory = static_cast<char*>(
-      interposer_scratch(kForBlocks, between + most * inner * size_of(call->type)));
+      interposer_scratch(kForBlocks, between + most * inner * size_of(call.type)));
   if (memory == nullptr) return kNoMemory;
-  for (int64_t first = 0; first < call->rows; first += most) {
-    const int64_t rows = call->rows - first < most ? call->rows - first : most;
-    interposer_product up = {};
-    up.weight = call->gate_up;
-    up.x = moved(call->x, call->type, first * call->x_stride);
-    up.x_type = call->type;
-    up.rows = rows;
-    up.x_stride = call->x_stride;
-    up.out = memory;
-    up.out_type = kFloat32;
-    up.out_stride = width;
-    int32_t failure = interposer_linear(&up);
+  for (int64_t first = 0; first < call.rows; first += most) {
+    const int64_t rows = call.rows - first < most ? call.rows - first : most;
+    int32_t failure = multiply(call.gate_up, moved(call.x, call.type, first * call.x_stride),
+                               call.type, rows, call.x_stride, memory, kFloat32);
     if (failure) return failure;
 
     interposer_gated gated = {};
@@ -64,42 +101,167 @@ int32_t interposer_mlp(const interposer_mlp_call* call) {
     gated.up = memory + inner * 4;
     gated.out = memory + between;
     gated.type = kFloat32;
-    gated.out_type = call->type;
-    gated.activation = call->activation;
+    gated.out_type = call.type;
+    gated.activation = call.activation;
     gated.rows = {rows, 1, inner, width, width};
     failure = interposer_gate(&gated);
     if (failure) return failure;
 
-    interposer_product down = {};
-    down.weight = call->down;
-    down.x = memory + between;
-    down.x_type = call->type;
-    down.rows = rows;
-    down.x_stride = inner;
-    down.out = moved(call->out, call->type, first * call->down->outputs);
-    down.out_type = call->type;
-    down.out_stride = call->down->outputs;
-    failure = interposer_linear(&down);
+    failure = multiply(call.down, memory + between, call.type, rows, inner,
+                       moved(call.out, call.type, first * call.down.weight->outputs), call.type);
     if (failure) return failure;
   }
   return kDone;
 }
 
-int32_t interposer_project_heads(const interposer_heads_call* call) {
-  const int64_t width = (call->heads + 2 * call->kv_heads) * call->size;
-  if (call->weight->outputs != width) return kMismatch;
-  interposer_product product = {};
-  product.weight = call->weight;
-  product.x = call->x;
-  product.x_type = product.out_type = call->type;
-  product.rows = call->rows;
-  product.x_stride = call->x_stride;
-  product.out = call->out;
-  product.out_stride = width;
-  const int32_t failure = interposer_linear(&product);
+// Normalise rows of the stream, to which x is added first where there is a total.
+int32_t normalise(const interposer_block& block, const void* weight, double eps, const void* x,
+                  const float* residual, float* total, void* out, int64_t rows) {
+  interposer_norm norm = {};
+  norm.x = x;
+  norm.weight = weight;
+  norm.out = out;
+  norm.type = static_cast<int32_t>(block.type);
+  norm.rows = {rows, 1, block.hidden, block.hidden, block.hidden};
+  if (total) {
+    norm.residual = residual;
+    norm.total = total;
+    norm.residual_type = kFloat32;
+  }
+  norm.eps = static_cast<float>(eps);
+  return interposer_normalise(&norm);
+}
+
+void gather(const void* from, const int64_t* rows, int64_t count, int64_t bytes, void* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * bytes,
+                static_cast<const char*>(from) + rows[i] * bytes, static_cast<size_t>(bytes));
+  }
+}
+
+int32_t decoder_block(const interposer_block_call& call) {
+  const interposer_block& block = *call.block;
+  const int32_t type = static_cast<int32_t>(block.type);
+  const int64_t size = size_of(type), hidden = block.hidden, width = block.heads * block.size;
+  const int64_t merged = width + 2 * block.kv_heads * block.size;
+  const interposer_factor heads_factor = {call.heads, (block.coded & kHeads) != 0};
+  const interposer_factor output = {call.output, (block.coded & kOutput) != 0};
+  if (call.heads->inputs != hidden || call.output->inputs != width ||
+      call.output->outputs != hidden) {
+    return kMismatch;
+  }
+  if (call.gate_up && (call.gate_up->inputs != hidden || call.down->outputs != hidden)) {
+    return kMismatch;
+  }
+  const bool some = call.num_chosen >= 0;
+  // In turn: what one step reads lies in one of both, what it writes in the other. Behind them, the
+  // stream of all rows where only some are chosen.
+  const int64_t first_bytes = round_up(call.rows * (hidden > width ? hidden : width) * size, 64);
+  const int64_t second_bytes = round_up(call.rows * (merged > hidden ? merged : hidden) * size, 64);
+  const int64_t stream_bytes = some && call.adds ? call.rows * hidden * 4 : 0;
+  char* first =
+      static_cast<char*>(interposer_scratch(kForLayers, first_bytes + second_bytes + stream_bytes));
+  if (first == nullptr) return kNoMemory;
+  char* second = first + first_bytes;
+
+  const float* stream = call.residual;
+  float* sum = nullptr;
+  if (call.adds) {
+    sum = some ? reinterpret_cast<float*>(second + second_bytes) : call.total;
+    stream = sum;
+  }
+  int32_t failure = normalise(block, call.input_weight, block.input_eps, call.x, call.residual, sum,
+                              first, call.rows);
   if (failure) return failure;
-  if (call->cos == nullptr && call->query_weight == nullptr) return kDone;
-  const int32_t turned = turn(*call, 0, call->heads, call->query_weight);
-  return turned ? turned : turn(*call, call->heads, call->kv_heads, call->key_weight);
+
+  interposer_heads_call heads = {};
+  heads.weight = heads_factor;
+  heads.x = first;
+  heads.out = second;
+  heads.query_weight = call.query_weight;
+  heads.key_weight = call.key_weight;
+  heads.cos = call.cos;
+  heads.sin = call.sin;
+  heads.type = type;
+  heads.eps = static_cast<float>(block.head_eps);
+  heads.rows = call.rows;
+  heads.x_stride = hidden;
+  heads.heads = block.heads;
+  heads.kv_heads = block.kv_heads;
+  heads.size = block.size;
+  heads.half = block.half;
+  failure = project_heads(heads);
+  if (failure) return failure;
+
+  interposer_attention_call attention = call.attention;
+  attention.query = second;
+  attention.key = moved(second, type, width);
+  attention.value = moved(second, type, width + block.kv_heads * block.size);
+  attention.query_stride = attention.key_stride = attention.value_stride = merged;
+  attention.out = first;
+  failure = interposer_attention(&attention);
+  if (failure) return kNoMemory;
+
+  int64_t rows = call.rows;
+  char *mixed = first, *projected = second;
+  if (some) {
+    rows = call.num_chosen;
+    gather(first, call.chosen, rows, width * size, second);
+    gather(stream, call.chosen, rows, hidden * 4, call.total);
+    stream = call.total;
+    mixed = second, projected = first;
+  }
+  failure = multiply(output, mixed, type, rows, width, projected, type);
+  if (failure) return failure;
+
+  void* normalised = call.gate_up ? mixed : call.out;
+  failure = normalise(block, call.post_weight, block.post_eps, projected, stream, call.total,
+                      normalised, rows);
+  if (failure || call.gate_up == nullptr) return failure;
+
+  interposer_mlp_call last = {};
+  last.gate_up = {call.gate_up, (block.coded & kGateUp) != 0};
+  last.down = {call.down, (block.coded & kDown) != 0};
+  last.x = normalised;
+  last.out = call.out;
+  last.type = type;
+  last.activation = static_cast<int32_t>(block.activation);
+  last.rows = rows;
+  last.x_stride = hidden;
+  return mlp(last);
+}
+
+template <class Call>
+struct Program {
+  const Call& call;
+  int32_t (*compute)(const Call&);
+  int32_t failure;
+
+  static void run(void* argument) {
+    Program& program = *static_cast<Program*>(argument);
+    program.failure = program.compute(program.call);
+  }
+};
+
+template <class Call>
+int32_t together(const Call& call, int32_t (*compute)(const Call&)) {
+  Program<Call> program = {call, compute, kDone};
+  interposer_together(Program<Call>::run, &program);
+  return program.failure;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t interposer_mlp(const interposer_mlp_call* call) { return together(*call, mlp); }
+
+int32_t interposer_project_heads(const interposer_heads_call* call) {
+  return together(*call, project_heads);
+}
+
+int32_t interposer_decoder_block(const interposer_block_call* call) {
+  if (call->rows == 0) return kDone;
+  return together(*call, decoder_block);
 }
 }

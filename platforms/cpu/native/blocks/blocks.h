@@ -4,13 +4,20 @@
 
 #include <cstdint>
 
+#include "../attention/attention.h"
 #include "../linear/packed.h"
 
 extern "C" {
 
+// A weight, and whether rows become int8 codes with a scale each before they are multiplied by it.
+struct interposer_factor {
+  const interposer_packed* weight;
+  bool coded;
+};
+
 // out = down(activation(gate) * up), where [gate, up] = gate_up(x). What lies between is float32.
 struct interposer_mlp_call {
-  const interposer_packed *gate_up, *down;
+  interposer_factor gate_up, down;
   const void* x;  // [rows, inputs of gate_up]
   void* out;      // [rows, outputs of down], without gaps
   int32_t type;   // of both
@@ -21,7 +28,7 @@ struct interposer_mlp_call {
 // out = [query, key, value] of x, heads of query and key normalised where there are weights, then
 // rotated where there are tables.
 struct interposer_heads_call {
-  const interposer_packed* weight;
+  interposer_factor weight;
   const void* x;  // [rows, inputs of weight]
   void* out;      // [rows, heads + 2 kv_heads, size], without gaps
   const void *query_weight, *key_weight;  // [size], or null
@@ -32,7 +39,38 @@ struct interposer_heads_call {
   int64_t heads, kv_heads, size, half;
 };
 
+// What stays the same of a decoder block, in words of 64 bits.
+struct interposer_block {
+  int64_t type;  // of everything but the residual stream, which is float32
+  int64_t activation;
+  int64_t hidden, heads, kv_heads, size, half;
+  int64_t coded;  // bits for the products to heads, of attention, to gate and up, and down
+  double input_eps, head_eps, post_eps;
+};
+
+// A decoder block on a residual stream:
+//
+//   stream = x + residual, or the residual alone, which x was widened to then
+//   total = stream + output(attention(heads(norm(stream)))), of `chosen` rows where there are some
+//   out = mlp(norm(total)), or norm(total) where there is no gate_up
+struct interposer_block_call {
+  const interposer_block* block;
+  const interposer_packed *heads, *output, *gate_up, *down;
+  const void *input_weight, *query_weight, *key_weight, *post_weight;  // of the norms
+  const float *cos, *sin;  // [rows, half]
+  interposer_attention_call attention;  // without query, key, value and out
+  const void* x;          // [rows, hidden]
+  const float* residual;  // [rows, hidden]
+  bool adds;
+  int64_t rows;
+  const int64_t* chosen;  // [num_chosen] rows
+  int64_t num_chosen;     // negative for all rows in their order
+  void* out;     // [rows or num_chosen, hidden]
+  float* total;  // of the same rows
+};
+
 // Each returns 0, or what went wrong.
 int32_t interposer_mlp(const interposer_mlp_call* call);
 int32_t interposer_project_heads(const interposer_heads_call* call);
+int32_t interposer_decoder_block(const interposer_block_call* call);
 }

@@ -15,13 +15,13 @@ PyObject* done(int32_t failure) {
 }
 
 // Addresses of the packed weights of gate and up and of down, of x and of the result; type,
-// activation, rows, elements between rows of x.
+// activation, rows, elements between rows of x; whether gate and up, and down, take codes.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[8];
-  if (!interposer_numbers(arguments, given, 8, values)) return nullptr;
+  int64_t values[10];
+  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
   interposer_mlp_call call = {};
-  call.gate_up = address<const interposer_packed>(values[0]);
-  call.down = address<const interposer_packed>(values[1]);
+  call.gate_up = {address<const interposer_packed>(values[0]), values[8] != 0};
+  call.down = {address<const interposer_packed>(values[1]), values[9] != 0};
   call.x = address<const void>(values[2]);
   call.out = address<void>(values[3]);
   call.type = static_cast<int32_t>(values[4]);
@@ -37,18 +37,18 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
 
 // Addresses of the packed weight, of x, of the result, of the weights of query and key, of cosines
 // and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between rows of
-// x; eps.
+// x; whether the weight takes codes; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[14];
-  if (given != 15) {
-    PyErr_Format(PyExc_TypeError, "expected 15 arguments, got %zd", given);
+  int64_t values[15];
+  if (given != 16) {
+    PyErr_Format(PyExc_TypeError, "expected 16 arguments, got %zd", given);
     return nullptr;
   }
-  if (!interposer_numbers(arguments, 14, 14, values)) return nullptr;
-  const double eps = PyFloat_AsDouble(arguments[14]);
+  if (!interposer_numbers(arguments, 15, 15, values)) return nullptr;
+  const double eps = PyFloat_AsDouble(arguments[15]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
   interposer_heads_call call = {};
-  call.weight = address<const interposer_packed>(values[0]);
+  call.weight = {address<const interposer_packed>(values[0]), values[14] != 0};
   call.x = address<const void>(values[1]);
   call.out = address<void>(values[2]);
   call.query_weight = address<const void>(values[3]);
@@ -70,10 +70,56 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   return done(failure);
 }
 
+// Addresses of what stays the same; of the packed weights to heads, of attention, to gate and up,
+// and down, the last two 0 without an MLP; of the weights of the input's norm, of query and key,
+// and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
+// pages; addresses of sinks, of scales of keys and values, elements between the scales of two
+// heads; addresses of x and the residual, whether x is added; rows; address and number of the
+// chosen ones, -1 for all; addresses of the result and of the stream.
+PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[27];
+  if (!interposer_numbers(arguments, given, 27, values)) return nullptr;
+  const int64_t* value = values;
+  interposer_block_call call = {};
+  call.block = address<const interposer_block>(*value++);
+  call.heads = address<const interposer_packed>(*value++);
+  call.output = address<const interposer_packed>(*value++);
+  call.gate_up = address<const interposer_packed>(*value++);
+  call.down = address<const interposer_packed>(*value++);
+  call.input_weight = address<const void>(*value++);
+  call.query_weight = address<const void>(*value++);
+  call.key_weight = address<const void>(*value++);
+  call.post_weight = address<const void>(*value++);
+  call.cos = address<const float>(*value++);
+  call.sin = address<const float>(*value++);
+  call.attention.plan = address<const interposer_attention_plan>(*value++);
+  call.attention.cache = address<char>(*value++);
+  call.attention.head_stride = *value++;
+  call.attention.page_stride = *value++;
+  call.attention.sinks = address<const void>(*value++);
+  call.attention.key_scales = address<const float>(*value++);
+  call.attention.value_scales = address<const float>(*value++);
+  call.attention.scale_stride = *value++;
+  call.x = address<const void>(*value++);
+  call.residual = address<const float>(*value++);
+  call.adds = *value++ != 0;
+  call.rows = *value++;
+  call.chosen = address<const int64_t>(*value++);
+  call.num_chosen = *value++;
+  call.out = address<void>(*value++);
+  call.total = address<float>(*value++);
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = interposer_decoder_block(&call);
+  Py_END_ALLOW_THREADS;
+  return done(failure);
+}
+
 }  // namespace
 
 PyMethodDef interposer_block_methods[] = {
     INTERPOSER_METHOD(mlp),
     INTERPOSER_METHOD(project_heads),
+    INTERPOSER_METHOD(decoder_block),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -9,36 +9,20 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
-from interposer_cpu import native_activations, native_heads, native_linear, native_norms
 from interposer_cpu.native import library
+from interposer_cpu.native_parts import Watch, activation_number, form_of, normalises, turns
 from interposer_cpu.native_rows import FLOAT32, TYPES
-from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
-from interposer_ops.layers.norm import RMSNorm
-from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
 
 __all__ = ["NativeGatedMLP", "NativeSelfAttention"]
-
-# Kernels that multiply floats by a weight that holds everything else.
-_PRODUCTS = frozenset(
-    {
-        native_linear.linear,
-        native_linear.mxfp4_linear,
-        native_linear.w4a16_linear,
-        native_linear.w8a16_linear,
-    }
-)
-_GELU = {"none": 1, "tanh": 2}
 
 
 class NativeGatedMLP(GatedMLP):
@@ -53,7 +37,7 @@ class NativeGatedMLP(GatedMLP):
         bias: bool = False,
     ) -> None:
         super().__init__(site, hidden_size, intermediate_size, activation, bias)
-        number = _number(self.activation)
+        number = activation_number(self.activation)
         self.activation_number = number or 0
         self.is_fusable = (
             number is not None
@@ -61,35 +45,37 @@ class NativeGatedMLP(GatedMLP):
             and type(self.down_proj) is Linear
         )
         # Found faster than submodules are, and with what they hold after weights were exchanged.
-        self._parts: Any = (self.gate_up_proj, self.down_proj, self.activation)
+        self._parts: Any = (self.gate_up_proj, self.down_proj)
+        self._watch = Watch((*self._parts, self.activation))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
-        gate_up, down, _ = self._parts
+        gate_up, down = self._parts
         if (
             not self.is_fusable
-            or _is_watched(self._parts)
-            or gate_up.kernel not in _PRODUCTS
-            or down.kernel not in _PRODUCTS
             or is_compiling()
+            or any(self._watch.hooks)
+            or (up_form := form_of(gate_up.kernel)) is None
+            or (down_form := form_of(down.kernel)) is None
             or x.ndim != 2
             or not x.is_contiguous()
         ):
             return super().forward(x)
-        first, _ = gate_up.operands[0]
-        second, width = down.operands[0]
+        first, second = gate_up.operands[0][0], down.operands[0]
         dtype = x.dtype
         count, length = x.shape
-        out = torch.empty(count, width, dtype=dtype)
+        out = torch.empty(count, second[1], dtype=dtype)
         library().mlp(
             first.data_ptr(),
-            second.data_ptr(),
+            second[0].data_ptr(),
             x.data_ptr(),
             out.data_ptr(),
             TYPES[dtype],
             self.activation_number,
             count,
             length,
+            up_form,
+            down_form,
         )
         return out
 
@@ -114,11 +100,11 @@ class NativeSelfAttention(SelfAttention):
         self.eps = 0.0 if norm_eps is None else norm_eps
         self.is_fusable = (
             type(self.qkv_proj) is MergedLinear
-            and _turns(self.rotary)
-            and all(map(_normalises, norms))
+            and turns(self.rotary)
+            and all(map(normalises, norms))
         )
         self._parts: Any = (self.qkv_proj, *norms)
-        self._called: Any = (self.qkv_proj, self.rotary, *filter(None, norms))
+        self._watch = Watch((self.qkv_proj, self.rotary, *filter(None, norms)))
 
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -127,9 +113,9 @@ class NativeSelfAttention(SelfAttention):
         projection, query_norm, key_norm = self._parts
         if (
             not self.is_fusable
-            or _is_watched(self._called)
-            or projection.kernel not in _PRODUCTS
             or is_compiling()
+            or any(self._watch.hooks)
+            or (form := form_of(projection.kernel)) is None
             or cos.dtype is not FLOAT32
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
         ):
@@ -155,35 +141,8 @@ class NativeSelfAttention(SelfAttention):
             cos.shape[1],
             count,
             length,
+            form,
             self.eps,
         )
         query, key, value = out.split(self.counts, 1)
         return query, key, value
-
-
-def _is_watched(parts: Iterable[nn.Module]) -> bool:
-    """Say whether somebody wants to know when one of the parts is called."""
-    for part in parts:  # noqa: SIM110 (a generator takes longer than all of it)
-        if part._forward_hooks or part._forward_pre_hooks:
-            return True
-    return False
-
-
-def _number(activation: GatedActivation) -> int | None:
-    """Return the library's number of an activation that it computes, else None."""
-    if type(activation) is not GatedActivation:
-        return None
-    if activation.activate is native_activations.silu_and_mul:
-        return 0
-    if activation.activate is native_activations.gelu_and_mul:
-        return _GELU[activation.options[0]]
-    return None
-
-
-def _turns(rotary: RotaryEmbedding) -> bool:
-    return type(rotary) is RotaryEmbedding and rotary.rotate is native_heads.rotary_embedding
-
-
-def _normalises(norm: RMSNorm | None) -> bool:
-    """Say whether there is no norm, or the library's."""
-    return norm is None or (type(norm) is RMSNorm and norm.norm is native_norms.rms_norm)

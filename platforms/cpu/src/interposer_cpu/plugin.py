@@ -92,7 +92,11 @@ _DENSE = (
 )
 
 # Layers of the compiled library, which compute several of their parts at once.
-_BLOCKS = (("gated_mlp", "NativeGatedMLP"), ("self_attention", "NativeSelfAttention"))
+_BLOCKS = (
+    ("gated_mlp", "native_blocks:NativeGatedMLP"),
+    ("self_attention", "native_blocks:NativeSelfAttention"),
+    ("decoder_block", "native_decoder_block:NativeDecoderBlock"),
+)
 
 # Processors that are described for planning, each in its file of ``devices``.
 _DESCRIBED = (
@@ -194,13 +198,13 @@ def interposer_records() -> list[Record]:
         LayerEntry(
             layer_id,
             "native",
-            f"interposer_cpu.native_blocks:{layer}",
+            f"interposer_cpu.{target}",
             "cpu",
             _FLOATS,
             predicate="interposer_cpu.native:judge",
             score=15.0,
         )
-        for layer_id, layer in _BLOCKS
+        for layer_id, target in _BLOCKS
     ]
     return [
         PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),

@@ -1,0 +1,43 @@
+"""Products of inputs that are quantized when they come.
+
+Dimensions: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["CodedProduct"]
+
+
+class CodedProduct:
+    """What a ``LinearMethod`` returns as kernel where every token is quantized, then multiplied.
+
+    It computes ``multiply(*quantize(x), *operands)``, and says what both steps are made of, so that
+    whoever computes several layers at once can do the same.
+
+    Attributes:
+        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales ``[T, 1]``.
+        product: the bound kernel that multiplies them.
+        multiply: calls ``product`` in the order of its op, with what is no operand besides.
+    """
+
+    __slots__ = ("multiply", "product", "quantize")
+
+    def __init__(
+        self,
+        quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        product: Callable[..., torch.Tensor],
+        multiply: Callable[..., torch.Tensor],
+    ) -> None:
+        self.quantize = quantize
+        self.product = product
+        self.multiply = multiply
+
+    def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Return ``[T, O]`` of ``x`` ``[T, I]``."""
+        codes, scales = self.quantize(x)
+        return self.multiply(codes, scales, *operands)

@@ -1,0 +1,77 @@
+"""One block of a decoder.
+
+Dimensions: T tokens, R tokens that matter, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from interposer import PluggableLayer, Site
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.self_attention import SelfAttention
+
+__all__ = ["DecoderBlock"]
+
+
+class DecoderBlock(PluggableLayer):
+    """Attention and MLP, each behind a norm, on a residual stream.
+
+    Its parts are layers of their own, which load their weights and bind their kernels. A
+    replacement may compute what several of them do at once, as long as they hold what it takes.
+
+    Args:
+        norm_eps: of both norms.
+        attention: returns the attention that is built at a site.
+        mlp: returns the module at a site that computes ``[T, H]`` of ``[T, H]``: one perceptron, or
+            a mixture of several.
+    """
+
+    layer_id = "decoder_block"
+
+    def __init__(
+        self,
+        site: Site,
+        hidden_size: int,
+        norm_eps: float,
+        attention: Callable[[Site], SelfAttention],
+        mlp: Callable[[Site], nn.Module],
+    ) -> None:
+        super().__init__(site)
+        self.input_layernorm = RMSNorm(site.at("input_layernorm"), hidden_size, norm_eps)
+        self.self_attn = attention(site.at("self_attn"))
+        self.post_attention_layernorm = RMSNorm(
+            site.at("post_attention_layernorm"), hidden_size, norm_eps
+        )
+        self.mlp = mlp(site.at("mlp"))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's output, not yet added, and the residual stream.
+
+        Both are ``[T, H]``, or ``[R, H]`` where ``rows`` ``[R]`` names the tokens that matter.
+
+        Args:
+            x: ``[T, H]``, what is to be added to the stream.
+            residual: ``[T, H]``, as ``RMSNorm.forward_add`` returns it; None at first.
+            cos, sin: ``[T, R / 2]`` for R rotated elements, float32 or wider.
+            cache, plan: of the attention backend.
+            rows: int64, indices into T.
+        """
+        x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn(x, cos, sin, cache, plan, rows)
+        if rows is not None:
+            residual = residual[rows]
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp(x), residual

@@ -1,0 +1,522 @@
+"""Decoder blocks that the compiled library computes in one call, against what their parts do.
+
+Dimensions: T tokens, H hidden size, I intermediate size, O output features, F input features.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from interposer import (
+    AttentionBatch,
+    AttentionSpec,
+    Config,
+    PluggableLayer,
+    Resolver,
+    Site,
+    current_registry,
+    place,
+)
+from interposer_cpu import native, native_linear, native_quantizers
+from interposer_cpu.native_attention import NativeBackend
+from interposer_cpu.native_decoder_block import NativeDecoderBlock
+from interposer_ops.coded_product import CodedProduct
+from interposer_ops.layers.decoder_block import DecoderBlock
+from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.self_attention import SelfAttention
+
+# Without a compiler the plugin works too, but has none of what is tested here.
+pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
+
+HIDDEN, INNER, EPS = 64, 96, 1e-6
+SPEC = AttentionSpec(
+    num_heads=6,
+    num_kv_heads=2,
+    head_size=32,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    page_size=16,
+    scale=0.2,
+)
+# What other distributions may replace too, and the layers that are not under test.
+KERNELS = {"rms_norm": "rms_norm_native", "fused_add_rms_norm": "fused_add_rms_norm_native"}
+LAYERS = {"rms_norm": "standard"}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a block is made of."""
+
+    dtype: torch.dtype = torch.bfloat16
+    qk_norm: bool = True
+    bias: bool = False
+    rotary_size: int = 32
+    cache_dtype: torch.dtype | None = None
+    sinks: bool = False
+    window: int | None = None
+    activation: str = "silu"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        stored = self.cache_dtype or self.dtype
+        return replace(
+            SPEC,
+            dtype=self.dtype,
+            cache_dtype=stored,
+            sinks=self.sinks,
+            window_tokens=self.window,
+        )
+
+
+class Doubling(nn.Module):
+    """Stands where a mixture of experts does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def built(
+    form: Form,
+    name: str = "native",
+    kernels: dict[str, str] | None = None,
+    mlp: Callable[[Site], nn.Module] | None = None,
+) -> Any:
+    """Return a block whose weights are the same whatever computes it."""
+    layers = {**LAYERS, "decoder_block": name}
+    if name == "standard":
+        layers |= {"self_attention": "native", "gated_mlp": "native"}
+    config = Config(
+        layers=layers,
+        kernels={**KERNELS, **(kernels or {})},
+        attention={"decoder": "native"},
+    )
+    site = Site(Resolver(current_registry(), place().device, config), "block", form.dtype)
+    block = DecoderBlock(
+        site,
+        HIDDEN,
+        EPS,
+        lambda at: SelfAttention(
+            at,
+            form.spec,
+            HIDDEN,
+            form.rotary_size,
+            EPS if form.qk_norm else None,
+            form.bias,
+            form.bias,
+        ),
+        mlp or (lambda at: GatedMLP(at, HIDDEN, INNER, form.activation, form.bias)),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter in block.parameters():
+        numbers = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(0.2 * numbers if parameter.ndim > 1 else 1 + 0.2 * numbers)
+    for part in block.modules():
+        if isinstance(part, PluggableLayer):
+            part.finalize()
+    return block
+
+
+class Steps:
+    """Runs a block on steps of sequences whose caches begin as the same numbers.
+
+    Args:
+        lengths: of each sequence, how many tokens there were before and how many come.
+    """
+
+    def __init__(self, form: Form, lengths: tuple[tuple[int, int], ...]) -> None:
+        generator = torch.Generator().manual_seed(2)
+        pages = [-(-(before + count) // 16) for before, count in lengths]
+        table = torch.zeros(len(lengths), max(pages), dtype=torch.int64)
+        slots, positions, first = [], [], 1
+        for row, (before, count) in enumerate(lengths):
+            own = torch.arange(first, first + pages[row])
+            table[row, : pages[row]] = own
+            first += pages[row]
+            at = torch.arange(before, before + count)
+            positions.append(at)
+            slots.append(own[at // 16] * 16 + at % 16)
+        counts = torch.tensor([count for _, count in lengths])
+        self.form, self.num_pages = form, first
+        self.batch = AttentionBatch(
+            query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
+            seq_lens=torch.tensor([before + count for before, count in lengths]),
+            page_table=table,
+            slots=torch.cat(slots),
+            max_query_tokens=int(counts.max()),
+            max_seq_tokens=max(before + count for before, count in lengths),
+        )
+        num_tokens = int(counts.sum())
+        self.x = torch.randn(num_tokens, HIDDEN, generator=generator).to(form.dtype)
+        self.residual = torch.randn(num_tokens, HIDDEN, generator=generator)
+        frequencies = 0.5 ** torch.arange(form.rotary_size // 2)
+        angles = torch.cat(positions).unsqueeze(1) * frequencies
+        self.tables = angles.cos(), angles.sin()
+
+    def run(
+        self, block: Any, rows: torch.Tensor | None = None, *, first: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the block's output, the stream and the cache, whose numbers any test may have."""
+        backend = block.self_attn.attn.backend
+        (cache,) = backend.kv_layout().allocate(1, self.num_pages, "cpu")
+        generator = torch.Generator().manual_seed(3)
+        cache.copy_(torch.randn(cache.shape, generator=generator).to(cache.dtype))
+        plan = backend.plan(self.batch)
+        residual = None if first else self.residual.clone()
+        with torch.inference_mode():
+            out, total = block(self.x.clone(), residual, *self.tables, cache, plan, rows)
+        return out, total, cache.float()
+
+
+def counted(module: Any) -> list[int]:
+    """Return a list that grows when ``module`` computes."""
+    calls: list[int] = []
+    forward = module.forward
+
+    def counting(*inputs: Any) -> Any:
+        calls.append(1)
+        return forward(*inputs)
+
+    module.forward = counting
+    return calls
+
+
+def assert_same(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    """Compare bits: one call runs the kernels that the parts run, one after another."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+        assert mine.isfinite().all()
+
+
+def both(form: Form) -> tuple[Any, Any]:
+    """Return the block in one call, and one that calls the native halves."""
+    fused, parts = built(form), built(form, "standard")
+    assert type(fused) is NativeDecoderBlock
+    assert fused.is_fusable
+    assert fused.takes_mlp
+    assert type(parts) is DecoderBlock
+    assert type(parts.self_attn.attn.backend) is NativeBackend
+    return fused, parts
+
+
+@contextmanager
+def undivided(block: Any) -> Iterator[None]:
+    """Check that no part of the block computes anything by itself."""
+    calls = [counted(block.self_attn), counted(block.mlp), counted(block.input_layernorm)]
+    yield
+    assert calls == [[], [], []]
+
+
+STEPS = {
+    "decode": ((40, 1),),
+    "batch": ((40, 1), (3, 1), (600, 1), (15, 1)),
+    "prefill": ((0, 70),),
+    "mixed": ((17, 1), (0, 33), (5, 9)),
+    "many": ((0, 300),),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_block_in_one_call_is_what_its_parts_compute(
+    dtype: torch.dtype, lengths: tuple[tuple[int, int], ...], first: bool
+) -> None:
+    form = Form(dtype)
+    fused, parts = both(form)
+    steps = Steps(form, lengths)
+    expected = steps.run(parts, first=first)
+    with undivided(fused):
+        assert_same(steps.run(fused, first=first), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": False},
+        {"bias": True},
+        {"rotary_size": 16},
+        {"activation": "gelu_pytorch_tanh"},
+        {"sinks": True},
+        {"window": 20},
+        {"cache_dtype": torch.float8_e4m3fn},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_block_of_other_parts(dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    form = replace(Form(dtype), **changes)
+    fused, parts = both(form)
+    steps = Steps(form, ((40, 1), (0, 25)))
+    expected = steps.run(parts)
+    with undivided(fused):
+        assert_same(steps.run(fused), expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("rows", [[0, 34], [34], [5, 5, 1], list(range(35)), []])
+def test_rows_that_matter(dtype: torch.dtype, first: bool, rows: list[int]) -> None:
+    form = Form(dtype)
+    fused, parts = both(form)
+    steps, chosen = Steps(form, ((17, 1), (0, 34))), torch.tensor(rows, dtype=torch.int64)
+    expected = steps.run(parts, chosen, first=first)
+    with undivided(fused):
+        found = steps.run(fused, chosen, first=first)
+    assert found[0].shape == found[1].shape == (len(rows), HIDDEN)
+    assert_same(found, expected)
+
+
+def test_arguments_stay_as_they_are() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1), (0, 4)))
+    before = steps.x.clone(), steps.residual.clone(), *(table.clone() for table in steps.tables)
+    backend = block.self_attn.attn.backend
+    (cache,) = backend.kv_layout().allocate(1, steps.num_pages, "cpu")
+    plan = backend.plan(steps.batch)
+    for residual in (steps.residual, None):
+        block(steps.x, residual, *steps.tables, cache, plan, None)
+    assert_same((steps.x, steps.residual, *steps.tables), before)
+
+
+def test_no_tokens() -> None:
+    form = Form()
+    fused, parts = both(form)
+    steps = Steps(form, ((5, 0),))
+    assert_same(steps.run(fused), steps.run(parts))
+
+
+def hold(linear: Linear, op: str) -> None:
+    """Let a layer hold random weights as ``op`` multiplies by them."""
+    inputs, outputs = linear.in_features, sum(linear.parts.values())
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    integers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+    scales = 0.02 * torch.rand(outputs, inputs // 32)
+    exponents = torch.randint(118, 122, (outputs, inputs // 32), dtype=torch.uint8)
+    product = getattr(native_linear, op)
+    packed: Any
+    if op == "int8_linear":
+        packed = native_linear.pack_int8(integers, 0.002 * torch.rand(outputs), None)["weight"]
+
+        def multiply(codes: torch.Tensor, scale: torch.Tensor, weight: Any) -> torch.Tensor:
+            return native_linear.int8_linear(codes, weight, scale, None, None, None, dtype)
+
+    elif op == "w4a8_linear":
+        packed = native_linear.pack_w4a8(codes, scales, None, None)["weight"]
+
+        def multiply(codes: torch.Tensor, scale: torch.Tensor, weight: Any) -> torch.Tensor:
+            return native_linear.w4a8_linear(codes, weight, scale, None, None, None, None, dtype)
+
+    else:
+        if op == "linear":
+            packed = native_linear.pack(0.1 * torch.randn(outputs, inputs), None)
+        elif op == "w4a16_linear":
+            packed = native_linear.pack_w4a16(codes, scales, None)
+        elif op == "w8a16_linear":
+            packed = native_linear.pack_w8a16(integers, scales / 16, None)
+        else:
+            packed = native_linear.pack_mxfp4(codes, exponents, None)
+        linear.kernel = product
+        linear.operands = (packed["weight"], None) + (() if op == "linear" else (None,))
+        return
+    dtype = torch.bfloat16
+    quantize = native_quantizers.quantize_int8_per_token
+    linear.kernel = CodedProduct(quantize, product, multiply)
+    linear.operands = (packed,)
+
+
+OPS = ["linear", "w4a16_linear", "w8a16_linear", "mxfp4_linear", "int8_linear", "w4a8_linear"]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize("lengths", [((40, 1),), ((3, 1), (0, 25))])
+def test_every_format_at_every_level(
+    op: str, level: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    form = Form()
+    fused, parts = both(form)
+    torch.manual_seed(4)
+    for mine, theirs in zip(fused.modules(), parts.modules(), strict=True):
+        if isinstance(mine, Linear):
+            hold(mine, op)
+            theirs.kernel, theirs.operands = mine.kernel, mine.operands
+    # So that what lies between products is rounded as the parts round it.
+    for part in (parts.self_attn, parts.mlp):
+        part.is_fusable = "coded" not in op
+    steps = Steps(form, lengths)
+    native.force_level(level)
+    try:
+        expected = steps.run(parts)
+        with undivided(fused):
+            assert_same(steps.run(fused), expected)
+    finally:
+        native.force_level(None)
+
+
+def test_products_of_different_kinds() -> None:
+    form = Form()
+    fused, parts = both(form)
+    torch.manual_seed(4)
+    linears = [
+        pair
+        for pair in zip(fused.modules(), parts.modules(), strict=True)
+        if isinstance(pair[0], Linear)
+    ]
+    assert len(linears) == 4
+    steps = Steps(form, ((40, 1), (0, 9)))
+    for turn in range(4):
+        for index, (mine, theirs) in enumerate(linears):
+            hold(mine, OPS[2 + (index + turn) % 4])
+            theirs.kernel, theirs.operands = mine.kernel, mine.operands
+        expected = steps.run(parts)
+        assert_same(steps.run(fused), expected)
+
+
+def test_another_number_of_threads_gives_the_same() -> None:
+    form = Form()
+    block, steps = built(form), Steps(form, STEPS["many"])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = steps.run(block)
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            for _ in range(20):
+                assert_same(steps.run(block), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "input_layernorm",
+        "self_attn",
+        "self_attn.qkv_proj",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "self_attn.rotary",
+        "self_attn.attn",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp",
+        "mlp.gate_up_proj",
+        "mlp.activation",
+        "mlp.down_proj",
+    ],
+)
+def test_hooks_of_parts_are_called(part: str) -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    unwatched = steps.run(block)
+    calls: list[str] = []
+    hook = block.get_submodule(part).register_forward_hook(lambda *_: calls.append(part))
+    # Norms of streams are called as methods, which no hook sees; it makes no difference that they
+    # are called at all.
+    watched = steps.run(block)
+    hook.remove()
+    for mine, theirs in zip(watched, unwatched, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert_same(steps.run(block), unwatched)
+    assert calls == ([] if "layernorm" in part else [part])
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    called: set[nn.Module] = set()
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda m, _: called.add(m))
+    steps.run(block)
+    hook.remove()
+    assert {block.self_attn.qkv_proj, block.mlp.down_proj, block.mlp.activation} < called
+
+
+def test_an_mlp_of_another_kind_follows_the_fused_attention() -> None:
+    form = Form(torch.float32)
+    fused, parts = (built(form, name, mlp=lambda _: Doubling()) for name in ("native", "standard"))
+    steps = Steps(form, ((17, 1), (0, 4)))
+    assert isinstance(fused, NativeDecoderBlock)
+    assert fused.is_fusable
+    assert not fused.takes_mlp
+    calls = counted(fused.self_attn)
+    for rows in (None, torch.tensor([1, 4])):
+        assert_same(steps.run(fused, rows), steps.run(parts, rows))
+    assert calls == []
+
+
+def test_an_mlp_with_another_kernel_follows_the_fused_attention() -> None:
+    form = Form(torch.float32)
+    fused, parts = both(form)
+    steps = Steps(form, ((17, 1),))
+    expected = steps.run(parts)
+    plain = nn.functional.linear
+    fused.mlp.down_proj.kernel = lambda x, weight: plain(x, weight)
+    fused.mlp.down_proj.operands = (torch.zeros(HIDDEN, INNER),)
+    calls, others = counted(fused.self_attn), counted(fused.mlp)
+    out, total, cache = steps.run(fused)
+    assert (calls, others) == ([], [1])
+    assert not out.any()
+    assert_same((total, cache), expected[1:])
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm", "rotary_embedding", "linear"])
+def test_a_block_with_another_kernel_calls_its_parts(op: str) -> None:
+    form = Form(torch.float32)
+    block, steps = built(form, kernels={op: "reference"}), Steps(form, ((17, 1),))
+    plain = steps.run(built(form, "standard"))
+    calls = counted(block.self_attn)
+    for mine, theirs in zip(steps.run(block), plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    assert calls == [1]
+
+
+def test_exchanged_weights_are_used() -> None:
+    form = Form(torch.float32)
+    fused, parts = both(form)
+    steps = Steps(form, ((17, 1),))
+    before = steps.run(fused)
+    for block in (fused, parts):
+        generator = torch.Generator().manual_seed(6)
+        for linear in (block.self_attn.o_proj, block.mlp.down_proj):
+            shape = (sum(linear.parts.values()), linear.in_features)
+            weight = torch.randn(shape, generator=generator)
+            linear.operands = (native_linear.pack(weight, None)["weight"], None)
+        for norm in (block.input_layernorm, block.self_attn.q_norm):
+            norm.constants = tuple(torch.full_like(held, 0.5) for held in norm.constants)
+    found = steps.run(fused)
+    assert not torch.equal(found[0], before[0])
+    assert_same(found, steps.run(parts))
+
+
+def test_the_compiler_sees_the_parts() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    expected = steps.run(block)
+    graphs = []
+
+    def seen(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    compiled = torch.compile(block, backend=seen)
+    calls = steps.run(compiled)
+    assert any("interposer_cpu.linear_out" in graph for graph in graphs)
+    for mine, theirs in zip(calls, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_weights_of_other_sizes_are_refused() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    weight = torch.randn(HIDDEN, 8)
+    block.self_attn.o_proj.operands = (native_linear.pack(weight, None)["weight"], None)
+    with pytest.raises(RuntimeError, match="block failed with code 4"):
+        steps.run(block)
