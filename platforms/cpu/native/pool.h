@@ -17,6 +17,6 @@ void interposer_parallel(interposer_task task, void* argument, int threads);
 
 // Memory of this thread that holds until it asks for `purpose` again; aligned to 64 bytes. Null if
 // there is none.
-enum Purpose { kForRows, kForWeights, kForResults, kForBlocks, kPurposes };
+enum Purpose { kForRows, kForWeights, kForResults, kForBlocks, kForParts, kForCandidates, kPurposes };
 void* interposer_scratch(Purpose purpose, int64_t bytes);
 }

@@ -11,6 +11,7 @@ extern PyMethodDef interposer_attention_methods[];
 extern PyMethodDef interposer_block_methods[];
 extern PyMethodDef interposer_elementwise_methods[];
 extern PyMethodDef interposer_linear_methods[];
+extern PyMethodDef interposer_sampling_methods[];
 
 bool interposer_numbers(PyObject* const* arguments, Py_ssize_t given, Py_ssize_t count,
                         int64_t* values) {
@@ -75,7 +76,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods,
 PyMODINIT_FUNC PyInit__native() {
   PyObject* made = PyModule_Create(&module);
   for (PyMethodDef* family : {interposer_linear_methods, interposer_elementwise_methods,
-                              interposer_attention_methods, interposer_block_methods}) {
+                              interposer_attention_methods, interposer_block_methods,
+                              interposer_sampling_methods}) {
     if (made && PyModule_AddFunctions(made, family)) Py_CLEAR(made);
   }
   return made;

@@ -46,6 +46,9 @@ _WRITERS = (
     "gate_out",
     "turn_heads_out",
     "code_out",
+    "sample_out",
+    "penalise_out",
+    "route_out",
 )
 
 
