@@ -158,3 +158,23 @@ def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
     params = SamplingParams(**fields)
     assert {name: getattr(params, name) for name in fields} == fields
     assert pickle.loads(pickle.dumps(params)) == params
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1, "stop": ("x",)}, True),
+        ({"temperature": 1e-3}, False),
+        ({"repetition_penalty": 1.1}, False),
+        ({"presence_penalty": -0.5}, False),
+        ({"frequency_penalty": 0.5}, False),
+    ],
+)
+def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) -> None:
+    params = SamplingParams(**fields)
+    assert params.takes_likeliest is expected
+    # What was found out is kept, and is no part of the parameters.
+    assert params == SamplingParams(**fields)
+    assert hash(params) == hash(SamplingParams(**fields))
+    assert "takes_likeliest" not in params.model_dump()

@@ -58,6 +58,17 @@ def test_an_all_greedy_batch_holds_nothing_that_costs_time() -> None:
     assert batch.penalties is None
 
 
+def test_a_greedy_batch_is_made_once() -> None:
+    batch = SamplingBatch.greedy(3, "cpu")
+    assert batch is SamplingBatch.greedy(3, "cpu")
+    assert batch is not SamplingBatch.greedy(2, "cpu")
+    assert batch.all_greedy
+    assert not batch.seeds.is_inference()
+    logits = normal(3)
+    for found, expected in zip(sampler()(logits, batch), sampler()(logits, build(3)), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_a_batch_holds_what_a_request_uses() -> None:
     batch = build(2, temperature=[0.0, 0.7], top_k=[5, 9], top_p=[0.5, 1.0], min_p=[0.5, 0.25])
     assert not batch.all_greedy

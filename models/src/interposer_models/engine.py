@@ -179,6 +179,8 @@ class Engine:
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
         params = [sequence.params for sequence in sequences]
+        if all(p.takes_likeliest for p in params):
+            return SamplingBatch.greedy(len(params), self.device)
         return SamplingBatch.build(
             temperature=[p.temperature for p in params],
             top_k=[p.top_k for p in params],

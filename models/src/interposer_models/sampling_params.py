@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -70,6 +71,12 @@ class SamplingParams(BaseModel):
         default=(), strict=False, description="a list or tuple of integers of at least 0"
     )
     ignore_eos: bool = Field(default=False, description="True or False")
+
+    @cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is the one of the largest logit: greedy, and without penalties."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.temperature == 0 and self.repetition_penalty == 1 and not any(penalties)
 
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
 

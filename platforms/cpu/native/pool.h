@@ -31,6 +31,8 @@ enum Purpose {
   kForTiles,
   kForCodes,
   kForLayers,
+  kForParts,
+  kForCandidates,
   kPurposes
 };
 void* interposer_scratch(Purpose purpose, int64_t bytes);

@@ -47,6 +47,8 @@ from interposer_ops.norms import (
 )
 from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
 from interposer_ops.rotary import rotary_embedding
+from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
+from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 
 _MAGIC = b"interposer golden 1\n"
@@ -104,6 +106,7 @@ def _experts(hidden: int, inner: int, **others: object) -> tuple[Dims, ...]:
 _GROUPED = {"group_size": 24, "num_groups": 7, "scale_dtype": "float32"}
 _BY_ROW = {"x_scales": "token", "asymmetric": False, "asymmetric_inputs": False}
 _WIDE = (torch.float32, torch.bfloat16)
+_LOGITS = ("logits",)
 
 OPS = (
     Covered(linear, dtypes=_WIDE, dims=_sizes((173, 83), (64, 200))),
@@ -155,6 +158,12 @@ OPS = (
     Covered(silu_and_mul),
     Covered(gelu_and_mul),
     Covered(quantize_int8_per_token),
+    Covered(sample_tokens, strided=_LOGITS),
+    Covered(gumbel_argmax, strided=_LOGITS),
+    Covered(apply_penalties, strided=(*_LOGITS, "prompt_mask", "output_counts")),
+    Covered(topk_softmax, strided=_LOGITS),
+    Covered(topk_sigmoid, strided=_LOGITS),
+    Covered(grouped_topk, strided=_LOGITS),
     Covered(paged_attention, _attends, strided=()),
     Covered(ragged_attention, strided=()),
     Covered(ragged_attention_with_lse, strided=()),

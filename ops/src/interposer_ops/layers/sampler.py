@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -48,6 +49,17 @@ class SamplingBatch:
     def all_greedy(self) -> bool:
         """Say whether every row takes its largest logit."""
         return self.temperature is None
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def greedy(num_rows: int, device: str) -> SamplingBatch:
+        """Return the batch of B greedy requests without penalties, the same one each time.
+
+        Its seeds and steps are zeros, which nothing reads.
+        """
+        with torch.inference_mode(False):
+            unread = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        return SamplingBatch(None, None, None, None, unread, unread, None)
 
     @classmethod
     def build(

@@ -50,6 +50,9 @@ _WRITERS = (
     "turn_heads_out",
     "code_out",
     "experts_out",
+    "sample_out",
+    "penalise_out",
+    "route_out",
 )
 
 

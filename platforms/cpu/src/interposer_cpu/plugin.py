@@ -82,6 +82,12 @@ _ROWS = (
     ("silu_and_mul", "native_activations", ""),
     ("gelu_and_mul", "native_activations", ""),
     ("quantize_int8_per_token", "native_quantizers", ""),
+    ("apply_penalties", "native_sampling", ""),
+    ("gumbel_argmax", "native_sampling", ""),
+    ("sample_tokens", "native_sampling", ""),
+    ("grouped_topk", "native_routing", "prepare"),
+    ("topk_sigmoid", "native_routing", "prepare"),
+    ("topk_softmax", "native_routing", ""),
 )
 
 # Attention of the compiled library to keys in rows: op, predicate.
