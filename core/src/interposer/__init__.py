@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from interposer.policy import Policy
     from interposer.quantization import (
         CacheFormat,
+        EmbeddingMethod,
         ExpertsMethod,
         ExpertsSpec,
         LinearMethod,
@@ -72,6 +73,7 @@ __all__ = [
     "DeviceDescription",
     "DeviceEntry",
     "Dim",
+    "EmbeddingMethod",
     "ExpertsMethod",
     "ExpertsSpec",
     "Explanation",
@@ -135,6 +137,7 @@ _HOMES = {
     "policy": ("Policy",),
     "quantization": (
         "CacheFormat",
+        "EmbeddingMethod",
         "ExpertsMethod",
         "ExpertsSpec",
         "LinearMethod",

@@ -38,6 +38,7 @@ from interposer_ops.norms import (
     layer_norm,
     rms_norm,
 )
+from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.rotary import rotary_embedding
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 
@@ -139,6 +140,8 @@ OPS = (
     Covered(quantize_int8_per_token),
     Covered(paged_attention, _attends, strided=()),
     Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
+    Covered(w4a16_embedding, _groups, strided=("token_ids",)),
+    Covered(w8a16_embedding, _groups, strided=("token_ids",)),
 )
 
 

@@ -15,7 +15,7 @@ from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization.fp8_parameters import Members, register
 
-__all__ = ["OnlineLinear", "chunks"]
+__all__ = ["OnlineLinear", "check_finite", "chunks"]
 
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
@@ -77,14 +77,19 @@ class OnlineLinear(LinearMethod):
     def _check(self, weight: torch.Tensor) -> None:
         sizes = self.members.sizes
         for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
-            for rows in chunks(part):
-                wrong = ~rows.isfinite()
-                if wrong.any():
-                    raise CheckpointError(
-                        self.members.tensor(member, "weight"),
-                        f"holds {float(rows[wrong][0])}, which no quantized number can stand for",
-                        "copy the checkpoint again",
-                    )
+            check_finite(part, self.members.tensor(member, "weight"))
+
+
+def check_finite(weight: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError if the tensor ``name`` holds what cannot be quantized."""
+    for rows in chunks(weight):
+        wrong = ~rows.isfinite()
+        if wrong.any():
+            raise CheckpointError(
+                name,
+                f"holds {float(rows[wrong][0])}, which no quantized number can stand for",
+                "copy the checkpoint again",
+            )
 
 
 def chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[torch.Tensor]:

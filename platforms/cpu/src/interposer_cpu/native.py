@@ -41,6 +41,7 @@ _FEATURES = {
 # Ops of the library that write to their arguments and return nothing.
 _WRITERS = (
     "attention_out",
+    "lookup_out",
     "normalise_out",
     "add_rms_norm_out",
     "gate_out",

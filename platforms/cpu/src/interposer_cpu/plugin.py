@@ -62,6 +62,14 @@ _NATIVE = (
     ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
 )
 
+# Kernels of the compiled library that read rows of what products read: op, dtypes, predicate,
+# preparation.
+_TABLES = (
+    ("embedding", _WIDE, "native_tables:judge_tied", "pack_table"),
+    ("w4a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16_table"),
+    ("w8a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w8a16_table"),
+)
+
 # Kernels of the compiled library that take rows one by one: op, module, preparation.
 _ROWS = (
     ("rms_norm", "native_norms", "prepare"),
@@ -134,6 +142,20 @@ def interposer_records() -> list[Record]:
         )
         for op, dtypes, judge, prepare in _NATIVE
     ]
+    tables = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_tables:{op}",
+            "cpu",
+            Requires(dtypes=dtypes),
+            predicate=f"interposer_cpu.{judge}",
+            prepare=f"interposer_cpu.native_tables:{prepare}",
+            score=20.0,
+            properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
+        )
+        for op, dtypes, judge, prepare in _TABLES
+    ]
     rows = [
         Kernel(
             op,
@@ -178,6 +200,7 @@ def interposer_records() -> list[Record]:
         *plain,
         *packed,
         *native,
+        *tables,
         *rows,
         *blocks,
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
