@@ -99,9 +99,9 @@ def test_an_unknown_name_is_refused() -> None:
     ("option", "settings"),
     [
         ("bf16", None),
-        ("fp8", {"quant_method": "fp8"}),
-        ("int4-g32", {"quant_method": "int4", "group_size": 32}),
-        ("int8-a16", {"quant_method": "int8", "activations": "none"}),
+        ("fp8", {"quant_method": "fp8", "head": "int8"}),
+        ("int4-g32", {"quant_method": "int4", "group_size": 32, "head": "int4"}),
+        ("int8-a16", {"quant_method": "int8", "activations": "none", "head": "int8"}),
     ],
 )
 def test_options_tell_how_to_quantize(option: str, settings: object) -> None:

@@ -10,6 +10,8 @@ from cpu_contenders.contract import MAX_BATCH, MAX_STEP_TOKENS, Contender
 
 __all__ = ["open_contender", "settings_of"]
 
+_HEADS = {"int4": "int4", "w4a8": "int4", "int8": "int8", "fp8": "int8"}
+
 
 class Engine:
     """Requests of the engine that run as one batch."""
@@ -75,10 +77,12 @@ class Engine:
 def settings_of(option: str) -> dict[str, Any] | None:
     """Return how to quantize: int4-g32-a8 is int4 in groups of 32 with inputs of 8 bits.
 
-    None is for bf16; inputs are left as they are by a16, and the method decides without either.
+    None is for bf16; inputs are left as they are by a16, and the method decides without either. The
+    head, with the embedding that is tied to it, has as many bits as the other layers, in the same
+    groups: so it is in the pure files of llama.cpp.
     """
     method, *parts = option.split("-")
-    settings: dict[str, Any] = {"quant_method": method}
+    settings: dict[str, Any] = {"quant_method": method, "head": _HEADS.get(method, "plain")}
     for part in parts:
         if part.startswith("g"):
             settings["group_size"] = int(part[1:])

@@ -368,8 +368,10 @@ def test_a_tied_head_goes_with_its_embedding(pair: tuple[Path, Any]) -> None:
     assert lm.update_weights({"model.embed_tokens.weight": weight, "lm_head.weight": weight}) == ()
     embedding, head = lm.engine.model.model.embed_tokens, lm.engine.model.lm_head
     assert isinstance(embedding, Embedding)
-    assert embedding.weight is head.weight
-    assert torch.equal(embedding.weight, weight)
+    assert isinstance(head, LMHead)
+    assert torch.equal(embedding(torch.tensor([5, 0])), weight[[5, 0]])
+    hidden = torch.randn(2, weight.shape[1])
+    torch.testing.assert_close(head(hidden), hidden @ weight.T)
     assert not unchanged()
 
 

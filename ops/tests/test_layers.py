@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from interposer import ExpertsSpec, Kernel, Site
-from interposer.errors import UnknownNameError
+from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
@@ -141,14 +141,24 @@ def test_head_tied_to_the_embedding(
     make_site: MakeSite, dtype: torch.dtype, kernels: tuple[Kernel, ...]
 ) -> None:
     site = make_site("", dtype, *kernels)
-    embed = Embedding(site.at("embed_tokens"), 11, 6)
+    embed = Embedding(site.at("embed_tokens"), 11, 6, site.at("lm_head"))
     head = LMHead(site.at("lm_head"), 11, 6, tied=embed)
+    assert head.weight is embed.weight
     weight = load(embed)["weight"]
     head.finalize()
     hidden, token_ids = numbers(3, 6, dtype=dtype), torch.tensor([4, 7])
     torch.testing.assert_close(head(hidden), linear(hidden, weight, None))
     assert torch.equal(embed(token_ids), embedding(token_ids, weight))
-    assert head.weight is embed.weight
+    # The head refers to what the embedding holds, and to nothing else.
+    assert embed.product == (head.kernel, head.operands)
+    assert list(head.parameters()) == []
+
+
+def test_a_head_is_not_tied_to_an_embedding_that_knows_of_none(make_site: MakeSite) -> None:
+    site = make_site("", torch.float32)
+    alone = Embedding(site.at("embed_tokens"), 11, 6)
+    with pytest.raises(ConfigError, match=r"tied to embed_tokens, .* built without a head"):
+        LMHead(site.at("lm_head"), 11, 6, tied=alone)
 
 
 @both_dtypes

@@ -77,6 +77,13 @@ GROUPED: Dims = {
     "num_groups": 4,
     "asymmetric": True,
 }
+TABLE: Dims = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "group_size": 32,
+    "num_groups": 8,
+    "asymmetric": True,
+}
 DIMS: dict[str, Dims] = {
     "topk_softmax": {"num_experts": 64, "top_k": 6},
     "topk_sigmoid": {"num_experts": 64, "top_k": 6, "biased": True},
@@ -154,7 +161,9 @@ DIMS: dict[str, Dims] = {
     "swiglu_clamped_and_mul": {"intermediate_size": 684},
     "rotary_embedding": {"head_size": 80, "rotary_size": 64},
     "linear": {"in_features": 256, "out_features": 688},
-    "embedding": {"vocab_size": 4096, "hidden_size": 256},
+    "embedding": {"vocab_size": 4096, "hidden_size": 256, "tied": False},
+    "w4a16_embedding": TABLE,
+    "w8a16_embedding": TABLE,
     "rotary_embedding_interleaved": {"head_size": 80, "rotary_size": 64},
     "rotary_tables": {"rotary_size": 64},
     "multimodal_rotary_embedding": {"head_size": 80, "rotary_size": 64, "interleaved": True},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from interposer.policy import Policy
     from interposer.quantization import (
         CacheFormat,
+        EmbeddingMethod,
         ExpertsMethod,
         ExpertsSpec,
         LinearMethod,
@@ -73,6 +74,7 @@ __all__ = [
     "DeviceDescription",
     "DeviceEntry",
     "Dim",
+    "EmbeddingMethod",
     "ExpertsMethod",
     "ExpertsSpec",
     "Explanation",
@@ -137,6 +139,7 @@ _HOMES = {
     "policy": ("Policy",),
     "quantization": (
         "CacheFormat",
+        "EmbeddingMethod",
         "ExpertsMethod",
         "ExpertsSpec",
         "LinearMethod",

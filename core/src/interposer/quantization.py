@@ -1,6 +1,6 @@
 """The quantization contract: a scheme per checkpoint, a method per layer with weights.
 
-Dimensions of experts: E experts, H hidden size, I intermediate size.
+Dimensions: E experts, H hidden size, I intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from torch import nn
 
 from interposer.layer import Site
 
-__all__ = ["CacheFormat", "ExpertsMethod", "ExpertsSpec", "LinearMethod", "QuantizationScheme"]
+__all__ = [
+    "CacheFormat",
+    "EmbeddingMethod",
+    "ExpertsMethod",
+    "ExpertsSpec",
+    "LinearMethod",
+    "QuantizationScheme",
+]
+
+Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""A kernel, and what it is called with behind its first argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +162,46 @@ class ExpertsMethod(ABC):
         return None
 
 
+class EmbeddingMethod(ABC):
+    """How a table of token embeddings is stored, looked up and, if it is tied, multiplied by.
+
+    A head that shares the table has no weight of its own: what is multiplied by is what is looked
+    up, in whatever form it is held.
+    """
+
+    @abstractmethod
+    def create_weights(
+        self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
+    ) -> None:
+        """Register the parameters under the names that checkpoints use.
+
+        Attributes of parameters mean what ``LinearMethod.create_weights`` says, but for those of
+        layers that are fused.
+
+        Args:
+            head: the site of the head that shares the table, None where there is none.
+        Raises: ConfigError: a table of these sizes cannot be stored that way.
+        """
+
+    @abstractmethod
+    def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
+        """Return ``(kernel, operands)`` of the lookup, and those of the product for a head.
+
+        ``kernel(token_ids, *operands)`` returns rows ``[T, H]`` in the model's dtype, each the
+        nearest to what is stored; ``kernel(hidden, *operands)`` the logits ``[T, V]``. Everything
+        else is as in ``LinearMethod.finalize``.
+
+        Raises: CheckpointError: a parameter holds what no weight can be computed with.
+        """
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return the float64 table ``[V, H]`` that the loaded parameters stand for, if known.
+
+        Called before ``finalize``.
+        """
+        return None
+
+
 class QuantizationScheme(ABC):
     """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""
 
@@ -176,6 +226,21 @@ class QuantizationScheme(ABC):
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
         """Return the method for the routed experts at ``prefix``; None: they are plain."""
+        return None
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for the head at ``prefix``, whose weight is its own; None: plain.
+
+        A head that shares the table of the embedding is asked for by ``embedding_method``.
+        """
+        return None
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for the table of embeddings at ``prefix``; None: it is plain.
+
+        Args:
+            head: prefix of the head that shares the table, None where there is none.
+        """
         return None
 
     def cache_format(self, prefix: str) -> CacheFormat | None:

@@ -33,12 +33,14 @@ class CausalLM(nn.Module):
     def __init__(self, site: Site, config: DecoderConfig, page_size: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(site.at("model"), config, page_size)
+        head = site.at("lm_head")
+        tied = config.tie_word_embeddings
+        self.model = Decoder(site.at("model"), config, page_size, head if tied else None)
         self.lm_head = LMHead(
-            site.at("lm_head"),
+            head,
             config.vocab_size,
             config.hidden_size,
-            self.model.embed_tokens if config.tie_word_embeddings else None,
+            self.model.embed_tokens if tied else None,
         )
 
     @property
@@ -75,13 +77,15 @@ class CausalLM(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the final norm."""
+    """Embedding, blocks and the final norm; ``head`` is what shares the embedding, or None."""
 
-    def __init__(self, site: Site, config: DecoderConfig, page_size: int) -> None:
+    def __init__(
+        self, site: Site, config: DecoderConfig, page_size: int, head: Site | None
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(
-            site.at("embed_tokens"), config.vocab_size, config.hidden_size
+            site.at("embed_tokens"), config.vocab_size, config.hidden_size, head
         )
         self.layers = nn.ModuleList(
             _block(site.at(f"layers.{index}"), config, index, page_size)

@@ -120,7 +120,8 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
         weight: ``[V, H]``, any dtype.
     Returns: ``[T, H]``, dtype of ``weight``.
-    Dims: vocab_size, hidden_size.
+    Dims: vocab_size, hidden_size; tied: a head multiplies by the same ``weight``, so that a kernel
+        may prepare one copy for both.
     """
     return functional.embedding(token_ids, weight)
 

@@ -45,6 +45,7 @@ from interposer_ops.norms import (
     layer_norm,
     rms_norm,
 )
+from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
 from interposer_ops.rotary import rotary_embedding
 from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
@@ -169,6 +170,8 @@ OPS = (
     Covered(ragged_attention_with_lse, strided=()),
     Covered(latent_attention_decode, strided=()),
     Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
+    Covered(w4a16_embedding, _groups, strided=("token_ids",)),
+    Covered(w8a16_embedding, _groups, strided=("token_ids",)),
 )
 
 

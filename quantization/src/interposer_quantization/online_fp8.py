@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme
 from interposer_quantization.fp8_block_linear import Fp8BlockLinear
-from interposer_quantization.fp8_config import LayersLeftOut
 from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.online_fp8_linear import (
@@ -19,18 +18,20 @@ from interposer_quantization.online_fp8_linear import (
     quantized_members,
     quantized_rows,
 )
+from interposer_quantization.online_head import HeadSettings
 from interposer_quantization.online_linear import OnlineLinear
 
 __all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
 
 _SUPPORTED = """\
 Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
-sizes; layers left out by 'modules_to_not_convert'.
+sizes; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size'; layers left out by \
+'modules_to_not_convert'.
 Try: load(..., quantization={"quant_method": "fp8", "strategy": "channel"})"""
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
-class OnlineFp8Settings(LayersLeftOut):
+class OnlineFp8Settings(HeadSettings):
     """What can be said of it; the blocks of ``block`` are of 128 by 128 unless stated."""
 
     quant_method: Literal["online_fp8"] = "online_fp8"
@@ -85,6 +86,14 @@ class OnlineFp8(QuantizationScheme):
         rows, columns = self.settings.weight_block_size or (128, 128)
         blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
         return _online(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.settings.head_method(prefix)
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for a table that ``head`` shares, or None to leave it plain."""
+        return self.settings.embedding_method(prefix, head)
 
 
 def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:

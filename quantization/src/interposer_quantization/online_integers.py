@@ -1,26 +1,18 @@
-"""Plain weights that become integers while they load, as ``interposer quantize`` writes them.
-
-Dimensions: I input features, O output features.
-"""
+"""Plain weights that become integers while they load, as ``interposer quantize`` writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import PositiveInt
-from torch import nn
 
-from interposer import LinearMethod, QuantizationScheme, Site
-from interposer.errors import ConfigError
-from interposer_quantization.compressed_tensors import CompressedTensors
-from interposer_quantization.fp8_config import LayersLeftOut
-from interposer_quantization.fp8_parameters import Members
+from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme, Site
 from interposer_quantization.fused_layers import stored_alike
-from interposer_quantization.online_linear import OnlineLinear, chunks
+from interposer_quantization.online_head import HeadSettings
+from interposer_quantization.online_integer_linear import OnlineIntegerLinear, largest_group
 from interposer_quantization.writing.integer_formats import IntegerFormat
-from interposer_quantization.writing.schemes import quantization_config, weight_format
+from interposer_quantization.writing.schemes import weight_format
 
 __all__ = [
     "OnlineInt4",
@@ -39,11 +31,12 @@ _GROUP_SIZES = (128, 64, 32, 16)
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 _SUPPORTED = """\
 Supported: 'group_size' and 'asymmetric' of int4 and w4a8, 'activations' 'int8' or 'none' of int8 \
-and int4; layers left out by 'modules_to_not_convert'.
+and int4; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size'; layers left out by \
+'modules_to_not_convert'.
 Try: load(..., quantization={"quant_method": "int4", "group_size": 32})"""
 
 
-class OnlineSettings(LayersLeftOut):
+class OnlineSettings(HeadSettings):
     """What can be said of it; what each means, and goes with, is as in ``weight_format``.
 
     Without ``group_size``, groups of 4-bit integers have 128 inputs, or the next of 64, 32 and 16
@@ -84,60 +77,17 @@ class OnlineSettings(LayersLeftOut):
         assert isinstance(chosen, IntegerFormat)
         return chosen.in_bytes()
 
+    def layer_format(self, site: Site, in_features: int) -> IntegerFormat:
+        """Return the format of the linear layer at a site.
+
+        Raises: ConfigError: no size of groups is stated, and none of the default ones divides.
+        """
+        stated = self.scheme not in _INT4 or self.group_size is not None
+        return self.format(None if stated else largest_group(site, in_features, _GROUP_SIZES))
+
     def stored(self, name: str) -> str | None:
         """Return the scheme of the linear layer ``name``, None if left out."""
         return None if self.leaves_out(name) else self.scheme
-
-
-class OnlineIntegerLinear(OnlineLinear):
-    """A layer that is held as one of compressed-tensors is, with scales found in float32."""
-
-    def __init__(self, settings: OnlineSettings) -> None:
-        self.settings = settings
-
-    def create_weights(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
-    ) -> None:
-        """Register ``weight`` and, if asked for, ``bias``, as plain checkpoints have them.
-
-        Raises: ConfigError: groups do not divide the inputs.
-        """
-        self.chosen = self.settings.format(self._group_size(site, in_features))
-        self.quantize = self._tensors
-        scheme = CompressedTensors.parse(quantization_config(self.chosen, ()))
-        parts = Members(layer, site, out_features).sizes
-        method = scheme.linear_method(site.prefix, tuple(parts))
-        assert method is not None, "the class of all linear layers is its target"
-        self.method = method
-        super().create_weights(layer, site, in_features, out_features, bias)
-
-    def _group_size(self, site: Site, in_features: int) -> int | None:
-        """Return the largest size of groups that divides the inputs, None where it is known."""
-        if self.settings.scheme not in _INT4 or self.settings.group_size is not None:
-            return None
-        for size in _GROUP_SIZES:
-            if in_features % size == 0:
-                return size
-        listed = ", ".join(map(str, _GROUP_SIZES))
-        raise ConfigError(
-            f"{site.prefix}: no groups of {listed} divide its {in_features} inputs. Try: state a "
-            "'group_size' that does, or name the layer in 'modules_to_not_convert'"
-        )
-
-    def _tensors(self, weight: torch.Tensor, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint would hold, but for the dtype of scales.
-
-        Rows are rounded one by one, so that layers may be fused before.
-        """
-        stored: dict[str, torch.Tensor] = {}
-        start = 0
-        for rows in chunks(weight):
-            for name, tensor in self.chosen.rounded(rows.float()).items():
-                if name not in stored:
-                    stored[name] = tensor.new_empty((len(weight), *tensor.shape[1:]))
-                stored[name][start : start + len(rows)] = tensor
-            start += len(rows)
-        return stored
 
 
 class _OnlineIntegers(QuantizationScheme):
@@ -163,7 +113,15 @@ class _OnlineIntegers(QuantizationScheme):
         Raises: ConfigError: of the layers that are fused there only some are left out.
         """
         plain = stored_alike(prefix, parts, self.settings.stored, _MEND) is None
-        return None if plain else OnlineIntegerLinear(self.settings)
+        return None if plain else OnlineIntegerLinear(self.settings.layer_format)
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.settings.head_method(prefix)
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for a table that ``head`` shares, or None to leave it plain."""
+        return self.settings.embedding_method(prefix, head)
 
 
 class OnlineInt8(_OnlineIntegers):

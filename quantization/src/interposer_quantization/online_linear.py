@@ -15,7 +15,7 @@ from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization.fp8_parameters import Members, register
 
-__all__ = ["OnlineLinear", "chunks"]
+__all__ = ["OnlineLinear", "check_finite", "chunks"]
 
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
@@ -78,15 +78,20 @@ class OnlineLinear(LinearMethod):
     def _check(self, weight: torch.Tensor) -> None:
         sizes = self.members.sizes
         for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
-            # NaN and infinities reach the extremes, which are found in a twentieth of the time.
-            if all(bound.isfinite() for bound in part.aminmax()):
-                continue
-            wrong = part[~part.isfinite()]
-            raise CheckpointError(
-                self.members.tensor(member, "weight"),
-                f"holds {float(wrong[0])}, which no quantized number can stand for",
-                "copy the checkpoint again",
-            )
+            check_finite(part, self.members.tensor(member, "weight"))
+
+
+def check_finite(weight: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError if the tensor ``name`` holds what cannot be quantized."""
+    # NaN and infinities reach the extremes, which are found in a twentieth of the time.
+    if all(bound.isfinite() for bound in weight.aminmax()):
+        return
+    wrong = weight[~weight.isfinite()]
+    raise CheckpointError(
+        name,
+        f"holds {float(wrong[0])}, which no quantized number can stand for",
+        "copy the checkpoint again",
+    )
 
 
 def chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[torch.Tensor]:

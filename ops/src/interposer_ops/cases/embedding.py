@@ -10,6 +10,7 @@ from interposer.op import Dims
 from interposer_ops.cases.numbers import normal_numbers
 
 __all__ = [
+    "TOKENS",
     "embedding_cases",
     "embedding_sample",
     "vocab_parallel_embedding_cases",
@@ -50,7 +51,7 @@ def _none(_: int, __: torch.Generator) -> torch.Tensor:
     return torch.zeros(0, dtype=torch.int64)
 
 
-_TOKENS = {
+TOKENS = {
     "many tokens": _many,
     "one token": _one,
     "first and last row": _edges,
@@ -64,14 +65,15 @@ def _embedding(point: Point, dtype: torch.dtype, generator: torch.Generator) -> 
     rows, hidden_size = point["table"]
     token_ids = point["tokens"](rows, generator)
     weight = _read_rows(token_ids, rows, hidden_size, dtype, generator)
-    dims = {"vocab_size": rows, "hidden_size": hidden_size}
+    dims = {"vocab_size": rows, "hidden_size": hidden_size, "tied": point["tied"]}
     return Case("", {"token_ids": token_ids, "weight": weight}, dims, reduction=0)
 
 
 embedding_cases = CaseSpace(
     _embedding,
-    Axis("tokens", _TOKENS),
+    Axis("tokens", TOKENS),
     Axis("table", _TABLES),
+    Axis("tied", {"": False, "a head multiplies by it too": True}),
     strided={"token_ids": "outer", "weight": "offset"},
     special={"weight": ("infinities", "NaN", "subnormals", "negative zeros")},
     crossed={"tokens": ("many tokens", "first and last row"), "table": ("", "odd width", "wide")},
@@ -110,7 +112,7 @@ def _vocab_parallel(point: Point, dtype: torch.dtype, generator: torch.Generator
 
 vocab_parallel_embedding_cases = CaseSpace(
     _vocab_parallel,
-    Axis("tokens", _TOKENS),
+    Axis("tokens", TOKENS),
     Axis("edges", {"": False, "around the edges of the part": True}),
     Axis("table", _TABLES),
     Axis("part", {"second part": 1, "first part": 0, "last part": _PARTS - 1}),

@@ -1,46 +1,91 @@
-"""Token embedding and the language model head, which may share one weight."""
+"""Token embedding and the language model head, which may share one table.
+
+Dimensions: T tokens, V vocabulary, H hidden size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from interposer import PluggableLayer, Site
+from interposer import EmbeddingMethod, PluggableLayer, Site
+from interposer.errors import ConfigError
+from interposer.quantization import Call
+from interposer_ops.layers.linear import PlainLinear
 from interposer_ops.linear import embedding, linear
 
-__all__ = ["Embedding", "LMHead"]
+__all__ = ["Embedding", "LMHead", "PlainEmbedding"]
+
+
+class PlainEmbedding(EmbeddingMethod):
+    """An unquantized table: ``weight`` ``[V, H]`` in the model's dtype."""
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
+    ) -> None:
+        """Register ``weight``."""
+        dims = {"vocab_size": vocab_size, "hidden_size": hidden_size, "tied": head is not None}
+        self.lookup = site.bind_kernel(embedding, **dims)
+        self.product = (
+            None
+            if head is None
+            else head.bind_kernel(linear, in_features=hidden_size, out_features=vocab_size)
+        )
+        weight = torch.empty(vocab_size, hidden_size, dtype=site.dtype)
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+    def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
+        """Return the bound kernels with the table, prepared if they want it so."""
+        weight = layer.get_parameter("weight")
+        looked_up = self.lookup.prepared(weight=weight)["weight"]
+        lookup: Call = self.lookup.function, (looked_up,)
+        product: Call | None = None
+        if self.product is not None:
+            prepared = self.product.prepared(weight=weight, bias=None)
+            product = self.product.function, (prepared["weight"], prepared["bias"])
+        if looked_up is not weight:
+            layer.register_parameter("weight", None)
+        return lookup, product
 
 
 class Embedding(PluggableLayer):
-    """Look up token embeddings, ``weight`` ``[V, H]``."""
+    """Look up token embeddings; the scheme of the checkpoint decides how they are stored.
+
+    ``head`` is the site of the head that shares the table, or None.
+    """
 
     layer_id = "embedding"
 
-    def __init__(self, site: Site, vocab_size: int, hidden_size: int) -> None:
+    def __init__(
+        self, site: Site, vocab_size: int, hidden_size: int, head: Site | None = None
+    ) -> None:
         super().__init__(site)
-        weight = torch.empty(vocab_size, hidden_size, dtype=site.dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        dims = {"vocab_size": vocab_size, "hidden_size": hidden_size}
-        self._bound = site.bind_kernel(embedding, **dims)
-        self.lookup = self._bound.function
-        # In a tuple, so that it is no parameter of its own.
-        self.constants: tuple[Any, ...] = (self.weight,)
+        scheme = site.resolver.scheme
+        shared_by = None if head is None else head.prefix
+        method = scheme.embedding_method(site.prefix, shared_by) if scheme else None
+        self.method = method or PlainEmbedding()
+        self.method.create_weights(self, site, vocab_size, hidden_size, head)
+        self.is_tied = head is not None
+        self.lookup: Callable[..., torch.Tensor] | None = None
+        self.constants: tuple[Any, ...] = ()
+        self.product: Call | None = None
 
     def finalize(self) -> None:
-        """Prepare the weight for the kernel; the plain one stays for a tied head."""
-        self.constants = (self._bound.prepared(weight=self.weight)["weight"],)
+        """Hand the loaded table to the method, which says what to call with which operands."""
+        (self.lookup, self.constants), self.product = self.method.finalize(self)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
-        return self.lookup(token_ids, *self.constants)
+        return self.lookup(token_ids, *self.constants)  # type: ignore[misc]
 
 
 class LMHead(PluggableLayer):
-    """Project hidden states to logits, ``weight`` ``[V, H]``.
+    """Project hidden states to logits; the scheme decides how a weight of its own is stored.
 
-    ``tied`` is the embedding whose weight serves both, or None for a weight of its own.
+    ``tied`` is the embedding whose table serves both, built with the site of this head, or None.
     """
 
     layer_id = "lm_head"
@@ -49,25 +94,49 @@ class LMHead(PluggableLayer):
         self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
     ) -> None:
         super().__init__(site)
-        self.weight = (
-            tied.weight
-            if tied is not None
-            else nn.Parameter(
-                torch.empty(vocab_size, hidden_size, dtype=site.dtype), requires_grad=False
+        self._kernel: Callable[..., torch.Tensor] | None = None
+        self._operands: tuple[Any, ...] = ()
+        # In a tuple, so that it is no module of its own.
+        self._tied = () if tied is None else (tied,)
+        if tied is None:
+            scheme = site.resolver.scheme
+            self.method = (scheme.head_method(site.prefix) if scheme else None) or PlainLinear()
+            self.method.create_weights(self, site, hidden_size, vocab_size, bias=False)
+            return
+        if not tied.is_tied:
+            raise ConfigError(
+                f"{site.prefix} is tied to {tied.prefix}, which was built without a head. "
+                "Try: Embedding(site, vocab_size, hidden_size, head=the site of the head)"
             )
-        )
-        self._bound = site.bind_kernel(linear, in_features=hidden_size, out_features=vocab_size)
-        self._tied = tied is not None
-        self.operands: tuple[Any, ...] = ()
-        self.kernel = self._bound.function
+        # So that both are filled together, and either name of the table is known.
+        for name, parameter in tied._parameters.items():
+            self.register_parameter(name, parameter)
+
+    @property
+    def kernel(self) -> Callable[..., torch.Tensor] | None:
+        """Return what is called with hidden states and the operands, None before ``finalize``."""
+        return self._call[0]
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """Return the weight as the kernel takes it, and what belongs to it."""
+        return self._call[1]
 
     def finalize(self) -> None:
-        """Prepare the weight for the kernel; a tied one stays for the embedding besides."""
-        prepared = self._bound.prepared(weight=self.weight, bias=None)
-        self.operands = prepared["weight"], prepared["bias"]
-        if not self._tied and self.operands[0] is not self.weight:
-            del self.weight
+        """Hand the loaded weight to the method; a tied one is its embedding's alone."""
+        if self._tied:
+            for name in list(self._parameters):
+                self.register_parameter(name, None)
+        else:
+            self._kernel, self._operands = self.method.finalize(self)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
-        return self.kernel(hidden, *self.operands)
+        kernel, operands = self._call
+        return kernel(hidden, *operands)  # type: ignore[misc]
+
+    @property
+    def _call(self) -> tuple[Callable[..., torch.Tensor] | None, tuple[Any, ...]]:
+        for embedding_of_both in self._tied:
+            return embedding_of_both.product or (None, ())
+        return self._kernel, self._operands

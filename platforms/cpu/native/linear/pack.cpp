@@ -234,22 +234,4 @@ void interposer_pack(const interposer_plain* plain, void* memory) {
   Packing packing{plain, static_cast<interposer_packed*>(memory)};
   interposer_parallel(pack_some, &packing, interposer_num_threads());
 }
-
-void interposer_rows(const interposer_packed* weight, const int64_t* rows, int64_t count,
-                     void* out) {
-  const int64_t steps = padded_inputs(weight->inputs) / inputs_per_word(weight->format);
-  const uint32_t* words = at<uint32_t>(weight, weight->words_at);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t* column = words + rows[i] / kBlock * steps * kBlock + rows[i] % kBlock;
-    if (weight->format == kWeightFloat32) {
-      uint32_t* row = static_cast<uint32_t*>(out) + i * weight->inputs;
-      for (int64_t input = 0; input < weight->inputs; ++input) row[input] = column[input * kBlock];
-    } else {
-      uint16_t* row = static_cast<uint16_t*>(out) + i * weight->inputs;
-      for (int64_t input = 0; input < weight->inputs; ++input) {
-        row[input] = uint16_t(column[input / 2 * kBlock] >> 16 * (input % 2));
-      }
-    }
-  }
-}
 }

@@ -62,6 +62,16 @@ struct interposer_product {
   int64_t out_stride;             // elements
 };
 
+// One lookup. Floats come out as they are; codes less their zero point, times their scale, come out
+// rounded once.
+struct interposer_lookup {
+  const interposer_packed* weight;
+  const int64_t* rows;
+  int64_t count;
+  void* out;  // [count, I] without gaps
+  int32_t out_type;
+};
+
 // Bytes that packing `plain` takes; 0 where it cannot be packed.
 int64_t interposer_packed_bytes(const interposer_plain* plain);
 
@@ -71,12 +81,18 @@ void interposer_pack(const interposer_plain* plain, void* memory);
 // Write x weight^T + bias. Returns 0, or what went wrong.
 int32_t interposer_linear(const interposer_product* product);
 
-// Write `count` rows of a packed float32 or bfloat16 weight, as an embedding looks them up.
-void interposer_rows(const interposer_packed* weight, const int64_t* rows, int64_t count,
-                     void* out);
+// Write the rows that are asked for, as an embedding looks them up. Returns 0, or what went wrong.
+int32_t interposer_rows(const interposer_lookup* lookup);
 }
 
-enum Failure : int32_t { kDone = 0, kNoKernels = 1, kNoMemory = 2, kNotPacked = 3, kMismatch = 4 };
+enum Failure : int32_t {
+  kDone = 0,
+  kNoKernels = 1,
+  kNoMemory = 2,
+  kNotPacked = 3,
+  kMismatch = 4,
+  kNoSuchRow = 5,
+};
 
 constexpr uint32_t kMagic = 0x69703031;
 

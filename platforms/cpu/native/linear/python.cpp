@@ -70,14 +70,29 @@ PyObject* linear(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   Py_RETURN_NONE;
 }
 
-// Addresses of a packed weight and of int64 row numbers, their count, and the address to write to.
+// Addresses of a packed weight and of int64 row numbers, their count, and the address to write to
+// with the type of what is written.
 PyObject* rows(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[4];
-  if (!interposer_numbers(arguments, given, 4, values)) return nullptr;
+  int64_t values[5];
+  if (!interposer_numbers(arguments, given, 5, values)) return nullptr;
+  interposer_lookup lookup = {};
+  lookup.weight = address<const interposer_packed>(values[0]);
+  lookup.rows = address<const int64_t>(values[1]);
+  lookup.count = values[2];
+  lookup.out = address<void>(values[3]);
+  lookup.out_type = static_cast<int32_t>(values[4]);
+  int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
-  interposer_rows(address<const interposer_packed>(values[0]), address<const int64_t>(values[1]),
-                  values[2], address<void>(values[3]));
+  failure = interposer_rows(&lookup);
   Py_END_ALLOW_THREADS;
+  if (failure == kNoSuchRow) {
+    PyErr_SetString(PyExc_IndexError, "a row is asked for that the table does not have");
+    return nullptr;
+  }
+  if (failure) {
+    PyErr_Format(PyExc_RuntimeError, "the native lookup failed with code %d", int(failure));
+    return nullptr;
+  }
   Py_RETURN_NONE;
 }
 

@@ -29,11 +29,28 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   }
 }
 
+// out [T, H], token_ids [T] without gaps.
+void lookup_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor out(stack[0]), token_ids(stack[1]), packed(stack[2]);
+  interposer_lookup lookup = {};
+  lookup.weight = packed.data<const interposer_packed>();
+  lookup.rows = token_ids.data<const int64_t>();
+  lookup.count = token_ids.count();
+  lookup.out = out.data<void>();
+  lookup.out_type = out.type();
+  const int32_t failure = interposer_rows(&lookup);
+  if (failure) {
+    throw std::runtime_error("the native lookup failed with code " + std::to_string(failure));
+  }
+}
+
 }  // namespace
 
 extern const TorchOp interposer_linear_ops[];
 const TorchOp interposer_linear_ops[] = {
     {"linear_out(Tensor(a!) out, Tensor x, Tensor packed, Tensor x_scale) -> ()", "linear_out",
      linear_out},
+    {"lookup_out(Tensor(a!) out, Tensor token_ids, Tensor packed) -> ()", "lookup_out",
+     lookup_out},
     {nullptr, nullptr, nullptr},
 };

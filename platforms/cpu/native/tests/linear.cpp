@@ -175,24 +175,56 @@ std::vector<Result> fp8_linear(const Case& golden) {
   return product(golden, packed, golden.text("out_dtype"), x);
 }
 
-std::vector<Result> embedding(const Case& golden) {
-  const Array &weight = golden.array("weight"), &ids = golden.array("token_ids");
-  const int32_t format = weight.dtype == "float32" ? kWeightFloat32 : kWeightBFloat16;
-  const Packed packed(format, weight, nullptr, nullptr, nullptr);
-  const int64_t count = ids.shape[0];
+std::vector<Result> lookup(const Case& golden, const Packed& packed, const std::string& out_dtype) {
+  const Array& ids = golden.array("token_ids");
+  const int64_t count = ids.shape[0], width = packed.get()->inputs;
   std::vector<int64_t> rows;
   for (int64_t i = 0; i < count; ++i) {
     rows.push_back(int64_t(number_at(ids.memory.data(), ids.dtype, i * ids.strides[0])));
   }
-  Rows out(weight.dtype, 1, count * weight.columns());
-  interposer_rows(packed.get(), rows.data(), count, out.data());
+  Rows out(out_dtype, 1, count * width);
+  interposer_lookup asked = {};
+  asked.weight = packed.get();
+  asked.rows = rows.data();
+  asked.count = count;
+  asked.out = out.data();
+  asked.out_type = type_of(out_dtype);
+  if (const int32_t failure = interposer_rows(&asked)) {
+    throw std::runtime_error("the lookup failed with code " + std::to_string(failure));
+  }
   return {out.result()};
 }
 
+std::vector<Result> embedding(const Case& golden) {
+  const Array& weight = golden.array("weight");
+  const int32_t format = weight.dtype == "float32" ? kWeightFloat32 : kWeightBFloat16;
+  const Packed packed(format, weight, nullptr, nullptr, nullptr);
+  return lookup(golden, packed, weight.dtype);
+}
+
+std::vector<Result> w4a16_embedding(const Case& golden) {
+  const Packed packed(kWeightInt4, golden.array("weight"), golden.find("scale"),
+                      golden.find("zero_points"), nullptr);
+  return lookup(golden, packed, golden.text("out_dtype"));
+}
+
+std::vector<Result> w8a16_embedding(const Case& golden) {
+  const Packed packed(kWeightInt8, golden.array("weight"), golden.find("scale"),
+                      golden.find("zero_points"), nullptr, true);
+  return lookup(golden, packed, golden.text("out_dtype"));
+}
+
 const Registration registrations[] = {
-    {"embedding", embedding},       {"fp8_linear", fp8_linear},     {"int8_linear", int8_linear},
-    {"linear", linear},             {"mxfp4_linear", mxfp4_linear}, {"w4a16_linear", w4a16_linear},
-    {"w4a8_linear", w4a8_linear},   {"w8a16_linear", w8a16_linear},
+    {"embedding", embedding},
+    {"fp8_linear", fp8_linear},
+    {"int8_linear", int8_linear},
+    {"linear", linear},
+    {"mxfp4_linear", mxfp4_linear},
+    {"w4a16_embedding", w4a16_embedding},
+    {"w4a16_linear", w4a16_linear},
+    {"w4a8_linear", w4a8_linear},
+    {"w8a16_embedding", w8a16_embedding},
+    {"w8a16_linear", w8a16_linear},
 };
 
 }  // namespace

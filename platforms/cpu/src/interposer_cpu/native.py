@@ -44,6 +44,7 @@ _WRITERS = (
     "ragged_attention_out",
     "latent_attention_out",
     "page_attention_out",
+    "lookup_out",
     "normalise_out",
     "add_rms_norm_out",
     "gate_out",

@@ -11,6 +11,7 @@ import torch
 
 from interposer import Request, Verdict
 from interposer_cpu import huge_pages, native
+from interposer_cpu.packed_copies import Packed, shared_copy
 
 __all__ = [
     "fp8_linear",
@@ -46,9 +47,6 @@ _PLAIN = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
 
 # Sums of products of bytes are held in 32 bits.
 _MOST_CODES = 1 << 15
-
-Packed = tuple[torch.Tensor, int]
-"""What the library reads, uint8, and O."""
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
@@ -119,7 +117,9 @@ def fp8_linear(
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     """Return the constants of ``linear`` with ``weight`` ``[O, I]`` packed."""
-    return {"weight": _pack(_PLAIN[weight.dtype], weight, bias=bias), "bias": None}
+    form = _PLAIN[weight.dtype]
+    packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
+    return {"weight": packed, "bias": None}
 
 
 def pack_w4a16(
@@ -129,7 +129,11 @@ def pack_w4a16(
     zero_points: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Return the constants of ``w4a16_linear``, all in the packed weight."""
-    packed = _pack(_INT4, weight, _narrowed(scale), zero_points, bias)
+    packed = shared_copy(
+        _INT4,
+        (weight, scale, zero_points, bias),
+        lambda: _pack(_INT4, weight, _narrowed(scale), zero_points, bias),
+    )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
 
@@ -141,7 +145,11 @@ def pack_w8a16(
 ) -> dict[str, Any]:
     """Return the constants of ``w8a16_linear``, all in the packed weight."""
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
-    packed = _pack(_INT8, weight, _narrowed(scales), _raised(zero_points), bias)
+    packed = shared_copy(
+        _INT8,
+        (weight, scale, zero_points, bias),
+        lambda: _pack(_INT8, weight, _narrowed(scales), _raised(zero_points), bias),
+    )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
 

@@ -70,6 +70,14 @@ _EXPERTS = (
     ("fused_experts_fp8", (*_WIDE, "float16"), "native:judge"),
 )
 
+# Kernels of the compiled library that read rows of what products read: op, dtypes, predicate,
+# preparation.
+_TABLES = (
+    ("embedding", _WIDE, "native_tables:judge_tied", "pack_table"),
+    ("w4a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16_table"),
+    ("w8a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w8a16_table"),
+)
+
 # Kernels of the compiled library that take rows one by one: op, module, preparation.
 _ROWS = (
     ("rms_norm", "native_norms", "prepare"),
@@ -173,6 +181,20 @@ def interposer_records() -> list[Record]:
         )
         for op, dtypes, judge in _EXPERTS
     ]
+    tables = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_tables:{op}",
+            "cpu",
+            Requires(dtypes=dtypes),
+            predicate=f"interposer_cpu.{judge}",
+            prepare=f"interposer_cpu.native_tables:{prepare}",
+            score=20.0,
+            properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
+        )
+        for op, dtypes, judge, prepare in _TABLES
+    ]
     rows = [
         Kernel(
             op,
@@ -238,6 +260,7 @@ def interposer_records() -> list[Record]:
         *packed,
         *native,
         *experts,
+        *tables,
         *rows,
         *dense,
         *blocks,

@@ -1,0 +1,123 @@
+"""A table of embeddings whose plain rows become integers when it is finalized, once for all uses.
+
+Dimensions: V vocabulary, H hidden size, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import EmbeddingMethod, Site
+from interposer.errors import ConfigError
+from interposer.quantization import Call
+from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
+from interposer_ops.small_floats import unpack_nibbles
+from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_quantization.compressed_parameters import number_of_groups
+from interposer_quantization.fp8_parameters import register
+from interposer_quantization.int_packing import kernel_codes
+from interposer_quantization.online_integer_linear import FormatOf, rounded_rows
+from interposer_quantization.online_linear import check_finite
+
+__all__ = ["OnlineEmbedding"]
+
+_NARROW = 4  # bits; half of a byte
+_MIDDLE = 1 << _NARROW - 1
+
+
+class OnlineEmbedding(EmbeddingMethod):
+    """``weight`` ``[V, H]`` in the model's dtype, which is quantized and dropped by ``finalize``.
+
+    Lookups and products read the same codes, of 4 or of 8 bits.
+
+    Args:
+        format_of: the format of symmetric integers.
+        scale_dtype: that scales are rounded to before numbers are divided by them.
+    """
+
+    def __init__(self, format_of: FormatOf, scale_dtype: torch.dtype) -> None:
+        self.format_of = format_of
+        self.scale_dtype = scale_dtype
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
+    ) -> None:
+        """Register ``weight``, as plain checkpoints have it.
+
+        Raises: ConfigError: groups do not divide the hidden size, or it is odd and codes have
+            4 bits.
+        """
+        self.chosen = self.format_of(site, hidden_size)
+        self.narrow = self.chosen.bits == _NARROW
+        self.name, self.dtype = f"{site.prefix}.weight", site.dtype
+        if self.narrow and hidden_size % 2:
+            raise ConfigError(
+                f"{site.prefix}: rows of {hidden_size} numbers of 4 bits do not fill bytes. "
+                "Try: 'head' 'int8' or 'plain'"
+            )
+        size = self.chosen.inputs_per_scale or hidden_size
+        groups: dict[str, int | bool] = {
+            "group_size": size,
+            "num_groups": number_of_groups(site, hidden_size, size),
+            "asymmetric": False,
+        }
+        table = {"vocab_size": vocab_size, "hidden_size": hidden_size, **groups}
+        sizes = {"in_features": hidden_size, "out_features": vocab_size, **groups}
+        # Both widths have ops of the same operands; one call each keeps their types apart.
+        if self.narrow:
+            self.lookup: Any = site.bind_kernel(w4a16_embedding, **table)
+            self.product: Any = head and head.bind_kernel(
+                w4a16_linear, **sizes, scale_dtype="float32"
+            )
+        else:
+            self.lookup = site.bind_kernel(w8a16_embedding, **table)
+            self.product = head and head.bind_kernel(w8a16_linear, **sizes)
+        register(layer, weight=torch.empty(vocab_size, hidden_size, dtype=site.dtype))
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 table ``[V, H]`` that the codes and scales of ``weight`` mean."""
+        weight, scale = self._quantized(layer.get_parameter("weight").data)
+        codes = unpack_nibbles(weight).double() - _MIDDLE if self.narrow else weight.double()
+        grouped = codes.unflatten(1, (scale.shape[1], -1))
+        table: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
+        return table
+
+    def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
+        """Return the bound kernels, both with the same codes.
+
+        Raises: CheckpointError: the weight holds what is no finite number.
+        """
+        weight = layer.get_parameter("weight").data
+        check_finite(weight, self.name)
+        codes, scale = self._quantized(weight)
+        # Before kernels prepare their own: it is not needed any more.
+        register(layer, weight=None)
+        del weight
+        constants = {"weight": codes, "scale": scale, "zero_points": None}
+        held = self.lookup.prepared(**constants)
+        lookup: Call = self.lookup.function, (*(held[name] for name in constants), self.dtype)
+        if self.product is None:
+            return lookup, None
+        held = self.product.prepared(**constants, bias=None)
+        names = ("weight", "scale", "bias", "zero_points")
+        return lookup, (self.product.function, tuple(held[name] for name in names))
+
+    def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales ``[V, G]`` as the ops take them."""
+        num_rows, width = weight.shape
+        columns, dtype = (width // 2, torch.uint8) if self.narrow else (width, torch.int8)
+        codes = torch.empty(num_rows, columns, dtype=dtype, device=weight.device)
+        groups = width // (self.chosen.inputs_per_scale or width)
+        scale = torch.empty(num_rows, groups, dtype=torch.float32, device=weight.device)
+        for start, rounded in rounded_rows(self.chosen, weight, self.scale_dtype):
+            signed = rounded["weight"]
+            rows = slice(start, start + len(signed))
+            scale[rows] = rounded["weight_scale"]
+            if self.narrow:
+                codes[rows] = kernel_codes((signed + _MIDDLE).view(torch.uint8), _NARROW)
+            else:
+                codes[rows] = signed
+        return codes, scale

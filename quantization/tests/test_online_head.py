@@ -1,0 +1,241 @@
+"""Heads, and the tables that they share, that become integers while a model loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from interposer import Config, Resolver, Site, current_registry, explain, place
+from interposer.errors import CheckpointError, ConfigError
+from interposer_models import LanguageModel, load
+from interposer_models.loader import plan
+from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
+from interposer_ops.layers.linear import PlainLinear
+from interposer_quantization.online_fp8 import OnlineFp8
+from interposer_quantization.online_integers import OnlineInt4
+
+MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"
+WEIGHTS = "model.safetensors"
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TEXT = "import os\nimport sys\n\n\ndef main(path: str) -> int:\n    "
+# Linear layers stay plain, so that the head alone differs.
+ALONE: dict[str, Any] = {"quant_method": "int4", "modules_to_not_convert": ["_proj"]}
+REFERENCES = Config(canary="off", kernels={"*": "reference"})
+HEADS: list[dict[str, Any]] = [
+    {"head": "int8"},
+    {"head": "int8", "head_group_size": 32},
+    {"head": "int4"},
+    {"head": "int4", "head_group_size": 128},
+]
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write the shipped model with other tensors."""
+
+    def written(name: str, tied: bool = True, **tensors: torch.Tensor) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        facts = json.loads((MODEL / "config.json").read_text())
+        facts |= {"tie_word_embeddings": tied, "dtype": "float32"}
+        (path / "config.json").write_text(json.dumps(facts))
+        shutil.copy(MODEL / "tokenizer.json", path)
+        stored = {name: value.float() for name, value in load_file(MODEL / WEIGHTS).items()}
+        save_file(stored | tensors, path / WEIGHTS)
+        return path
+
+    return written
+
+
+def nearest(weight: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """Return what the integers of a head stand for, computed here a second time."""
+    bits = 8 if settings["head"] == "int8" else 4
+    size = settings.get("head_group_size") or (weight.shape[1] if bits == 8 else 32)
+    groups = weight.float().unflatten(1, (-1, size))
+    scale = (groups.abs().amax(-1, keepdim=True) * 2 / (2**bits - 1)).bfloat16().float()
+    scale = torch.where(scale > 0, scale, 1.0)
+    codes = (groups / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    rounded: torch.Tensor = (codes * scale).flatten(1)
+    return rounded
+
+
+def parts(lm: LanguageModel) -> tuple[Embedding, LMHead]:
+    embedding, head = lm.engine.model.model.embed_tokens, lm.engine.model.lm_head
+    assert isinstance(embedding, Embedding)
+    assert isinstance(head, LMHead)
+    return embedding, head
+
+
+@pytest.mark.parametrize("settings", HEADS, ids=str)
+def test_a_tied_model_computes_what_its_codes_stand_for(
+    write: Write, settings: dict[str, Any]
+) -> None:
+    table = nearest(load_file(MODEL / WEIGHTS)[TABLE], settings)
+    wanted = load(write("wanted", **{TABLE: table}), "float32", cache_tokens=256)
+    lm = load(MODEL, "float32", cache_tokens=256, quantization={**ALONE, **settings})
+    token_ids = lm.tokenizer.encode(TEXT)
+    assert torch.equal(parts(lm)[0](torch.tensor(token_ids)), table[token_ids])
+    torch.testing.assert_close(lm.logits(token_ids), wanted.logits(token_ids), rtol=0, atol=2e-4)
+    found, expected = (
+        model.generate(TEXT, max_new_tokens=24, temperature=0.0)[0].token_ids
+        for model in (lm, wanted)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("settings", HEADS, ids=str)
+def test_a_head_of_its_own_is_quantized_beside_a_plain_embedding(
+    write: Write, settings: dict[str, Any]
+) -> None:
+    table = load_file(MODEL / WEIGHTS)[TABLE].float()
+    own = 1.5 * table.flip(0)
+    plain = write("plain", tied=False, **{HEAD: own})
+    wanted = load(
+        write("wanted", tied=False, **{HEAD: nearest(own, settings)}), "float32", cache_tokens=256
+    )
+    lm = load(plain, "float32", cache_tokens=256, quantization={**ALONE, **settings})
+    embedding, head = parts(lm)
+    assert isinstance(embedding.method, PlainEmbedding)
+    assert not isinstance(head.method, PlainLinear)
+    token_ids = lm.tokenizer.encode(TEXT)
+    torch.testing.assert_close(lm.logits(token_ids), wanted.logits(token_ids), rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_rounded_once_to_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for settings in ({"head": "int8"}, {"head": "int4"}):
+        embedding, _ = built({"quant_method": "online_int4", **settings}, weight)
+        expected = nearest(weight, settings)
+        rows = torch.tensor([69, 0, 7, 7])
+        assert torch.equal(embedding(rows), expected[rows].to(dtype))
+
+
+def built(settings: dict[str, Any], weight: torch.Tensor) -> tuple[Embedding, LMHead]:
+    """Return layers of references that hold ``weight``."""
+    fp8 = settings["quant_method"] == "online_fp8"
+    scheme = OnlineFp8.parse(settings) if fp8 else OnlineInt4.parse(settings)
+    resolver = Resolver(current_registry(), place().device, REFERENCES, scheme)
+    site = Site(resolver, "", weight.dtype)
+    at = site.at("lm_head")
+    vocab_size, hidden_size = weight.shape
+    embedding = Embedding(site.at("embed_tokens"), vocab_size, hidden_size, at)
+    head = LMHead(at, vocab_size, hidden_size, tied=embedding)
+    embedding.get_parameter("weight").data.copy_(weight)
+    embedding.finalize()
+    head.finalize()
+    return embedding, head
+
+
+@pytest.mark.parametrize(
+    ("head", "num_bytes"), [("int8", 96 * 64 + 96 * 4), ("int4", 96 * 32 + 96 * 2 * 4)]
+)
+def test_lookup_and_product_hold_the_same_codes_and_nothing_else(head: str, num_bytes: int) -> None:
+    embedding, last = built({"quant_method": "online_fp8", "head": head}, torch.randn(96, 64))
+    assert embedding.constants[0] is last.operands[0]
+    assert [*embedding.parameters(), *last.parameters()] == []
+    held = {
+        each.data_ptr(): each.nbytes
+        for each in (*embedding.constants, *last.operands)
+        if isinstance(each, torch.Tensor)
+    }
+    assert sum(held.values()) == num_bytes
+
+
+def test_the_method_states_what_is_held() -> None:
+    weight = torch.randn(33, 64, generator=torch.Generator().manual_seed(3))
+    for settings in HEADS[:3]:
+        scheme = OnlineInt4.parse({"quant_method": "online_int4", **settings})
+        resolver = Resolver(current_registry(), place().device, REFERENCES, scheme)
+        at = Site(resolver, "table", torch.float32)
+        layer = Embedding(at, 33, 64, at.at("lm_head"))
+        layer.get_parameter("weight").data.copy_(weight)
+        stated = layer.method.dequantized(layer)
+        assert stated is not None
+        assert torch.equal(stated, nearest(weight, settings).double())
+
+
+@pytest.mark.parametrize(
+    ("asked", "ops"),
+    [
+        ("int4", {"w8a16_embedding", "w8a16_linear"}),
+        ({"quant_method": "fp8", "head": "int4"}, {"w4a16_embedding", "w4a16_linear"}),
+        ({"quant_method": "int4", "head": "plain"}, {"embedding", "linear"}),
+        ({"quant_method": "int8", "modules_to_not_convert": ["lm_head"]}, {"embedding", "linear"}),
+    ],
+)
+def test_explain_says_what_the_head_is_held_as(asked: Any, ops: set[str]) -> None:
+    places = {"lm_head", "model.embed_tokens"}
+    found = {
+        row.choice.request.name
+        for row in explain(MODEL, quantization=asked).rows
+        if row.choice.request.kind == "kernel" and places & set(row.prefixes)
+    }
+    assert found == ops
+
+
+def test_groups_are_those_of_the_layers_where_these_state_them() -> None:
+    def size(**settings: Any) -> object:
+        rows = explain(MODEL, quantization={"quant_method": "int4", **settings}).rows
+        (found,) = [row for row in rows if row.choice.request.name.endswith("a16_embedding")]
+        return found.choice.request.dims["group_size"]
+
+    assert size(head="int4") == 32
+    assert size(head="int4", group_size=16) == 16
+    assert size(head="int4", group_size=16, head_group_size=64) == 64
+    assert size(head="int8", group_size=16) == 256
+
+
+@pytest.mark.parametrize("head", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_is_exchanged_where_it_lies(write: Write, head: str, dtype: str) -> None:
+    table = 1.25 * load_file(MODEL / WEIGHTS)[TABLE].float().flip(1)
+    settings = {**ALONE, "head": head}
+    wanted = load(write("wanted", **{TABLE: table}), dtype, cache_tokens=64, quantization=settings)
+    lm = load(MODEL, dtype, cache_tokens=64, quantization=settings)
+    token_ids = lm.tokenizer.encode(TEXT)
+    held = parts(lm)[1].operands
+    assert not torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
+    assert lm.update_weights({TABLE: table}) == ()
+    assert torch.equal(lm.logits(token_ids), wanted.logits(token_ids))
+    assert all(one is other for one, other in zip(held, parts(lm)[1].operands, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"head": "plain", "head_group_size": 32}, "head 'plain' has no head_group_size 32"),
+        ({"head": "int4", "head_group_size": 24}, r"embed_tokens: groups of 24 do not divide"),
+        ({"head": "nvfp4"}, r"head = 'nvfp4'"),
+        ({"head_group_size": 0}, "head_group_size = 0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_a_weight_is_read(
+    settings: dict[str, Any], message: str
+) -> None:
+    for method in ("int4", "fp8"):
+        with pytest.raises(ConfigError, match=message):
+            plan(MODEL, quantization={"quant_method": method, **settings})
+
+
+def test_odd_rows_of_four_bits_are_refused() -> None:
+    settings = {"quant_method": "online_int4", "head": "int4", "head_group_size": 11}
+    with pytest.raises(ConfigError, match="rows of 33 numbers of 4 bits do not fill bytes"):
+        built(settings, torch.zeros(8, 33))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_table_that_is_not_finite_is_refused_by_its_name(value: float) -> None:
+    weight = torch.randn(64, 32)
+    weight[9, 3] = value
+    with pytest.raises(CheckpointError, match=rf"embed_tokens\.weight: holds {value}, which"):
+        built({"quant_method": "online_int4"}, weight)
