@@ -3,6 +3,7 @@
 Dimensions: T tokens, H hidden size, I intermediate size, O output features, F input features.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -494,6 +495,23 @@ def test_exchanged_weights_are_used() -> None:
     found = steps.run(fused)
     assert not torch.equal(found[0], before[0])
     assert_same(found, steps.run(parts))
+
+
+def test_a_copy_computes_for_itself() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    expected = steps.run(block)
+    other = copy.deepcopy(block)
+    with undivided(other):
+        assert_same(steps.run(other), expected)
+    assert other._bound.address != block._bound.address
+    other = copy.deepcopy(block)
+    calls: list[object] = []
+    other.mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    steps.run(block)
+    assert calls == []
+    steps.run(other)
+    assert calls == [1]
 
 
 def test_the_compiler_sees_the_parts() -> None:
