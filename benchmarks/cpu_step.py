@@ -98,7 +98,8 @@ class Timed:
     def __exit__(self, *_: object) -> None:
         for (owner, name, _label), held in zip(self.bound, self.held, strict=True):
             delattr(owner, name)
-            vars(owner).update(held)
+            for key, value in held.items():
+                setattr(owner, key, value)
 
     def _timed(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
         seconds, calls, clock = self.seconds, self.calls, time.perf_counter

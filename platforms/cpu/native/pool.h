@@ -16,8 +16,7 @@ int interposer_num_threads();
 void interposer_parallel(interposer_task task, void* argument, int threads);
 
 // Call `program` once, on this thread, and keep the others at hand meanwhile: what it shares out by
-// `interposer_parallel` goes to them without waking them. That takes a tenth of the time, so it pays
-// for a row of short tasks.
+// `interposer_parallel` goes to them without waking them, so it pays for a row of short tasks.
 void interposer_together(void (*program)(void* argument), void* argument);
 
 // Memory of this thread that holds until it asks for `purpose` again; aligned to 64 bytes. Null if

@@ -3,6 +3,7 @@
 Dimensions: T tokens, H hidden size, I intermediate size, O output features, F input features.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -341,24 +342,33 @@ OPS = ["linear", "w4a16_linear", "w8a16_linear", "mxfp4_linear", "int8_linear", 
 def test_every_format_at_every_level(
     op: str, level: str, lengths: tuple[tuple[int, int], ...]
 ) -> None:
-    form = Form()
+    takes_codes = op in ("int8_linear", "w4a8_linear")
+    form = Form(qk_norm=not takes_codes)  # whose rotated heads parts round twice
     fused, parts = both(form)
     torch.manual_seed(4)
     for mine, theirs in zip(fused.modules(), parts.modules(), strict=True):
         if isinstance(mine, Linear):
             hold(mine, op)
             theirs.kernel, theirs.operands = mine.kernel, mine.operands
-    # So that what lies between products is rounded as the parts round it.
-    for part in (parts.self_attn, parts.mlp):
-        part.is_fusable = "coded" not in op
+    # The halves take codes as the block does, so the layers below them are what it is compared to.
+    if takes_codes:
+        parts.self_attn.is_fusable = parts.mlp.is_fusable = False
     steps = Steps(form, lengths)
     native.force_level(level)
     try:
         expected = steps.run(parts)
         with undivided(fused):
-            assert_same(steps.run(fused), expected)
+            found = steps.run(fused)
     finally:
         native.force_level(None)
+    assert_same(found[1:], expected[1:])
+    if takes_codes:
+        # Gate and up are float32 in one call and bfloat16 between two, which moves some codes of
+        # the last product's inputs by one: by 1/127 of the largest.
+        largest = float(expected[0].abs().max())
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0.02 * largest)
+    else:
+        assert_same(found[:1], expected[:1])
 
 
 def test_products_of_different_kinds() -> None:
@@ -494,6 +504,23 @@ def test_exchanged_weights_are_used() -> None:
     found = steps.run(fused)
     assert not torch.equal(found[0], before[0])
     assert_same(found, steps.run(parts))
+
+
+def test_a_copy_computes_for_itself() -> None:
+    form = Form(torch.float32)
+    block, steps = built(form), Steps(form, ((17, 1),))
+    expected = steps.run(block)
+    other = copy.deepcopy(block)
+    with undivided(other):
+        assert_same(steps.run(other), expected)
+    assert other._bound.address != block._bound.address
+    other = copy.deepcopy(block)
+    calls: list[object] = []
+    other.mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    steps.run(block)
+    assert calls == []
+    steps.run(other)
+    assert calls == [1]
 
 
 def test_the_compiler_sees_the_parts() -> None:

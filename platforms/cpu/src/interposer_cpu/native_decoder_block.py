@@ -48,6 +48,10 @@ class _Bound:
         self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
         self.address = None if self.memory is None else self.memory.data_ptr()
 
+    def __reduce__(self) -> tuple[type[_Bound], tuple[tuple[object, ...], bool, None]]:
+        """Leave a copy of a layer without an address, so that it binds memory of its own."""
+        return _Bound, ((), False, None)
+
 
 class NativeDecoderBlock(DecoderBlock):
     """All of a block in one call; all but its MLP where that is a mixture or holds other kernels.

@@ -44,15 +44,20 @@ class Watch:
             object, as whoever copies containers of a layer would keep hooks of before.
     """
 
-    __slots__ = ("hooks",)
+    __slots__ = ("hooks", "modules")
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        own = (h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks))
+        self.modules = tuple(modules)
+        own = (h for m in self.modules for h in (m._forward_hooks, m._forward_pre_hooks))
         self.hooks: tuple[Any, ...] = (
             every_module._global_forward_hooks,
             every_module._global_forward_pre_hooks,
             *own,
         )
+
+    def __reduce__(self) -> tuple[type[Watch], tuple[tuple[nn.Module, ...]]]:
+        """Let a copy look at the copies of the modules, and at what is common to all."""
+        return Watch, (self.modules,)
 
 
 def form_of(kernel: Callable[..., Any] | None) -> int | None:
