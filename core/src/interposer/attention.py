@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from interposer import host_memory
 from interposer.capability import Capability
 from interposer.errors import MissingMemberError, RecordError
 from interposer.layer import Site
@@ -176,16 +177,17 @@ class KVCacheLayout:
         shape = self.shape(num_pages)
         stored = [shape[axis] for axis in self.stride_order]
         if self.layers_axis is None:
-            layers = [self.empty(stored, device) for _ in range(num_layers)]
+            layers = [self._empty(stored, device) for _ in range(num_layers)]
         else:
             stored.insert(self.layers_axis, num_layers)
-            whole = self.empty(stored, device)
+            whole = self._empty(stored, device)
             layers = list(whole.unbind(self.layers_axis))
         inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
         return [layer.permute(inverse) for layer in layers]
 
-    def empty(self, shape: Sequence[int], device: str) -> torch.Tensor:
-        """Return memory as it is stored, not initialised; a backend's layout may take its own."""
+    def _empty(self, shape: Sequence[int], device: str) -> torch.Tensor:
+        if torch.device(device).type == "cpu":
+            return host_memory.empty(shape, self.dtype)
         return torch.empty(tuple(shape), dtype=self.dtype, device=device)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from interposer import PluggableLayer
+from interposer import PluggableLayer, host_memory
 from interposer.errors import CheckpointError
 from interposer_models.tensor_places import TensorPlace
 
@@ -171,7 +171,10 @@ def _copied(layer: L, state: State) -> L:
 
 def _allocated(parameter: nn.Parameter, device: str) -> nn.Parameter:
     # Of a tensor without memory, empty_like would first import half a second of torch's compiler.
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    if torch.device(device).type == "cpu":
+        empty = host_memory.empty(parameter.shape, parameter.dtype)
+    else:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     memory = nn.Parameter(empty, requires_grad=False)
     memory.__dict__.update(parameter.__dict__)
     return memory

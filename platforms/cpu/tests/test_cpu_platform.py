@@ -38,16 +38,20 @@ print(json.dumps([verdict.accepted, verdict.reason, sorted(affinities), platform
 # A process that may use some processors only binds its threads by the public function.
 BIND_CORES = """
 import json, os, sys
-allowed, settings = json.loads(sys.argv[1])
+allowed, every = json.loads(sys.argv[1])
 os.sched_setaffinity(0, allowed)
 import interposer
 from interposer.errors import ConfigError
-try:
-    verdict = interposer.bind_threads(config=interposer.Config(platform="cpu"), **settings)
-    said = [verdict.accepted, verdict.reason]
-except ConfigError as error:
-    said = ["ConfigError", str(error)]
-print(json.dumps([*said, sorted(os.sched_getaffinity(0))]))
+found = []
+for settings in every:
+    os.sched_setaffinity(0, allowed)
+    try:
+        verdict = interposer.bind_threads(config=interposer.Config(platform="cpu"), **settings)
+        said = [verdict.accepted, verdict.reason]
+    except ConfigError as error:
+        said = ["ConfigError", str(error)]
+    found.append([*said, sorted(os.sched_getaffinity(0))])
+print(json.dumps(found))
 """
 REDUCE = """
 import sys
@@ -167,11 +171,12 @@ def test_denied_processors_are_a_refusal_that_changes_nothing(extra: list[int]) 
     assert num_threads == 2
 
 
-def bind_cores(allowed: list[int], **settings: object) -> tuple[object, str, list[int]]:
+def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[object]]:
+    """Return whether each was accepted, the reason, and the affinity after it."""
     arguments = [sys.executable, "-c", BIND_CORES, json.dumps([allowed, settings])]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    accepted, reason, affinity = json.loads(done.stdout)
-    return accepted, reason, affinity
+    found: list[list[object]] = json.loads(done.stdout)
+    return found
 
 
 @linux
@@ -179,23 +184,24 @@ def test_cores_are_bound_but_for_those_reserved() -> None:
     cores = host.cores()
     firsts = [core[0] for core in cores]
     allowed = host.allowed_processors()
-    assert bind_cores(allowed) == (True, f"bound to processors {firsts}", firsts)
-    node = next(node for node, own in host.numa_nodes().items() if firsts[0] in own)
-    own = [p for p in firsts if p in host.numa_nodes()[node]]
-    assert bind_cores(allowed, node=node)[2] == own
-    assert bind_cores(allowed, siblings=True)[2] == allowed
-    if len(firsts) > 1:
-        assert bind_cores(allowed, reserve=1)[2] == firsts[1:]
+    node, of_node = next((n, own) for n, own in host.numa_nodes().items() if firsts[0] in own)
+    plain, near, shared, fewer = bind_cores(
+        allowed, {}, {"node": node}, {"siblings": True}, {"reserve": len(firsts) - 1}
+    )
+    assert plain == [True, f"bound to processors {firsts}", firsts]
+    assert near[2] == [p for p in firsts if p in of_node]
+    assert shared[2] == allowed
+    assert fewer[2] == firsts[-1:]
 
 
 @linux
 def test_only_what_the_process_may_use_is_bound_to() -> None:
     last = host.allowed_processors()[-1]
-    assert bind_cores([last])[::2] == (True, [last])
-    raised, reason, affinity = bind_cores([last], reserve=1)
+    bound, (raised, reason, affinity) = bind_cores([last], {}, {"reserve": 1})
+    assert bound[::2] == [True, [last]]
     assert raised == "ConfigError"
-    assert "this process may use 1 cores" in reason
-    assert "Try: reserve=0" in reason
+    assert "this process may use 1 cores" in str(reason)
+    assert "Try: reserve=0" in str(reason)
     assert affinity == [last]
 
 

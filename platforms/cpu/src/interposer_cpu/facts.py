@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from interposer_cpu import cgroup, host, huge_pages, native
+from interposer.host_memory import huge_pages
+from interposer_cpu import cgroup, host, native
 
 __all__ = ["facts", "start_method"]
 
@@ -78,7 +79,7 @@ def _memory(root: Path) -> str:
 
 
 def _huge_pages(root: Path) -> str:
-    verdict = huge_pages.allowed(root)
+    verdict = huge_pages(root)
     return verdict.reason if verdict else f"not used: {verdict.reason}"
 
 

@@ -21,7 +21,6 @@ from interposer import (
     Verdict,
 )
 from interposer_cpu import native
-from interposer_cpu.huge_pages import HugePagesLayout
 
 __all__ = ["NativeBackend", "Plan"]
 
@@ -98,7 +97,7 @@ class NativeBackend(AttentionBackend):
         """Return ``[K, P, 2, S, D]``, whose pages hold tiles: see native/attention/cache.h."""
         spec = self.spec
         page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
-        return HugePagesLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return blocks of queries and of keys, shared by all layers."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from interposer import Request, Verdict
-from interposer_cpu import huge_pages, native
+from interposer import Request, Verdict, host_memory
+from interposer_cpu import native
 from interposer_cpu.packed_copies import Packed, shared_copy
 
 __all__ = [
@@ -282,7 +282,7 @@ def _pack(
         stride,
     )
     library = native.library()
-    packed = huge_pages.empty([library.packed_bytes(*description)], torch.uint8)
+    packed = host_memory.empty([library.packed_bytes(*description)], torch.uint8)
     library.pack(*description, packed.data_ptr())
     return packed, out_features
 

@@ -1,8 +1,8 @@
-"""Memory in huge pages for what is read from its beginning to its end in every step.
+"""Memory of the host for large tensors: in huge pages, and apart from the heap.
 
-With pages of 4 KiB, translating addresses takes longer than the memory that is read: streams of
-weights and of keys gain up to a half. Linux gives huge pages to memory for which they are asked,
-if ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise``. Where it says ``always``, any
+Weights and keys are read from beginning to end in every step. With pages of 4 KiB, translating
+their addresses holds that up: huge pages gain up to a half. Linux gives them on request where
+``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise``. Where it says ``always``, any
 large block has them, where it says ``never``, none has; both are the administrator's choice.
 
 Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
@@ -20,31 +20,31 @@ from pathlib import Path
 
 import torch
 
-from interposer import KVCacheLayout, Verdict
+from interposer.verdict import Verdict
 
-__all__ = ["HugePagesLayout", "allowed", "empty", "page_bytes"]
+__all__ = ["empty", "huge_page_bytes", "huge_pages"]
 
 _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
-_KINDS = ("mmap", "MADV_HUGEPAGE", "MAP_ANONYMOUS", "MAP_PRIVATE")
+_CAN_MAP = all(hasattr(mmap, name) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE"))
+_LEAST_MAPPED_BYTES = 1 << 18
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return new memory without content, in huge pages where the system gives them on request.
 
     Its last part, of less than a huge page, lies in small ones, so that no more memory is taken
-    than the tensor needs. Memory of less than one huge page is torch's own.
+    than the tensor needs. From 256 KiB on, memory is mapped for the tensor alone: in the heap, what
+    stays would keep what is freed around it, a quarter of a gigabyte while a model is loaded.
     """
     count = prod(shape)
-    num_bytes = count * dtype.itemsize
-    huge_bytes = _requested_bytes()
-    if huge_bytes and num_bytes >= huge_bytes:
+    if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
-            return _mapped(num_bytes, huge_bytes, dtype, count).view(tuple(shape))
+            return _mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def allowed(root: Path = _ROOT) -> Verdict:
+def huge_pages(root: Path = _ROOT) -> Verdict:
     """Say whether large memory lies in huge pages, and why or why not.
 
     Args:
@@ -56,42 +56,37 @@ def allowed(root: Path = _ROOT) -> Verdict:
     path = f"/{_FOLDER}/enabled"
     if setting == "never":
         return Verdict.refuse(f"{path} says 'never'; 'madvise' lets weights and caches have them")
-    size = page_bytes(root)
+    size = huge_page_bytes(root)
     if not size:
         return Verdict.refuse(f"{path} says {setting!r}, but nothing says how large they are")
     unit = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
     return Verdict.accept(f"of {unit}, for packed weights and caches ({path} says {setting!r})")
 
 
-def page_bytes(root: Path = _ROOT) -> int:
-    """Return the size of a huge page, 0 where unknown: 2 MiB on x86, 1 MiB on s390x."""
+def huge_page_bytes(root: Path = _ROOT) -> int:
+    """Return the size of a huge page, 0 where unknown; it differs between architectures."""
     size = _text(root / _FOLDER / "hpage_pmd_size")
     return int(size) if size.isdecimal() else 0
-
-
-class HugePagesLayout(KVCacheLayout):
-    """A cache that lies in huge pages where there are any."""
-
-    def empty(self, shape: Sequence[int], device: str) -> torch.Tensor:
-        """Return memory for one cache, or for those of all layers."""
-        return empty(shape, self.dtype)
 
 
 @cache
 def _requested_bytes() -> int:
     """Return the size of the huge pages that are to be asked for, 0 where there are none."""
-    if not all(hasattr(mmap, name) for name in _KINDS) or _setting(_ROOT) != "madvise":
-        return 0
-    return page_bytes()
+    asked_for = hasattr(mmap, "MADV_HUGEPAGE") and _setting(_ROOT) == "madvise"
+    return huge_page_bytes() if asked_for else 0
 
 
-def _mapped(num_bytes: int, huge_bytes: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
+    num_bytes, huge_bytes = count * dtype.itemsize, _requested_bytes()
+    advised_bytes = num_bytes // huge_bytes * huge_bytes if huge_bytes else 0
     # What lies before the first border of a huge page is never touched, so it is no memory.
-    memory = mmap.mmap(-1, num_bytes + huge_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    start = -address % huge_bytes
-    with suppress(OSError):  # it is memory all the same
-        memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // huge_bytes * huge_bytes)
+    spare_bytes = huge_bytes if advised_bytes else 0
+    memory = mmap.mmap(-1, num_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = 0
+    if advised_bytes:
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % huge_bytes
+        with suppress(OSError):  # it is memory all the same
+            memory.madvise(mmap.MADV_HUGEPAGE, start, advised_bytes)
     # The tensor keeps the mapping, which ends with it.
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
 

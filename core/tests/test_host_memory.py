@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interposer_cpu import huge_pages, native_linear
+from interposer import KVCacheLayout, host_memory
 
 MIB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/self/smaps")
@@ -16,9 +16,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc/
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    huge_pages._requested_bytes.cache_clear()
+    forget = host_memory._requested_bytes.cache_clear  # which a test may replace
+    forget()
     yield
-    huge_pages._requested_bytes.cache_clear()
+    forget()
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -45,8 +46,8 @@ def advised_bytes(tensor: torch.Tensor) -> int:
 def test_whole_huge_pages_are_asked_for_and_no_more(
     num_bytes: int, advised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
-    memory = huge_pages.empty([num_bytes // 8, 2], torch.float32)
+    monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
+    memory = host_memory.empty([num_bytes // 8, 2], torch.float32)
     assert memory.shape == (num_bytes // 8, 2)
     assert memory.untyped_storage().nbytes() == num_bytes
     assert memory.data_ptr() % 64 == 0
@@ -58,8 +59,8 @@ def test_whole_huge_pages_are_asked_for_and_no_more(
 
 @linux
 def test_memory_goes_back_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
-    view = huge_pages.empty([64 * MIB], torch.uint8)[5:]
+    monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
+    view = host_memory.empty([64 * MIB], torch.uint8)[5:]
     address = f"{view.data_ptr() - 5:x}"
 
     def mapped() -> bool:
@@ -76,26 +77,23 @@ def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.Mon
     def denied(*_: object, **__: object) -> None:
         raise OSError("no more maps")
 
-    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
+    monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
     monkeypatch.setattr(mmap, "mmap", denied)
-    assert huge_pages.empty([4 * MIB], torch.uint8).shape == (4 * MIB,)
+    assert host_memory.empty([4 * MIB], torch.uint8).shape == (4 * MIB,)
 
 
 @linux
 def test_a_system_without_huge_pages_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in ("never", "always", ""):
-        monkeypatch.setattr(huge_pages, "_setting", lambda root, setting=setting: setting)
-        huge_pages._requested_bytes.cache_clear()
-        assert advised_bytes(huge_pages.empty([4 * MIB], torch.uint8)) == 0
+        monkeypatch.setattr(host_memory, "_setting", lambda root, setting=setting: setting)
+        host_memory._requested_bytes.cache_clear()
+        assert advised_bytes(host_memory.empty([4 * MIB], torch.uint8)) == 0
 
 
 @linux
-@pytest.mark.native
-def test_packed_weights_and_caches_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huge_pages, "_requested_bytes", lambda: 2 * MIB)
-    weight, _ = native_linear.pack(torch.ones(2048, 1024), None)["weight"]
-    assert advised_bytes(weight) == 8 * MIB
-    layout = huge_pages.HugePagesLayout((2, 2, 16, 64), 1, (0, 1, 2, 3, 4), torch.float32)
+def test_caches_lie_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
+    layout = KVCacheLayout((2, 2, 16, 64), 1, (0, 1, 2, 3, 4), torch.float32)
     caches = layout.allocate(2, 256, "cpu")
     assert [advised_bytes(cache) for cache in caches] == [4 * MIB, 4 * MIB]
     assert [cache.shape for cache in caches] == [(2, 256, 2, 16, 64)] * 2
@@ -114,14 +112,14 @@ def test_what_the_system_allows_is_said(
 ) -> None:
     write(tmp_path, "enabled", setting)
     write(tmp_path, "hpage_pmd_size", "2097152")
-    verdict = huge_pages.allowed(tmp_path)
+    verdict = host_memory.huge_pages(tmp_path)
     assert verdict.accepted is accepted
     assert said in verdict.reason
-    assert huge_pages.page_bytes(tmp_path) == 2 * MIB
+    assert host_memory.huge_page_bytes(tmp_path) == 2 * MIB
 
 
 def test_other_systems_have_none(tmp_path: Path) -> None:
-    assert "this system has none" in huge_pages.allowed(tmp_path).reason
+    assert "this system has none" in host_memory.huge_pages(tmp_path).reason
     write(tmp_path, "enabled", "always [madvise] never")
-    assert "how large" in huge_pages.allowed(tmp_path).reason
-    assert huge_pages.page_bytes(tmp_path) == 0
+    assert "how large" in host_memory.huge_pages(tmp_path).reason
+    assert host_memory.huge_page_bytes(tmp_path) == 0
