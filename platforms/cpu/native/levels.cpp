@@ -2,7 +2,13 @@
 
 #include <atomic>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -10,12 +16,59 @@ namespace {
 
 #if defined(__x86_64__)
 
-constexpr int32_t kAll[] = {kAVX2, kAVX512, kAVX512VNNI, kAVX512BF16};
+// What a processor may lack though it has a level above.
+constexpr int32_t kBeside = kAVX2VNNI;
+
+struct Registers {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+// Leaf 7 of CPUID, by its subleaf; zeros where there is none.
+Registers extended_features(unsigned subleaf) {
+  Registers found, first;
+  if (!__get_cpuid_count(7, 0, &first.a, &first.b, &first.c, &first.d)) return {};
+  if (subleaf > first.a) return {};  // which is the highest
+  __get_cpuid_count(7, subleaf, &found.a, &found.b, &found.c, &found.d);
+  return found;
+}
+
+bool has_avx_vnni() { return extended_features(1).a >> 4 & 1; }
+
+#if defined(INTERPOSER_EMULATED_TILES)
+
+bool has_tiles() { return true; }
+
+#elif defined(__linux__)
+
+// Linux gives a process the large registers once it asks. It refuses where a stack for signals is
+// too small to hold them, or where it is older than 5.16.
+// Source: https://docs.kernel.org/arch/x86/xstate.html
+bool has_tiles() {
+  constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr unsigned kAllOfThem = kBF16 | kTile | kInt8;
+  constexpr unsigned kShapesAndData = 3u << 17;  // what the system saves
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  if ((extended_features(0).d & kAllOfThem) != kAllOfThem) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & kShapesAndData) != kShapesAndData) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#else
+
+bool has_tiles() { return false; }
+
+#endif
 
 // The compiler's runtime asks XGETBV besides, so what the system does not save is not reported.
 bool has(int32_t level) {
   __builtin_cpu_init();
   switch (level) {
+    case kAVX2VNNI:
+      return has_avx_vnni();
+    case kAMX:
+      return has_tiles();
     case kAVX2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
              __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
@@ -32,7 +85,7 @@ bool has(int32_t level) {
 
 #elif defined(__aarch64__)
 
-constexpr int32_t kAll[] = {kNEON, kDotProd, kBF16I8MM};
+constexpr int32_t kBeside = kNoLevel;
 
 bool has(int32_t level) {
 #if defined(__linux__)
@@ -49,7 +102,7 @@ bool has(int32_t level) {
 
 #elif defined(__s390x__)
 
-constexpr int32_t kAll[] = {kZ14, kZ15};
+constexpr int32_t kBeside = kNoLevel;
 
 // Facilities are asked for by number: 129 vectors, 135 enhancements 1, 148 enhancements 2. The
 // auxiliary vector of some emulators leaves the last one out.
@@ -65,22 +118,29 @@ bool has(int32_t level) {
 
 #else
 
-constexpr int32_t kAll[] = {kNoLevel};
+constexpr int32_t kBeside = kNoLevel;
 
 bool has(int32_t) { return false; }
 
 #endif
 
-constexpr int kCount = sizeof kAll / sizeof kAll[0];
+#define INTERPOSER_NUMBER(unused, name, level) level,
+
+// What was compiled, ascending, and an end.
+constexpr int32_t kAll[] = {INTERPOSER_LEVELS(INTERPOSER_NUMBER, ) kNoLevel};
+constexpr int kCount = sizeof kAll / sizeof kAll[0] - 1;
 
 struct Found {
   int32_t levels[kCount + 1] = {};
   int count = 0;
 
   Found() {
-    for (int32_t level : kAll) {
-      if (!has(level)) break;
-      levels[count++] = level;
+    for (int i = 0; i < kCount; ++i) {
+      if (has(kAll[i])) {
+        levels[count++] = kAll[i];
+      } else if (kAll[i] != kBeside) {
+        break;
+      }
     }
   }
 

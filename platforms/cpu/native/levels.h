@@ -3,13 +3,16 @@
 
 #include <cstdint>
 
-// In ascending order; each holds what those before it on its architecture hold.
+// In ascending order; each holds what those before it on its architecture hold, but for AVX2-VNNI,
+// whose instruction those of AVX-512 replace.
 enum Level : int32_t {
   kNoLevel = 0,
   kAVX2 = 1,
-  kAVX512 = 2,
-  kAVX512VNNI = 3,
-  kAVX512BF16 = 4,
+  kAVX2VNNI = 2,
+  kAVX512 = 3,
+  kAVX512VNNI = 4,
+  kAVX512BF16 = 5,
+  kAMX = 6,
   kNEON = 16,
   kDotProd = 17,
   kBF16I8MM = 18,
@@ -31,13 +34,27 @@ int32_t interposer_force_level(int32_t level);
 const int32_t* interposer_levels();
 }
 
+// Levels that compilers of some age do not know.
+#if defined(INTERPOSER_WITH_avx2_vnni)
+#define INTERPOSER_AVX2_VNNI(X, ...) X(__VA_ARGS__, avx2_vnni, kAVX2VNNI)
+#else
+#define INTERPOSER_AVX2_VNNI(X, ...)
+#endif
+#if defined(INTERPOSER_WITH_amx)
+#define INTERPOSER_AMX(X, ...) X(__VA_ARGS__, amx, kAMX)
+#else
+#define INTERPOSER_AMX(X, ...)
+#endif
+
 // Every level of this architecture, as X(arguments..., name of its files, number).
 #if defined(__x86_64__)
 #define INTERPOSER_LEVELS(X, ...)                                                       \
   X(__VA_ARGS__, avx2, kAVX2)                                                           \
+  INTERPOSER_AVX2_VNNI(X, __VA_ARGS__)                                                  \
   X(__VA_ARGS__, avx512, kAVX512)                                                       \
   X(__VA_ARGS__, avx512_vnni, kAVX512VNNI)                                              \
-  X(__VA_ARGS__, avx512_bf16, kAVX512BF16)
+  X(__VA_ARGS__, avx512_bf16, kAVX512BF16)                                              \
+  INTERPOSER_AMX(X, __VA_ARGS__)
 #elif defined(__aarch64__)
 #define INTERPOSER_LEVELS(X, ...)                                                       \
   X(__VA_ARGS__, neon, kNEON)                                                           \

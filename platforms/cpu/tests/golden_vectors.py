@@ -55,8 +55,9 @@ from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 _MAGIC = b"interposer golden 1\n"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SEED = 0
-# Sums of a kernel are kept for a few rows at a time, so that every rest is another path.
-_TOKENS = range(1, 18)
+# Sums of a kernel are kept for a few rows at a time, so that every rest is another path; of many
+# rows, sixteen or 32.
+_TOKENS = (*range(1, 18), 33, 50)
 
 Dims = dict[str, Any]
 
@@ -105,6 +106,8 @@ def _experts(hidden: int, inner: int, **others: object) -> tuple[Dims, ...]:
 
 
 _GROUPED = {"group_size": 24, "num_groups": 7, "scale_dtype": "float32"}
+# As many codes as fill half of what AMX multiplies at once.
+_WIDER = {"group_size": 32, "num_groups": 6, "scale_dtype": "float32"}
 _BY_ROW = {"x_scales": "token", "asymmetric": False, "asymmetric_inputs": False}
 _WIDE = (torch.float32, torch.bfloat16)
 _LOGITS = ("logits",)
@@ -132,6 +135,8 @@ OPS = (
         dims=(
             *_sizes((168, 83), **_GROUPED, **_BY_ROW, asymmetric_weights=False),
             *_sizes((168, 83), **_GROUPED, **_BY_ROW, asymmetric_weights=True),
+            *_sizes((192, 83), **_WIDER, **_BY_ROW, asymmetric_weights=False),
+            *_sizes((192, 83), **_WIDER, **_BY_ROW, asymmetric_weights=True),
         ),
     ),
     Covered(

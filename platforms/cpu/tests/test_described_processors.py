@@ -11,7 +11,7 @@ from hatchling.builders.wheel import WheelBuilder
 import interposer_cpu
 from interposer import Capability, DeviceDescription, explain
 from interposer.records import DeviceEntry, PlatformEntry, resource_path
-from interposer_cpu import features
+from interposer_cpu import features, native
 from interposer_cpu.platform import CPUPlatform
 from interposer_cpu.plugin import interposer_records
 
@@ -60,6 +60,25 @@ def test_caches_grow_by_level(description: DeviceDescription) -> None:
     sizes = [description.caches_bytes[level] for level in levels]
     assert sizes == sorted(sizes)
     assert sizes[-1] < description.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        ("ampere-altra", "dotprod"),
+        ("apple-m4", "bf16_i8mm"),
+        ("graviton4", "bf16_i8mm"),
+        ("icelake-server", "avx512_vnni"),
+        ("sapphire-rapids", "amx"),
+        ("z14", "z14"),
+        ("z16", "z15"),
+        ("zen2", "avx2"),
+        ("zen5", "avx512_bf16"),
+    ],
+)
+def test_the_level_of_instructions_is_known(name: str, level: str) -> None:
+    description = DeviceDescription.read(resource_path(ENTRIES[name].resource))
+    assert native.levels_of(description.device().capability)[-1] == level
 
 
 @pytest.mark.parametrize(

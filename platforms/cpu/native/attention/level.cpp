@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "formats.h"
 #include "softmax.h"
+#include "tiled.h"
 
 namespace {
 
@@ -29,6 +30,12 @@ constexpr int value_tiles(int rows) { return 4 / rows; }
 constexpr int64_t kKeys = 512;
 constexpr int64_t kMostTiles = kKeys / kTile;
 
+#if defined(INTERPOSER_TILES)
+constexpr int kScoreRows = kTileRows;
+#else
+constexpr int kScoreRows = kMostRows;
+#endif
+
 // Fetched ahead to the second level, which has room for more that is under way than the first: a
 // third faster where keys come from memory.
 constexpr int kSecondLevel = 2;
@@ -40,7 +47,7 @@ struct Block {
   float* result;   // [rows][D]
   float* maximum;  // [rows]
   float* sum;      // [rows]
-  float* scores;   // [kMostRows][kKeys]
+  float* scores;   // [kScoreRows][kKeys]
   char* words;     // [D]
 
   Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
@@ -51,12 +58,12 @@ struct Block {
     maximum = result + most_rows * head_size;
     sum = maximum + padded;
     scores = sum + padded;
-    words = reinterpret_cast<char*>(scores + kMostRows * kKeys);
+    words = reinterpret_cast<char*>(scores + kScoreRows * kKeys);
   }
 
   static int64_t bytes(int64_t most_rows, int64_t head_size) {
     const int64_t padded = rounded_up(most_rows, kLanes);
-    return 4 * (2 * most_rows * head_size + 2 * padded + kMostRows * kKeys + head_size);
+    return 4 * (2 * most_rows * head_size + 2 * padded + kScoreRows * kKeys + head_size);
   }
 };
 
@@ -395,10 +402,25 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
     return;
   }
   const int64_t count = (end - 1) / kTile + 1;
-  score_rows<F, M>(block, tiles, seen[0].first / kTile, count, row);
+#if defined(INTERPOSER_TILES)
+  if constexpr (M == kTileRows) {
+    const int64_t D = block.head_size;
+    score_sixteen(block.x + row * D * F::kInputBytes, D, tiles.keys, seen[0].first / kTile, count,
+                  block.scores, kKeys * 4);
+  } else
+#endif
+    score_rows<F, M>(block, tiles, seen[0].first / kTile, count, row);
   float factors[M];
   for (int m = 0; m < M; ++m) factors[m] = soften<F>(block, scoring, row, m, seen[m], count);
-  weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
+#if defined(INTERPOSER_TILES)
+  if constexpr (M == kTileRows) {
+    const TiledWeights weights = {reinterpret_cast<const char*>(block.scores), kKeys * 4,
+                                  tiles.keys, tiles.value_distance, end / kTile, end % kTile};
+    return weigh_sixteen(weights, block.head_size, first ? nullptr : factors,
+                         block.result + row * block.head_size);
+  } else
+#endif
+    weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
 }
 
 template <class F>
@@ -427,6 +449,10 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
   const int64_t begin = item.first_key / kTile * kTile;
   Tiles tiles;
   tiles.value_distance = value_distance(cache);
+#if defined(INTERPOSER_TILES)
+  TileRegisters registers;
+  if (kTiled<F> && block.rows >= kTileRows) registers.shape(attention_shapes());
+#endif
   for (int64_t key = begin; key < item.end_key; key += kKeys) {
     const int64_t left = item.end_key - key;
     const int64_t end = key + (left < kKeys ? left : kKeys);
@@ -455,6 +481,13 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
       attend_rows<F, M>(block, tiles, scoring, seen, row, key == begin);
     };
     int64_t row = 0;
+#if defined(INTERPOSER_TILES)
+    if constexpr (kTiled<F>) {
+      for (; row + kTileRows <= block.rows; row += kTileRows) {
+        attend_group(std::integral_constant<int, kTileRows>(), row);
+      }
+    }
+#endif
     for (; row + kMostRows <= block.rows; row += kMostRows) {
       attend_group(std::integral_constant<int, kMostRows>(), row);
     }

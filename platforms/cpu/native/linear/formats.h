@@ -221,6 +221,13 @@ struct OnCodes {
     const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
     sum += (Ints)_mm512_madd_epi16((__m512i)(part & 0x00ff00ffu), even);
     sum += (Ints)_mm512_madd_epi16((__m512i)(part >> 8 & 0x00ff00ffu), _mm512_srai_epi16(codes, 8));
+#elif defined(__AVXVNNI__)
+    const __m256i codes = _mm256_set1_epi32(int(four));
+    for (int i = 0; i < 2; ++i) {
+      const __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
+      const __m256i bytes = load<__m256i>((const char*)&part + 32 * i);
+      store((char*)&sum + 32 * i, _mm256_dpbusd_avx_epi32(eight, bytes, codes));
+    }
 #elif defined(__AVX2__)
     const __m256i codes = _mm256_set1_epi32(int(four));
     const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);

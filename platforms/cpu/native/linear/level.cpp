@@ -3,8 +3,10 @@
 #include <cstddef>
 
 #include "../pool.h"
+#include "block.h"
 #include "formats.h"
 #include "matrices.h"
+#include "tiled.h"
 
 namespace {
 
@@ -15,54 +17,12 @@ constexpr int kRegisterTiles = 4;
 constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
 constexpr int kRegisterTiles = 1;
 #endif
-constexpr int kTiles = kBlock / kLanes;
-
 // Ahead of what is read, in rows of words of a block.
 constexpr int64_t kPrefetchSteps = 16;
 
 // From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
 // which have no table, sooner.
 constexpr int64_t kManyRows = 16, kSeveralRows = 8;
-
-struct Span {
-  int64_t first_block, last_block, first_row, last_row;
-};
-
-// What the tiles of one block share.
-struct Block {
-  const char* words;  // [steps][64]
-  const char* scales;
-  const char* zeros;
-  int64_t first_output;
-};
-
-int64_t num_groups(const interposer_packed& weight) {
-  return weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
-}
-
-Block block_of(const interposer_packed& weight, int64_t index) {
-  const int64_t words = padded_inputs(weight.inputs) / inputs_per_word(weight.format) * kBlock;
-  const int64_t scales = num_groups(weight) * kBlock;
-  Block block = {at<char>(&weight, weight.words_at) + index * words * int64_t(sizeof(uint32_t)),
-                 at<char>(&weight, weight.scales_at), at<char>(&weight, weight.zeros_at),
-                 index * kBlock};
-  if (block.scales) block.scales += index * scales * size_of(weight.scale_type);
-  if (block.zeros) block.zeros += index * scales;
-  return block;
-}
-
-INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
-  if (type != kE8M0) return load_floats(scales, type);
-  const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
-  // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
-  const Words edge = less((exponents + 1) & 255, splat(uint32_t(2)));
-  return as_floats(exponents << 23 | (edge & 0x400000));
-}
-
-template <class F>
-INTERPOSER_INLINE Ints zeros_of(const char* zeros) {
-  return zeros ? __builtin_convertvector(load<Bytes>(zeros), Ints) : splat(int32_t(F::kZero));
-}
 
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
@@ -137,37 +97,20 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       for (int m = 0; m < M; ++m) {
         Sum sum = sums[m][t][0];
         if constexpr (kChains == 2) sum += sums[m][t][1];
-        Floats term;
-        if constexpr (F::kInteger) {
-          if constexpr (!kRaised) {
-            const int32_t codes = prepared.sums[(row + m) * prepared.num_groups + group];
-            sum -= zero[t] * splat(codes);
-          }
-          term = __builtin_convertvector(sum, Floats);
+        if constexpr (kRaised) {
+          totals[m][t] += __builtin_convertvector(sum, Floats) * scale;
         } else {
-          term = sum;
+          totals[m][t] += scaled<F>(prepared, row + m, group, sum, zero[t], scale);
         }
-        totals[m][t] += term * scale;
       }
     }
     if (scales) scales += kBlock * scale_size;
     if (zeros) zeros += kBlock;
   }
-  const float* bias = at<float>(&weight, weight.bias_at);
   for (int t = 0; t < T; ++t) {
     const int64_t output = block.first_output + (tile + t) * kLanes;
-    const int64_t count = weight.outputs - output;
-    if (count <= 0) break;
-    for (int m = 0; m < M; ++m) {
-      Floats result = totals[m][t];
-      if (product.x_scales) {
-        result *= splat(product.x_scales[(row + m) * product.x_scale_stride]);
-      }
-      if (bias) result += load<Floats>(bias + output);
-      char* out = static_cast<char*>(product.out) +
-                  ((row + m) * product.out_stride + output) * size_of(product.out_type);
-      store_some(out, result, product.out_type, int(count < kLanes ? count : kLanes));
-    }
+    if (output >= weight.outputs) break;
+    for (int m = 0; m < M; ++m) write_outputs(product, row + m, output, totals[m][t]);
   }
 }
 
@@ -197,8 +140,10 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
 
 template <class F>
 bool multiply_span(const interposer_product& product, const Prepared& prepared, Span span) {
+  TileRegisters tiles;
   for (int64_t index = span.first_block; index < span.last_block; ++index) {
     const Block block = block_of(*product.weight, index);
+    if (multiply_tiled<F>(tiles, product, prepared, block, span)) continue;
     multiply_block<F>(product, prepared, block, span.first_row, span.last_row);
   }
   return true;
@@ -238,13 +183,42 @@ bool multiply_widened(const interposer_product& product, const Prepared& prepare
   const int64_t bytes = padded_inputs(weight.inputs) / 2 * kBlock * 4;
   char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
   if (memory == nullptr) return false;
+  TileRegisters tiles;
   for (int64_t index = span.first_block; index < span.last_block; ++index) {
     Block block = block_of(weight, index);
     widen<Codes>(weight, block, memory);
     block.words = memory;
+    if (multiply_tiled<Wide>(tiles, product, prepared, block, span)) continue;
     multiply_block<Wide>(product, prepared, block, span.first_row, span.last_row);
   }
   return true;
+}
+
+template <class Codes>
+bool multiply_by_codes(const interposer_product& product, const Prepared& prepared, Span span) {
+  if (product.weight->zeros_at) return multiply_span<Codes>(product, prepared, span);
+  return multiply_span<Symmetric<Codes>>(product, prepared, span);
+}
+
+// Codes of four bits by codes of x. Tiles want them as bytes, which are made once for all rows.
+bool multiply_nibbles(const interposer_product& product, const Prepared& prepared, Span span) {
+#if defined(INTERPOSER_TILES)
+  const interposer_packed& weight = *product.weight;
+  if (takes_tiles<NibblesOnCodes>(weight, span)) {
+    const int64_t bytes = padded_inputs(weight.inputs) * kBlock;
+    char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
+    if (memory == nullptr) return false;
+    TileRegisters tiles;
+    for (int64_t index = span.first_block; index < span.last_block; ++index) {
+      Block block = block_of(weight, index);
+      spread_nibbles(block.words, padded_inputs(weight.inputs) / 8, memory);
+      block.words = memory;
+      multiply_tiled<NibblesOnCodes>(tiles, product, prepared, block, span);
+    }
+    return true;
+  }
+#endif
+  return multiply_by_codes<Int4OnCodes>(product, prepared, span);
 }
 
 // Whether rows of x are multiplied as they are. All threads must say the same, so it depends on the
@@ -371,13 +345,8 @@ bool multiply(const interposer_product& product, const Prepared& prepared, int64
   const Span span = {first_block, last_block, first_row, last_row};
   const int32_t format = product.weight->format;
   if (product.x_type == kInt8) {
-    const bool shifted = product.weight->zeros_at != 0;
-    if (format == kWeightInt4) {
-      if (shifted) return multiply_span<Int4OnCodes>(product, prepared, span);
-      return multiply_span<Symmetric<Int4OnCodes>>(product, prepared, span);
-    }
-    if (shifted) return multiply_span<Int8OnCodes>(product, prepared, span);
-    return multiply_span<Symmetric<Int8OnCodes>>(product, prepared, span);
+    if (format == kWeightInt4) return multiply_nibbles(product, prepared, span);
+    return multiply_by_codes<Int8OnCodes>(product, prepared, span);
   }
 #if defined(INTERPOSER_PAIRS)
   if (reads_pairs(product)) return multiply_pairs(product, prepared, span);

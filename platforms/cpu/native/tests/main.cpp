@@ -27,9 +27,11 @@ struct Level {
 const Level kLevels[] = {
     {kNoLevel, "none"},
     {kAVX2, "avx2"},
+    {kAVX2VNNI, "avx2_vnni"},
     {kAVX512, "avx512"},
     {kAVX512VNNI, "avx512_vnni"},
     {kAVX512BF16, "avx512_bf16"},
+    {kAMX, "amx"},
     {kNEON, "neon"},
     {kDotProd, "dotprod"},
     {kBF16I8MM, "bf16_i8mm"},

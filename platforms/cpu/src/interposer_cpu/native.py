@@ -16,13 +16,26 @@ from interposer import Capability, Request, Verdict
 from interposer.errors import ConfigError, nearest_first
 from interposer_cpu.features import architecture
 
-__all__ = ["LEVELS", "force_level", "judge", "level", "levels", "library", "why_absent"]
+__all__ = [
+    "BESIDE",
+    "LEVELS",
+    "NEEDS",
+    "force_level",
+    "judge",
+    "level",
+    "levels",
+    "levels_of",
+    "library",
+    "why_absent",
+]
 
 LEVELS = {
     1: "avx2",
-    2: "avx512",
-    3: "avx512_vnni",
-    4: "avx512_bf16",
+    2: "avx2_vnni",
+    3: "avx512",
+    4: "avx512_vnni",
+    5: "avx512_bf16",
+    6: "amx",
     16: "neon",
     17: "dotprod",
     18: "bf16_i8mm",
@@ -31,12 +44,23 @@ LEVELS = {
 }
 """Names of the levels by the library's numbers, ascending on each architecture."""
 
-# What the lowest level of each architecture needs.
-_FEATURES = {
-    "x86_64": {"avx2", "fma", "f16c", "bmi2"},
-    "aarch64": {"neon"},
-    "s390x": {"vx", "vxe"},
+NEEDS = {
+    "x86_64": {
+        "avx2": {"avx2", "fma", "f16c", "bmi2"},
+        "avx2_vnni": {"avx_vnni"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+        "avx512_vnni": {"avx512_vnni"},
+        "avx512_bf16": {"avx512_bf16"},
+        "amx": {"amx_tile", "amx_bf16", "amx_int8"},
+    },
+    "aarch64": {"neon": {"neon"}, "dotprod": {"dotprod"}, "bf16_i8mm": {"bf16", "i8mm"}},
+    "s390x": {"z14": {"vx", "vxe"}, "z15": {"vxe2"}},
 }
+"""Levels of each architecture, ascending, and the features that each needs besides those of the
+levels before it."""
+
+BESIDE = frozenset({"avx2_vnni"})
+"""Levels that a processor may lack though it has one above."""
 
 # Ops of the library that write to their arguments and return nothing.
 _WRITERS = (
@@ -110,6 +134,21 @@ def level() -> str:
     return LEVELS[module.level()] if module else ""
 
 
+def levels_of(capability: Capability) -> tuple[str, ...]:
+    """Return the levels that the features of a device are enough for, ascending.
+
+    A library that an old compiler made, and a system that keeps large registers to itself, have
+    fewer.
+    """
+    found = list[str]()
+    for name, needed in NEEDS.get(capability.architecture, {}).items():
+        if needed <= capability.features:
+            found.append(name)
+        elif name not in BESIDE:
+            break
+    return tuple(found)
+
+
 def force_level(name: str | None) -> None:
     """Use the instructions of the level ``name`` from now on; None for the best.
 
@@ -128,11 +167,12 @@ def judge(request: Request) -> Verdict:
 
 def judge_device(capability: Capability) -> Verdict:
     """Accept devices that the library has kernels for, and this machine if it holds it."""
-    needed = _FEATURES.get(capability.architecture)
-    if needed is None:
-        known = ", ".join(_FEATURES)
-        return Verdict.refuse(f"is written for {known}, the device is {capability.architecture}")
-    missing = sorted(needed - capability.features)
+    known = NEEDS.get(capability.architecture)
+    if known is None:
+        written = ", ".join(NEEDS)
+        return Verdict.refuse(f"is written for {written}, the device is {capability.architecture}")
+    lowest = next(iter(known.values()))
+    missing = sorted(lowest - capability.features)
     if missing:
         return Verdict.refuse(f"needs {', '.join(missing)}, which the device lacks")
     # Other architectures are only described, and have an installation of their own.

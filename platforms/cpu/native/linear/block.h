@@ -1,0 +1,76 @@
+// One block of a packed weight, and what becomes of sums of its products. Included once for every
+// level.
+#pragma once
+
+#include "../vectors.h"
+#include "packed.h"
+
+namespace {
+
+constexpr int kTiles = kBlock / kLanes;
+
+struct Span {
+  int64_t first_block, last_block, first_row, last_row;
+};
+
+// What the sums of one block share.
+struct Block {
+  const char* words;  // [steps][64]
+  const char* scales;
+  const char* zeros;
+  int64_t first_output;
+};
+
+int64_t num_groups(const interposer_packed& weight) {
+  return weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
+}
+
+Block block_of(const interposer_packed& weight, int64_t index) {
+  const int64_t words = padded_inputs(weight.inputs) / inputs_per_word(weight.format) * kBlock;
+  const int64_t scales = num_groups(weight) * kBlock;
+  Block block = {at<char>(&weight, weight.words_at) + index * words * int64_t(sizeof(uint32_t)),
+                 at<char>(&weight, weight.scales_at), at<char>(&weight, weight.zeros_at),
+                 index * kBlock};
+  if (block.scales) block.scales += index * scales * size_of(weight.scale_type);
+  if (block.zeros) block.zeros += index * scales;
+  return block;
+}
+
+INTERPOSER_INLINE Floats load_scales(const char* scales, int32_t type) {
+  if (type != kE8M0) return load_floats(scales, type);
+  const Words exponents = __builtin_convertvector(load<Bytes>(scales), Words);
+  // The smallest is subnormal, and the largest is NaN; both have their highest mantissa bit set.
+  const Words edge = less((exponents + 1) & 255, splat(uint32_t(2)));
+  return as_floats(exponents << 23 | (edge & 0x400000));
+}
+
+template <class F>
+INTERPOSER_INLINE Ints zeros_of(const char* zeros) {
+  return zeros ? __builtin_convertvector(load<Bytes>(zeros), Ints) : splat(int32_t(F::kZero));
+}
+
+// What sums of one row's inputs in one group stand for.
+template <class F>
+INTERPOSER_INLINE Floats scaled(const Prepared& prepared, int64_t row, int64_t group,
+                                typename F::Sum sum, Ints zero, Floats scale) {
+  if constexpr (F::kInteger) {
+    const int32_t codes = prepared.sums[row * prepared.num_groups + group];
+    return __builtin_convertvector(sum - zero * splat(codes), Floats) * scale;
+  } else {
+    return sum * scale;
+  }
+}
+
+INTERPOSER_INLINE void write_outputs(const interposer_product& product, int64_t row, int64_t output,
+                                     Floats result) {
+  const interposer_packed& weight = *product.weight;
+  const float* bias = at<float>(&weight, weight.bias_at);
+  const int64_t count = weight.outputs - output;
+  if (product.x_scales) result *= splat(product.x_scales[row * product.x_scale_stride]);
+  if (bias) result += load<Floats>(bias + output);
+  char* out = static_cast<char*>(product.out) +
+              (row * product.out_stride + output) * size_of(product.out_type);
+  store_some(out, result, product.out_type, int(count < kLanes ? count : kLanes));
+}
+
+}  // namespace
