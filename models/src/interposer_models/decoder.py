@@ -1,4 +1,4 @@
-"""One parametric decoder for Llama, Mistral, Qwen2, Qwen3 and gpt-oss.
+"""One parametric decoder for Llama, Mistral, Qwen2, Qwen3, gpt-oss and other mixtures.
 
 Dimensions: T tokens of the step, H hidden size, N heads, K kv heads, D head size, R rotated size,
 V vocabulary.
@@ -131,9 +131,9 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = RMSNorm(site.at("input_layernorm"), width, eps)
         self.self_attn = _attention(site.at("self_attn"), config, index, page_size)
         self.post_attention_layernorm = RMSNorm(site.at("post_attention_layernorm"), width, eps)
-        mixture = config.traits.mixture
+        mixture = config.mixture_of(index)
         self.mlp = (
-            MixtureMLP(site.at("mlp"), config, mixture)
+            MixtureMLP(site.at(mixture.block), config, mixture)
             if mixture
             else GatedMLP(
                 site.at("mlp"),
