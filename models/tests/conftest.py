@@ -14,8 +14,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -59,6 +61,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=24, head_dim=16),
     "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mixtral": lambda: MixtralConfig(
+        **SIZES, sliding_window=24, num_local_experts=5, num_experts_per_tok=2
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **{**SIZES, "head_dim": 32},
+        moe_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-in-part": lambda: Qwen3MoeConfig(
+        **{**SIZES, "head_dim": 16},
+        moe_intermediate_size=40,
+        num_experts=7,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=24,
+        attention_bias=True,
+    ),
     "gpt-oss": lambda: GptOssConfig(
         **SIZES,
         head_dim=16,
@@ -109,6 +131,14 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The directory of a tiny gpt-oss, and transformers' own model of it."""
     path = tmp_path_factory.mktemp("gpt-oss")
     return path, write_checkpoint(CONFIGS["gpt-oss"](), path)
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny Qwen3-MoE."""
+    path = tmp_path_factory.mktemp("qwen3-moe")
+    write_checkpoint(CONFIGS["qwen3-moe"](), path)
+    return path
 
 
 @pytest.fixture

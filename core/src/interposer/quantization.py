@@ -106,6 +106,8 @@ class ExpertsSpec:
         alternating: outputs of the first projection are stored in turn: a gate, then what it acts
             on. Without it all gates come first.
         inputs_first: plain matrices are stored ``[E, inputs, outputs]``.
+        projections: names of the gates, of what they act on and of the second projection, where
+            checkpoints store plain matrices one by one: ``0.gate_proj.weight`` and so on.
     """
 
     hidden_size: int
@@ -116,6 +118,7 @@ class ExpertsSpec:
     biased: bool = False
     alternating: bool = False
     inputs_first: bool = False
+    projections: tuple[str, str, str] | None = None
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what ops of experts state of themselves, by the same names."""

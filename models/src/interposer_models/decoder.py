@@ -1,4 +1,4 @@
-"""One parametric decoder for Llama, Mistral, Qwen2, Qwen3 and gpt-oss.
+"""One parametric decoder for Llama, Mistral, Qwen2, Qwen3, gpt-oss and other mixtures.
 
 Dimensions: T tokens of the step, H hidden size, N heads, K kv heads, D head size, R rotated size,
 V vocabulary.
@@ -129,11 +129,11 @@ class Decoder(nn.Module):
 
 def _block(site: Site, config: DecoderConfig, index: int, page_size: int) -> DecoderBlock:
     """Return block ``index``, with one perceptron or a mixture of experts."""
-    mixture = config.traits.mixture
+    mixture = config.mixture_of(index)
 
     def mlp(at: Site) -> nn.Module:
         if mixture:
-            return MixtureMLP(at, config, mixture)
+            return MixtureMLP(site.at(mixture.block), config, mixture)
         return GatedMLP(
             at, config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias
         )

@@ -25,7 +25,11 @@ __all__ = ["ARCHITECTURES", "DecoderConfig", "Mixture", "Traits"]
 Positive = Annotated[int, Field(gt=0, le=2**24)]
 _LARGEST_TENSOR = 2**48
 # Fields that newer configs call otherwise.
-_OLDER_NAMES = {"rope_parameters": "rope_scaling", "dtype": "torch_dtype"}
+_OLDER_NAMES = {
+    "rope_parameters": "rope_scaling",
+    "dtype": "torch_dtype",
+    "num_local_experts": "num_experts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,23 @@ class Mixture:
 
     Attributes:
         activation: as the op ``fused_experts`` names it.
-        renormalize: weights of the chosen experts add up to 1.
+        renormalize: weights of the chosen experts add up to 1; None asks ``norm_topk_prob``.
         biased: the router and both projections of the experts have biases.
         alternating: outputs of the first projection are stored in turn, each gate before its other.
         inputs_first: plain matrices are stored with the inputs before the outputs.
+        block: what checkpoints call the whole of it, in place of the perceptron.
+        router: what they call the router.
+        projections: what they call the matrices of an expert, where each is stored by itself.
     """
 
     activation: str
-    renormalize: bool
-    biased: bool
-    alternating: bool
-    inputs_first: bool
+    renormalize: bool | None
+    biased: bool = False
+    alternating: bool = False
+    inputs_first: bool = False
+    block: str = "mlp"
+    router: str = "router"
+    projections: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class Traits:
         qkv_bias: the Q, K and V projections have a bias; None asks the config's attention_bias.
         qk_norm: queries and keys are normalised per head.
         windowed: layers slide unless ``use_sliding_window`` or ``layer_types`` say otherwise.
+        window_everywhere: layers that slide do so from the first on, whatever
+            ``max_window_layers`` says.
         alternating: every second layer slides, the first one among them, unless ``layer_types``
             says otherwise.
         sinks: a learned score per head joins every softmax.
@@ -65,6 +77,7 @@ class Traits:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     windowed: bool = False
+    window_everywhere: bool = False
     alternating: bool = False
     sinks: bool = False
     mixture: Mixture | None = None
@@ -76,6 +89,34 @@ ARCHITECTURES: Mapping[str, Traits] = {
     "MistralForCausalLM": Traits(windowed=True),
     "Qwen2ForCausalLM": Traits(qkv_bias=True),
     "Qwen3ForCausalLM": Traits(qk_norm=True, defaults={"head_dim": 128}),
+    "MixtralForCausalLM": Traits(
+        windowed=True,
+        mixture=Mixture(
+            "silu",
+            True,
+            block="block_sparse_moe",
+            router="gate",
+            projections=("w1", "w3", "w2"),
+        ),
+        defaults={
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+    ),
+    "Qwen3MoeForCausalLM": Traits(
+        qk_norm=True,
+        window_everywhere=True,
+        mixture=Mixture(
+            "silu", None, router="gate", projections=("gate_proj", "up_proj", "down_proj")
+        ),
+        defaults={
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 128,
+        },
+    ),
     "GptOssForCausalLM": Traits(
         alternating=True,
         sinks=True,
@@ -127,8 +168,14 @@ class DecoderConfig(BaseModel):
     )
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    num_local_experts: Positive | None = None
+    num_local_experts: Positive | None = Field(
+        default=None, validation_alias=AliasChoices("num_local_experts", "num_experts")
+    )
     num_experts_per_tok: Positive | None = None
+    moe_intermediate_size: Positive | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Positive = 1
+    mlp_only_layers: tuple[int, ...] = ()
     swiglu_alpha: float = SWIGLU_ALPHA
     swiglu_limit: float = SWIGLU_LIMIT
     sliding_window: Annotated[int, Field(gt=0, lt=2**31)] | None = None
@@ -166,6 +213,18 @@ class DecoderConfig(BaseModel):
         return self.attention_bias if fixed is None else fixed
 
     @property
+    def expert_size(self) -> int:
+        """Intermediate size of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    def mixture_of(self, index: int) -> Mixture | None:
+        """Return how layer ``index`` mixes experts; None where it has one perceptron."""
+        is_sparse = (
+            index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+        )
+        return self.traits.mixture if is_sparse else None
+
+    @property
     def rope_scaling(self) -> dict[str, Any]:
         """``rope_type`` and its parameters."""
         # A yarn config without it means that max_position_embeddings is the original length.
@@ -183,7 +242,8 @@ class DecoderConfig(BaseModel):
         switch = self.use_sliding_window
         if not (self.traits.windowed if switch is None else switch):
             window = None
-        first = 0 if switch is None else self.max_window_layers
+        whole = switch is None or self.traits.window_everywhere
+        first = 0 if whole else self.max_window_layers
         return tuple(window if i >= first else None for i in range(self.num_hidden_layers))
 
     @model_validator(mode="before")
@@ -225,9 +285,12 @@ class DecoderConfig(BaseModel):
             raise ValueError("num_local_experts and num_experts_per_tok must be numbers")
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
-        if num_experts * self.hidden_size * self.intermediate_size > _LARGEST_TENSOR:
-            sizes = f"{self.hidden_size} x {self.intermediate_size}"
+        if num_experts * self.hidden_size * self.expert_size > _LARGEST_TENSOR:
+            sizes = f"{self.hidden_size} x {self.expert_size}"
             raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+        mixture = self.traits.mixture
+        if mixture is not None and mixture.activation == "silu" and self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")
         for name, computed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
             if getattr(self, name) != computed:
                 raise ValueError(

@@ -16,7 +16,7 @@ __all__ = ["MixtureMLP"]
 
 
 class MixtureMLP(nn.Module):
-    """A router and the experts that it sends tokens to; module names are those of gpt-oss."""
+    """A router and the experts that it sends tokens to."""
 
     def __init__(self, site: Site, config: DecoderConfig, mixture: Mixture) -> None:
         super().__init__()
@@ -24,24 +24,25 @@ class MixtureMLP(nn.Module):
         assert num_experts is not None
         assert top_k is not None
         self.router = Router(
-            site.at("router"),
+            site.at(mixture.router),
             config.hidden_size,
             num_experts,
             top_k,
-            mixture.renormalize,
+            config.norm_topk_prob if mixture.renormalize is None else mixture.renormalize,
             mixture.biased,
         )
         self.experts = Experts(
             site.at("experts"),
             ExpertsSpec(
                 hidden_size=config.hidden_size,
-                intermediate_size=config.intermediate_size,
+                intermediate_size=config.expert_size,
                 num_experts=num_experts,
                 top_k=top_k,
                 activation=mixture.activation,
                 biased=mixture.biased,
                 alternating=mixture.alternating,
                 inputs_first=mixture.inputs_first,
+                projections=mixture.projections,
             ),
         )
 

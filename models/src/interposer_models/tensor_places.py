@@ -20,6 +20,7 @@ class TensorPlace:
     """Entries ``start`` to ``stop`` along ``dim`` of a parameter; all of it if dim is None.
 
     Attributes:
+        index: of the matrix among those of all experts, to which the rest refers then.
         parameter: as it was registered, on the meta device; it stands for the one in memory.
     """
 
@@ -27,6 +28,7 @@ class TensorPlace:
     dim: int | None = None
     start: int = 0
     stop: int = 0
+    index: int | None = None
 
     @property
     def is_optional(self) -> bool:
@@ -40,6 +42,8 @@ class TensorPlace:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of this place on ``whole``, which has the parameter's shape."""
+        if self.index is not None:
+            whole = whole[self.index]
         if self.dim is None:
             return whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)
@@ -100,6 +104,8 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
             owners[id(parameter)] = full
             if isinstance(layer, Linear) and not hasattr(parameter, "stored_as"):
                 places.update(_shards(layer, name, parameter))
+            elif hasattr(parameter, "expert_parts"):
+                places.update(_matrices(layer, parameter))
             else:
                 places[full] = TensorPlace(parameter)
     return places, tied
@@ -128,3 +134,13 @@ def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple
         rows = share * parameter.shape[dim] // whole
         yield f"{parent}.{part}.{name}", TensorPlace(parameter, dim, start, start + rows)
         start += rows
+
+
+def _matrices(layer: PluggableLayer, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
+    """Yield the place of each expert's matrices, which are stored one by one."""
+    for expert in range(parameter.shape[0]):
+        start = 0
+        for part, size in parameter.expert_parts.items():  # type: ignore[attr-defined]
+            place = TensorPlace(parameter, 0, start, start + size, expert)
+            yield f"{layer.prefix}.{expert}.{part}.weight", place
+            start += size

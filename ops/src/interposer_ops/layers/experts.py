@@ -74,6 +74,8 @@ class PlainExperts(ExpertsMethod):
     """Unquantized matrices ``gate_up_proj`` and ``down_proj`` of all experts, and their biases.
 
     They are held as ``fused_experts`` takes them; what is stored in another order is copied once.
+    Where checkpoints store every matrix by itself, ``expert_parts`` of a parameter states their
+    names and how many of an expert's outputs each of them has.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
@@ -85,7 +87,12 @@ class PlainExperts(ExpertsMethod):
         for name, (outputs, inputs) in shapes.items():
             shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
             matrices = torch.empty(count, *shape, dtype=site.dtype)
-            layer.register_parameter(name, nn.Parameter(matrices, requires_grad=False))
+            parameter = nn.Parameter(matrices, requires_grad=False)
+            if spec.projections is not None:
+                gate, up, second = spec.projections
+                parts = {gate: inner, up: inner} if name == "gate_up_proj" else {second: hidden}
+                parameter.expert_parts = parts  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
             offsets = torch.empty(count, outputs, dtype=site.dtype) if spec.biased else None
             bias = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
             layer.register_parameter(f"{name}_bias", bias)
