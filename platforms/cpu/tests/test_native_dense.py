@@ -15,7 +15,9 @@ import torch
 from interposer import (
     AttentionSpec,
     Capability,
+    Case,
     Config,
+    CustomOp,
     Request,
     Resolver,
     Site,
@@ -90,6 +92,13 @@ def test_kernels_conform_on_every_level_below_the_best(level: str) -> None:
     assert ran == set(OPS)
 
 
+def sampled(
+    op: CustomOp[..., Any], dtype: torch.dtype, dims: dict[str, Any], num_tokens: int, seed: int
+) -> Case:
+    assert op.sample is not None
+    return op.sample(dtype, dims, num_tokens, seed)
+
+
 def ragged_dims(**changes: Any) -> dict[str, Any]:
     return {
         "num_heads": 6,
@@ -113,13 +122,13 @@ def ragged_dims(**changes: Any) -> dict[str, Any]:
 def test_sequences_of_many_blocks(level: str, changes: dict[str, Any]) -> None:
     native.force_level(level)
     for dtype in (torch.float32, torch.bfloat16):
-        case = ragged_attention.sample(dtype, ragged_dims(**changes), 601, 0)
+        case = sampled(ragged_attention, dtype, ragged_dims(**changes), 601, 0)
         assert check_kernel(ragged_attention, native_dense.ragged_attention, case) == []
 
 
 def test_the_logarithm_is_that_of_weights_before_they_are_rounded() -> None:
     dims = ragged_dims(sinks=True, softcapped=True)
-    case = ragged_attention_with_lse.sample(torch.bfloat16, dims, 300, 0)
+    case = sampled(ragged_attention_with_lse, torch.bfloat16, dims, 300, 0)
     found = check_kernel(ragged_attention_with_lse, native_dense.ragged_attention_with_lse, case)
     assert found == []
 
@@ -167,7 +176,7 @@ def test_latent_contexts_of_several_parts(
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     before, results = torch.get_num_threads(), []
-    case = ragged_attention.sample(torch.bfloat16, ragged_dims(), 400, 0)
+    case = sampled(ragged_attention, torch.bfloat16, ragged_dims(), 400, 0)
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
@@ -244,13 +253,13 @@ def test_compiled_pages_of_rows_call_the_op() -> None:
     wanted = spec(cache_dtype=E4M3)
     backend = NativeRowsBackend(wanted, site(wanted.dtype))
     plan = backend.plan(paged_batch([torch.tensor([2, 0, 1])], [0], [12], wanted.page_size))
-    given = random_projections(wanted, 12, torch.Generator().manual_seed(0), fused=True)
+    query, key, value = random_projections(wanted, 12, torch.Generator().manual_seed(0), fused=True)
     scales = backend.prepare_scales(torch.tensor([0.01]), torch.tensor([0.02]))
     compiled = torch.compile(backend.forward_quantized, backend="aot_eager", fullgraph=True)
     results = []
     for attend in (backend.forward_quantized, compiled):
         (cache,) = backend.kv_layout().allocate(1, 3, "cpu")
-        results.append(attend(*given, cache, plan, scales))
+        results.append(attend(query, key, value, cache, plan, scales))
     assert torch.equal(*results)
 
 
