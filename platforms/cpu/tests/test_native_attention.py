@@ -275,7 +275,6 @@ def test_an_empty_batch_is_empty() -> None:
         ({"page_size": 4}, "the page size is 4"),
         ({"cache_dtype": torch.bfloat16}, "in 8-bit floats, asked for torch.bfloat16"),
         ({"cache_dtype": torch.int8}, "in 8-bit floats, asked for torch.int8"),
-        ({"cache_dtype": E4M3, "sinks": True}, "does no sinks beside a cache of 8 bits"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
         ({"prefix_lm": True}, "prefix_lm"),

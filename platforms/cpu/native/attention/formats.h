@@ -100,58 +100,40 @@ struct BFloat16OnPairs : OnPairs {
 #endif
 
 #if defined(__AVX512BF16__)
-// bfloat16 holds every 8-bit float. What a code without its sign stands for:
-template <int Mantissa>
-struct Float8Table {
-  alignas(64) uint16_t bits[128];
-
-  constexpr Float8Table() : bits() {
-    constexpr int kBias = Mantissa == 3 ? 7 : 15, kOne = 1 << Mantissa;
-    for (int code = 0; code < 128; ++code) {
-      int exponent = code >> Mantissa, fraction = code & (kOne - 1);
-      if (exponent == 0) {
-        exponent = 1;
-        while (fraction && fraction < kOne) fraction *= 2, --exponent;
-        fraction -= fraction ? kOne : 0;
-        if (code == 0) exponent = kBias - 127;
-      }
-      bits[code] = uint16_t((exponent - kBias + 127) << 7 | fraction << (7 - Mantissa));
-    }
-    // Those that are no numbers, and two that are infinite in the wider exponent.
-    if (Mantissa == 3) bits[127] = 0x7fc0;
-    for (int i = 0; Mantissa == 2 && i < 4; ++i) bits[124 + i] = i ? 0x7fc0 : 0x7f80;
-  }
-};
-
+// bfloat16 holds every 8-bit float. Shifted with its sign, a code is one of a smaller exponent, to
+// which the difference is added; the few that are subnormal come from a table.
 template <int Mantissa>
 struct Float8OnPairs : OnPairs {
   static constexpr int kParts = 2, kInputs = 4;
-  static constexpr Float8Table<Mantissa> kTable = {};
+  static constexpr int kShift = Mantissa + 1, kBias = (Mantissa == 3 ? 120 : 112) << 7;
+  static constexpr int kExponent = Mantissa == 3 ? 0x0780 : 0x0f80;
+  static constexpr int kFraction = Mantissa == 3 ? 0x0070 : 0x0060;
 
-  // Of the codes in the lower bytes of halves. Six bits choose from 64 entries, the seventh between
-  // two such tables.
-  static INTERPOSER_INLINE __m512i magnitude(__m512i code) {
-    __m512i table[4];
-    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(kTable.bits + 32 * i);
-    const __m512i small = _mm512_permutex2var_epi16(table[0], code, table[1]);
-    const __m512i large = _mm512_permutex2var_epi16(table[2], code, table[3]);
-    const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
-    return _mm512_mask_mov_epi16(small, is_large, large);
+  // Of codes in the upper bytes of halves; `lower` has them in the lower bytes.
+  static INTERPOSER_INLINE Words decoded(__m512i upper, __m512i lower) {
+    // Multiples of 2^-9 or of 2^-16.
+    constexpr uint16_t kOne = (Mantissa == 3 ? 118 : 111) << 7;
+    const __m512i subnormals = _mm512_castsi128_si512(
+        _mm_setr_epi16(0, short(kOne), short(kOne + 0x80), short(kOne + 0xc0), short(kOne + 0x100),
+                       short(kOne + 0x120), short(kOne + 0x140), short(kOne + 0x160)));
+    const __m512i sign = _mm512_set1_epi16(-0x8000);
+    const __m512i kept = _mm512_set1_epi16(short(0x8000 | kExponent | kFraction));
+    const __m512i code = _mm512_and_si512(_mm512_srai_epi16(upper, kShift), kept);
+    const __mmask32 small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(kExponent));
+    const __m512i normal = _mm512_add_epi16(code, _mm512_set1_epi16(kBias));
+    const __m512i bits = _mm512_mask_permutexvar_epi16(normal, small, lower, subnormals);
+    constexpr int kFirstOrBoth = 0xf8;  // bits | (upper & sign)
+    return (Words)_mm512_ternarylogic_epi32(bits, upper, sign, kFirstOrBoth);
   }
 
-  static INTERPOSER_INLINE Words with_sign(__m512i magnitude, __m512i sign) {
-    constexpr int kFirstOrBoth = 0xf8;  // magnitude | (sign & 0x8000)
-    const __m512i bit = _mm512_set1_epi16(-0x8000);
-    return (Words)_mm512_ternarylogic_epi32(magnitude, sign, bit, kFirstOrBoth);
-  }
-
-  static INTERPOSER_INLINE Words decoded(__m512i code) {
-    return with_sign(magnitude(code), _mm512_slli_epi16(code, 8));
+  // Of codes in the lower bytes of halves whose upper bytes may be anything.
+  static INTERPOSER_INLINE Words decoded(__m512i lower) {
+    return decoded(_mm512_slli_epi16(lower, 8), lower);
   }
 
   static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
     parts[0] = decoded((__m512i)words);
-    parts[1] = with_sign(magnitude(_mm512_srli_epi16((__m512i)words, 8)), (__m512i)words);
+    parts[1] = decoded((__m512i)words, _mm512_srli_epi16((__m512i)words, 8));
   }
   static constexpr int place(int part) { return 2 * part; }
 };
