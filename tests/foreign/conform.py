@@ -3,7 +3,7 @@
     python conform.py MODEL PROMPT NUM_TOKENS
 
 Run inside a Python of another architecture, in one process: importing torch in an emulator takes
-half a minute. How far it got is said on the standard error output.
+minutes. How far it got is said on the standard error output.
 
 At the best level of instructions every trial is run. At each level below it are a few cases of
 every kernel: all cases are run there against golden vectors, by a program that needs no torch, and

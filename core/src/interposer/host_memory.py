@@ -35,7 +35,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
     Its last part, of less than a huge page, lies in small ones, so that no more memory is taken
     than the tensor needs. From 256 KiB on, memory is mapped for the tensor alone: in the heap, what
-    stays would keep what is freed around it, a quarter of a gigabyte while a model is loaded.
+    stays would keep what is freed around it, up to 320 MB while a model of 1.1 GB is loaded.
     """
     count = prod(shape)
     if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
