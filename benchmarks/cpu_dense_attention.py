@@ -45,11 +45,10 @@ def ragged(tokens: int, heads: tuple[int, int, int, int], causal: bool, repeat: 
     key = torch.randn(tokens, num_kv_heads, size).bfloat16()
     value = torch.randn(tokens, num_kv_heads, value_size).bfloat16()
     starts = torch.tensor([0, tokens])
-    masks = (causal, None, None, None, None)
 
     def call() -> object:
-        ends = (starts, starts, tokens, tokens)
-        return ragged_attention(query, key, value, *ends, size**-0.5, *masks)
+        facts = (starts, starts, tokens, tokens, size**-0.5, causal, None, None, None, None)
+        return ragged_attention(query, key, value, *facts)
 
     flops = 2.0 * num_heads * (size + value_size) * tokens**2 / (2 if causal else 1)
     kind = "causal" if causal else "encoder"

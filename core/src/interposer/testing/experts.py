@@ -6,6 +6,7 @@ Dimensions: T tokens, E experts, H hidden size, I intermediate size, K chosen ex
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,7 +21,9 @@ from interposer.testing.parameter import random_parameter
 __all__ = ["EXPERTS_PREFIX", "check_experts"]
 
 EXPERTS_PREFIX = "model.layers.0.mlp.experts"
-_SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_experts": 4, "top_k": 2}
+_PLAIN = ExpertsSpec(
+    hidden_size=128, intermediate_size=64, num_experts=4, top_k=2, activation="silu"
+)
 _TOKENS = (1, 5, 0)
 # The largest slope of silu.
 _SLOPE = 1.10
@@ -37,13 +40,7 @@ def check_experts(method: ExpertsMethod, site: Site, seed: int) -> Iterator[Faul
     """
     for alternating in (False, True):
         for biased in (False, True):
-            spec = ExpertsSpec(
-                activation="silu",
-                biased=biased,
-                alternating=alternating,
-                inputs_first=alternating,
-                **_SIZES,
-            )
+            spec = replace(_PLAIN, biased=biased, alternating=alternating, inputs_first=alternating)
             yield from _check_spec(method, site, spec, seed)
 
 
