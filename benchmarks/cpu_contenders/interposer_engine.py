@@ -68,7 +68,7 @@ class Engine:
         }
         return {
             "torch": torch.__version__,
-            "weights_mib": round(loading.held_bytes(self.lm) / 2**20),
+            "weights_mib": round(loading.num_bytes(loading.held(self.lm)) / 2**20),
             "cache_mib": round(held / 2**20),
             "chosen": sorted(choices),
         }

@@ -291,8 +291,8 @@ def test_refusals_have_reasons(change: dict[str, object], reason: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_chosen_for_plain_decoders(dtype: torch.dtype) -> None:
-    site = Site(
-        Resolver(current_registry(), CPUPlatform().devices()[0], Config()), "attention", dtype
-    )
+def test_it_serves_plain_decoders_that_ask_for_it(dtype: torch.dtype) -> None:
+    wanted = Config(attention={"decoder": "sdpa"})
+    device = CPUPlatform().devices()[0]
+    site = Site(Resolver(current_registry(), device, wanted), "attention", dtype)
     assert isinstance(site.resolver.attention(spec(dtype=dtype), site), SdpaBackend)
