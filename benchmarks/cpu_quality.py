@@ -1,0 +1,103 @@
+"""What the CPU platform's numbers cost the shipped model, in bits per byte of held-out text.
+
+python benchmarks/cpu_quality.py [--every N] [--only LABEL ...]
+
+Prints a Markdown table, row by row: the model as it is loaded and run on a CPU, with the kernels
+that are chosen there, beside the same weights in float32. What `quality.py` measures instead is
+what stored schemes lose when everything else is float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interposer_models import load
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples" / "models" / "stdlib-lm"
+
+sys.path.insert(0, str(ROOT / "examples"))
+import stdlib_corpus as corpus  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run the model, and what it may cost in percent."""
+
+    label: str
+    goal: float
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def quantized(method: str, **options: Any) -> dict[str, Any]:
+    return {"quantization": {"quant_method": method, **options}}
+
+
+# 688 inputs of down_proj, which no group of 32 or 128 divides.
+DOWN_PLAIN = ["model.layers.*.mlp.down_proj"]
+
+# The head has 8 bits unless it is said otherwise, as by default.
+ROWS = (
+    Row("bfloat16", 0.1),
+    Row("int8", 0.3, quantized("int8")),
+    Row("int8, head plain", 0.3, quantized("int8", head="plain")),
+    Row("int4 in groups of 16", 2.5, quantized("int4", group_size=16)),
+    Row("int4 in groups of 16, head too", 2.5, quantized("int4", group_size=16, head="int4")),
+    Row(
+        "int4 in groups of 32, down_proj plain",
+        2.5,
+        quantized("int4", group_size=32, modules_to_not_convert=DOWN_PLAIN),
+    ),
+    Row(
+        "int4 in groups of 128 with zero points, down_proj plain",
+        2.5,
+        quantized("int4", group_size=128, asymmetric=True, modules_to_not_convert=DOWN_PLAIN),
+    ),
+    Row("w4a8 in groups of 16", 2.5, quantized("w4a8", group_size=16)),
+    Row(
+        "w4a8 in groups of 32, down_proj plain",
+        2.5,
+        quantized("w4a8", group_size=32, modules_to_not_convert=DOWN_PLAIN),
+    ),
+)
+
+
+def measured(files: list[Path], dtype: str, options: dict[str, Any]) -> float:
+    """Return the bits per byte that the model needs for the files."""
+    lm = load(MODEL, dtype=dtype, max_sequences=1, **options)
+
+    def encode(text: str) -> list[int]:
+        # The tokenizer puts the end-of-text token in front, which the measure adds itself.
+        return lm.tokenizer.encode(text)[1:]
+
+    return corpus.bits_per_byte(lm.logits, encode, 0, files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="take every Nth held-out file")
+    parser.add_argument("--only", nargs="*", help="labels; all by default")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    files = corpus.held_out_files()[:: arguments.every]
+    size = sum(path.stat().st_size for path in files)
+    exact = measured(files, "float32", {})
+    print(f"{len(files)} held-out files, {size} bytes; in float32: {exact:.4f} bits per byte\n")
+    print("| bfloat16 with | bits per byte | loss | goal |")
+    print("|---|---|---|---|", flush=True)
+    for row in ROWS:
+        if arguments.only and row.label not in arguments.only:
+            continue
+        bits = measured(files, "bfloat16", row.options)
+        print(f"| {row.label} | {bits:.4f} | {bits / exact - 1:+.3%} | {row.goal} % |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
