@@ -176,6 +176,8 @@ DIMS: dict[str, Dims] = {
     "slots_of_positions": {"page_size": 16},
     "reshape_and_cache_fp8": {**CACHE, "cache_dtype": "float8_e4m3fn", "per_head": False},
     "gather_cache_fp8": {**CACHE, "cache_dtype": "float8_e4m3fn", "per_head": True},
+    "reshape_and_cache_int8": {**CACHE, "per_head": False},
+    "gather_cache_int8": {**CACHE, "per_head": True},
     "write_latent_cache": {"latent_size": 128, "rotary_size": 32, "page_size": 16},
     "select_rows": {"hidden_size": 688},
     "logits_softcap": {"vocab_size": 4099},
@@ -255,6 +257,7 @@ ROWS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "moe_unpermute": lambda arguments: len(arguments["weights"]),
     "gather_cache": lambda arguments: arguments["num_tokens"],
     "gather_cache_fp8": lambda arguments: arguments["num_tokens"],
+    "gather_cache_int8": lambda arguments: arguments["num_tokens"],
     "slots_of_positions": lambda arguments: len(arguments["positions"]),
 }
 each_op = pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.sample])

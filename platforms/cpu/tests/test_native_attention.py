@@ -133,7 +133,7 @@ def test_it_keeps_its_promises(dtype: torch.dtype, change: dict[str, Any]) -> No
     assert not check_attention_batches(NativeBackend, wanted, site(dtype))
 
 
-@pytest.mark.parametrize("cache_dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("cache_dtype", [E4M3, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("head_scales", [False, True])
 def test_8_bit_caches_serve_float16(cache_dtype: torch.dtype, head_scales: bool) -> None:
     wanted = spec(dtype=torch.float16, cache_dtype=cache_dtype, head_scales=head_scales)
@@ -273,8 +273,8 @@ def test_an_empty_batch_is_empty() -> None:
         ({"head_size": 40}, "multiples of 16 up to 1024, got 40"),
         ({"head_size": 2048}, "multiples of 16 up to 1024, got 2048"),
         ({"page_size": 4}, "the page size is 4"),
-        ({"cache_dtype": torch.bfloat16}, "in 8-bit floats, asked for torch.bfloat16"),
-        ({"cache_dtype": torch.int8}, "in 8-bit floats, asked for torch.int8"),
+        ({"cache_dtype": torch.bfloat16}, "or int8, asked for torch.bfloat16"),
+        ({"cache_dtype": torch.float8_e4m3fnuz}, "or int8, asked for torch.float8_e4m3fnuz"),
         ({"latent": True}, "latent"),
         ({"sparse": True}, "sparse"),
         ({"prefix_lm": True}, "prefix_lm"),

@@ -237,7 +237,7 @@ def test_pages_of_rows_are_chosen_where_tiles_do_not_fit() -> None:
         ({"type": "encoder"}, "encoder"),
         ({"dtype": torch.float64}, "float64"),
         ({"num_kv_heads": 3}, "3 kv heads"),
-        ({"cache_dtype": torch.bfloat16}, "in 8-bit floats, asked for torch.bfloat16"),
+        ({"cache_dtype": torch.bfloat16}, "or int8, asked for torch.bfloat16"),
         ({"latent": True}, "latent"),
         ({"alibi": True}, "alibi"),
     ],

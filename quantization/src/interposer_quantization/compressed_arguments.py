@@ -137,10 +137,9 @@ class InputArguments(_Arguments):
 
 
 class CacheArguments(_Arguments):
-    """How keys and values are quantized: to 8-bit floats, by a scale per layer or per kv head."""
+    """How keys and values are quantized: to 8 bits, by a scale per layer or per kv head."""
 
     num_bits: Literal[8] = 8
-    type: Literal["float"]
     symmetric: Literal[True] = True
     strategy: Literal["tensor", "attn_head"] | None = None  # type: ignore[assignment]
     dynamic: Literal[False] = False

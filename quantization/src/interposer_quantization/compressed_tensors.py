@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from interposer import LinearMethod, QuantizationScheme
 from interposer.quantization import CacheFormat
 from interposer_quantization.compressed_fp8_linear import Fp8WeightLinear
@@ -52,11 +54,12 @@ class CompressedTensors(QuantizationScheme):
         return None if stored is None else _method(stored)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return that of 8-bit floats where the settings ask for it; None: keys as they are."""
+        """Return that of 8 bits where the settings ask for it; None: keys as they are."""
         cache = self.settings.kv_cache_scheme
         if cache is None:
             return None
-        return CacheFormat(FORMAT, head_scales=cache.strategy == "attn_head")
+        dtype = torch.int8 if cache.type == "int" else FORMAT
+        return CacheFormat(dtype, head_scales=cache.strategy == "attn_head")
 
 
 def _method(stored: Stored) -> LinearMethod:

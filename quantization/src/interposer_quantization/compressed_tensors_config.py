@@ -26,7 +26,7 @@ __all__ = ["Settings"]
 _SUPPORTED = f"""\
 Supported: the formats {", ".join(map(repr, FORMATS))}, alone or several as 'mixed-precision'; \
 integer weights of 1 to 8 bits, floats of 8 and of 4; inputs of 8 bits, or as their weights; a \
-cache of 8-bit floats with one scale; nothing quantized but linear layers.
+cache of 8 bits, symmetric, with one scale or one per kv head; nothing quantized but linear layers.
 Try: quantize the original model that way"""
 
 _REGEX = "re:"

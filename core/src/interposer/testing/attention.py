@@ -36,6 +36,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "e4m3": {"cache_dtype": torch.float8_e4m3fn},
     "e4m3 per head": {"cache_dtype": torch.float8_e4m3fn, "head_scales": True},
     "e5m2": {"cache_dtype": torch.float8_e5m2},
+    "int8": {"cache_dtype": torch.int8},
+    "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
     "sinks": {"sinks": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
@@ -87,7 +89,7 @@ def check_attention(
     plan serves two layers, as in a model. What the backend raises is passed on.
 
     Args:
-        site: of the layer; its registry must have ``reshape_and_cache`` and ``paged_attention``.
+        site: of the layer; its registry must have ``paged_attention`` and the ops that write caches.
     """
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():
@@ -120,7 +122,7 @@ class _Layer:
         self, spec: AttentionSpec, cache: torch.Tensor, site: Site, generator: torch.Generator
     ) -> None:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
-        written = "reshape_and_cache_fp8" if spec.is_quantized else "reshape_and_cache"
+        written = _writer(spec)
         self.write: CustomOp[..., Any] = load_target(registry.ops[written].target)
         self.attend: CustomOp[..., Any] = load_target(registry.ops["paged_attention"].target)
         self.spec = spec
@@ -184,9 +186,11 @@ class _Layer:
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Return what the references say; what is stored is exact in either way of storing."""
-        rounding = (*self.scales, self.spec.cache_dtype) if self.scales else ()
+        rounding: tuple[Any, ...] = self.scales
         if not rounding:
             key, value = key.double(), value.double()
+        elif self.spec.cache_dtype.is_floating_point:
+            rounding = (*rounding, self.spec.cache_dtype)
         self.write.reference(key, value, self.keys, self.values, batch.slots, *rounding)
         expected: torch.Tensor = self.attend.reference(
             query.double(),
@@ -220,6 +224,14 @@ class _Layer:
             rounded=1.0,
         )
         return self.attend.tolerance.bound(expected, spec.dtype, case)
+
+
+def _writer(spec: AttentionSpec) -> str:
+    """Return the name of the op that stores keys and values."""
+    if not spec.is_quantized:
+        return "reshape_and_cache"
+    kind = "fp8" if spec.cache_dtype.is_floating_point else "int8"
+    return f"reshape_and_cache_{kind}"
 
 
 def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:

@@ -27,6 +27,8 @@ _CONTEXT_TOKENS = 512
 
 # Numbers that every float of 8 bits holds exactly, so that nothing is rounded beyond them.
 _LARGEST_STORED = (128.0, 160.0, 192.0, 224.0)
+# Of int8, so that nothing is clamped.
+_LARGEST_CODES = (97.0, 107.0, 117.0, 127.0)
 
 
 def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -107,7 +109,8 @@ def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch
 
     Each is ``[1]``, or ``[K]`` with ``head_scales``, float32.
     """
-    largest = torch.tensor(_LARGEST_STORED)
+    is_float = spec.cache_dtype.is_floating_point
+    largest = torch.tensor(_LARGEST_STORED if is_float else _LARGEST_CODES)
     shape = (2, spec.num_kv_heads if spec.head_scales else 1)
     chosen = torch.randint(len(largest), shape, generator=generator)
     return list(1 / largest[chosen])

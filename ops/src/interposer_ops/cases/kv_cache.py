@@ -265,10 +265,10 @@ def gathering(
     table, slots = scattered([start + length for start, length in batch], page_size, generator)
     shape = (table.numel() + SPARE_PAGES, *page_shape)
     cache, _ = caches(shape, dtype, paired=False)
-    begin = 0
+    begin, deviation = 0, 1.0 if dtype.is_floating_point else 40.0
     for start, length in batch:
         read = slots[begin + start : begin + start + length]
-        stored = normal((length, *page_shape[1:]), dtype, generator)
+        stored = normal((length, *page_shape[1:]), dtype, generator, deviation)
         cache[read // page_size, read % page_size] = stored
         begin += start + length
     lengths = torch.tensor([length for _, length in batch], dtype=torch.int64)

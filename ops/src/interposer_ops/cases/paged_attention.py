@@ -60,6 +60,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "e5m2 cache": {"cache_dtype": torch.float8_e5m2, "scales": 1},
     "e4m3 cache, scales of heads": {"cache_dtype": torch.float8_e4m3fn, "scales": 0},
     "e4m3 cache and sinks": {"cache_dtype": torch.float8_e4m3fn, "scales": 1, "sinks": None},
+    "int8 cache": {"cache_dtype": torch.int8, "scales": 1},
+    "int8 cache, scales of heads": {"cache_dtype": torch.int8, "scales": 0},
 }
 _AXES = (
     Axis("batch", LENGTHS),
@@ -78,6 +80,7 @@ _PAIRED = {
         "ALiBi",
         "large scores",
         "e4m3 cache, scales of heads",
+        "int8 cache, scales of heads",
     ),
 }
 _few = combined(_AXES, _PAIRED)
@@ -209,7 +212,10 @@ def _attention(
     # Scores stay in float32. The error of one is one of its weight, and weights act on values, as
     # large as any sum of them that is stored: 1, or an eighth more where 8 bits rounded them up.
     largest_value = 1.0 if stored_dtype == dtype else 1.125
-    largest_key = longest_row(keys.float().nan_to_num())
+    held = keys.float().nan_to_num()
+    if not stored_dtype.is_floating_point:
+        held = held.masked_fill(held == -128, 0.0)  # of slots that hold no token
+    largest_key = longest_row(held)
     if key_scale is not None:
         largest_key *= peak(key_scale)
     largest_score = scale * longest_row(query) * largest_key
@@ -232,4 +238,5 @@ def _cache_scale(
     if "scales" not in options:
         return None
     count = options["scales"] or kv_heads
-    return uniform((count,), torch.float32, generator, 0.004, 0.02)
+    least = 0.008 if options.get("cache_dtype") == torch.int8 else 0.004
+    return uniform((count,), torch.float32, generator, least, 0.02)

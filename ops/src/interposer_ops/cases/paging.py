@@ -55,9 +55,13 @@ def scattered(
 def caches(
     shape: tuple[int, ...], dtype: torch.dtype, *, paired: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return caches of NaN, ``[P, S, K, D]``; paired ones alternate in memory page by page."""
+    """Return caches of NaN, ``[P, S, K, D]``; paired ones alternate in memory page by page.
+
+    Whole numbers, of which none is NaN, are -128.
+    """
     pair = (shape[0], 2, *shape[1:]) if paired else (2, *shape)
-    keys, values = torch.full(pair, torch.nan).to(dtype).unbind(1 if paired else 0)
+    nothing = torch.nan if dtype.is_floating_point else -128.0
+    keys, values = torch.full(pair, nothing).to(dtype).unbind(1 if paired else 0)
     return keys, values
 
 

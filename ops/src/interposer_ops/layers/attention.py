@@ -21,16 +21,17 @@ from interposer import (
 from interposer.errors import CheckpointError
 from interposer_ops.attention import paged_attention
 from interposer_ops.fp8_cache import reshape_and_cache_fp8
+from interposer_ops.int8_cache import reshape_and_cache_int8
 from interposer_ops.kv_cache import reshape_and_cache
 
 __all__ = ["Attention", "PagedBackend"]
 
 _SCALES = ("k_scale", "v_scale")
-_FLOATS_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
-# The dims of ``reshape_and_cache``, and those of ``reshape_and_cache_fp8`` that a spec knows.
+# The dims of ``reshape_and_cache``, and those of the ops that round which a spec knows.
 _WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
-_ROUNDED = ("num_kv_heads", "head_size", "page_size", "cache_dtype")
+_ROUNDED = ("num_kv_heads", "head_size", "page_size")
 
 
 class Attention(PluggableLayer):
@@ -114,14 +115,20 @@ class PagedBackend(AttentionBackend):
         self.attend = site.bind(paged_attention, **facts)
         if spec.is_quantized:
             dims = {name: facts[name] for name in _ROUNDED}
-            self.round = site.bind_kernel(reshape_and_cache_fp8, **dims, per_head=spec.head_scales)
+            is_float = spec.cache_dtype.is_floating_point
+            rounds: Any = reshape_and_cache_fp8 if is_float else reshape_and_cache_int8
+            if is_float:
+                dims["cache_dtype"] = facts["cache_dtype"]
+            self.round = site.bind_kernel(rounds, **dims, per_head=spec.head_scales)
+            # What the op is called with behind the scales.
+            self.rounded_to = (spec.cache_dtype,) if is_float else ()
         else:
             self.write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders whose cache is of their dtype or of 8 bits, with or without sinks."""
-        if spec.cache_dtype in _FLOATS_OF_8_BITS:
+        if spec.cache_dtype in _OF_8_BITS:
             spec = replace(spec, cache_dtype=spec.dtype)
         return replace(spec, sinks=False).judge_plain_decoder()
 
@@ -226,7 +233,7 @@ class PagedBackend(AttentionBackend):
     ) -> torch.Tensor:
         keys, values = cache.unbind(0)
         key_scale, value_scale, *prepared = scales
-        wanted: Any = (*prepared, self.spec.cache_dtype)
+        wanted: Any = (*prepared, *self.rounded_to)
         self.round.function(key, value, keys, values, plan.slots, *wanted)
         return self.attend(
             query,

@@ -25,6 +25,7 @@ enum CacheType : int32_t {
   kCacheFloat16 = 2,
   kCacheE4M3 = 3,
   kCacheE5M2 = 4,
+  kCacheInt8 = 5,
 };
 
 struct interposer_kv_cache {
@@ -115,8 +116,17 @@ inline void put_token(const interposer_kv_cache& cache, int64_t head, int64_t sl
   }
 }
 
-// The nearest 8-bit float, half to even; what is too large becomes the largest.
+// The nearest number of a type of 8 bits, half to even; what is too large becomes the largest. No
+// number becomes the lowest of the integers.
 inline uint8_t rounded_to_8_bits(float value, int32_t type) {
+  if (type == kCacheInt8) {
+    const float below = value < 127.0f ? value : value >= 127.0f ? 127.0f : -128.0f;
+    // Beside 1.5 * 2^23, the lowest bits are those of the whole number.
+    const float shifted = (below > -128.0f ? below : -128.0f) + 12582912.0f;
+    uint32_t code;
+    std::memcpy(&code, &shifted, 4);
+    return uint8_t(code);
+  }
   const int mantissa = type == kCacheE4M3 ? 3 : 2, bias = type == kCacheE4M3 ? 7 : 15;
   const float largest = type == kCacheE4M3 ? 448.0f : 57344.0f;
   uint32_t bits;

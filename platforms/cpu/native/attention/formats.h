@@ -1,7 +1,8 @@
 // How the words of each cache are multiplied. Included once for every level.
 //
 // A format decodes a row of words into kParts vectors, and adds each part times the elements of x
-// that belong to it, at `place`, to sums of sixteen lanes. A word holds kInputs elements.
+// that belong to it, at `place`, to sums of sixteen lanes. A word holds kInputs elements, for which x
+// moves on by kStepBytes. Of each row of x there are kPlanes, whose sums are put together later.
 #pragma once
 
 #include "../vectors.h"
@@ -11,8 +12,9 @@ namespace {
 
 struct OnFloats {  // x as float32
   typedef Floats Part;
-  static constexpr bool kPairs = false;
-  static constexpr int kInputBytes = 4;
+  typedef Floats Sum;
+  static constexpr bool kPairs = false, kCodes = false;
+  static constexpr int kInputBytes = 4, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
     sum += part * splat(load<float>(x));
@@ -68,13 +70,72 @@ struct Float8OnFloats : OnFloats {
 typedef Float8OnFloats<3> E4M3OnFloats;
 typedef Float8OnFloats<2> E5M2OnFloats;
 
+struct Int8OnFloats : OnFloats {
+  static constexpr int kParts = 4, kInputs = 4;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    for (int i = 0; i < kParts; ++i) {
+      parts[i] = __builtin_convertvector((Ints)(words << (24 - 8 * i)) >> 24, Floats);
+    }
+  }
+  static constexpr int place(int part) { return part == 1 ? 2 : part == 2 ? 1 : part; }
+};
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define INTERPOSER_CODES 1
+
+// x as whole numbers of 16 bits, 256 a + b with a and b of -128 to 127, times whole numbers of 8
+// bits: a plane of x holds a, the next one b. So x is exact to 2^-16 of its largest number, and no
+// code is widened. Codes are multiplied with kOffset added, which sums of x take away again.
+struct Int8OnCodes {
+  typedef Words Part;
+  typedef Ints Sum;
+  static constexpr bool kPairs = false, kCodes = true;
+  static constexpr int kInputBytes = 2, kPlanes = 2;
+  static constexpr int kParts = 1, kInputs = 4;
+#if defined(__x86_64__)
+  static constexpr int kOffset = 128;  // instructions multiply numbers without and with a sign
+#else
+  static constexpr int kOffset = 0;
+#endif
+  static constexpr int32_t kLargest = 127 * 256 + 127;
+
+  static INTERPOSER_INLINE void decode(Words words, Part (&parts)[kParts]) {
+    parts[0] = kOffset ? words ^ 0x80808080u : words;
+  }
+
+  static INTERPOSER_INLINE void add(Ints& sum, Part part, const char* x) {
+#if defined(__AVX512VNNI__)
+    sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)part,
+                                    _mm512_set1_epi32(load<int32_t>(x)));
+#elif defined(__AVXVNNI__)
+    const __m256i four = _mm256_set1_epi32(load<int32_t>(x));
+    for (int i = 0; i < 2; ++i) {
+      const __m256i eight = load<__m256i>((const char*)&sum + 32 * i);
+      const __m256i codes = load<__m256i>((const char*)&part + 32 * i);
+      store((char*)&sum + 32 * i, _mm256_dpbusd_avx_epi32(eight, codes, four));
+    }
+#else
+    const int8x16_t four = vreinterpretq_s8_u32(vdupq_n_u32(load<uint32_t>(x)));
+    for (int i = 0; i < 4; ++i) {
+      const int32x4_t sums = load<int32x4_t>((const char*)&sum + 16 * i);
+      const int8x16_t codes = load<int8x16_t>((const char*)&part + 16 * i);
+      store((char*)&sum + 16 * i, vdotq_s32(sums, codes, four));
+    }
+#endif
+  }
+  static constexpr int place(int) { return 0; }
+};
+#endif
+
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define INTERPOSER_PAIRS 1
 
 struct OnPairs {  // x as bfloat16, two at a time
   typedef Words Part;
-  static constexpr bool kPairs = true;
-  static constexpr int kInputBytes = 2;
+  typedef Floats Sum;
+  static constexpr bool kPairs = true, kCodes = false;
+  static constexpr int kInputBytes = 2, kPlanes = 1;
 
   static INTERPOSER_INLINE void add(Floats& sum, Part part, const char* x) {
 #if defined(__AVX512BF16__)

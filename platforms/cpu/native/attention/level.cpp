@@ -18,13 +18,22 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kMostRows = 6;
-constexpr int score_tiles(int rows) { return rows > 0 ? 4 : 0; }
-constexpr int value_tiles(int rows) { return rows > 2 ? 4 : 8; }
+// Of rows of x, which are twice as many where these have two planes.
+constexpr int score_tiles(int rows) { return rows > 6 ? 2 : 4; }
+constexpr int value_tiles(int rows) { return rows > 6 ? 2 : rows > 2 ? 4 : 8; }
 #else
 constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
-constexpr int score_tiles(int rows) { return 4 / rows; }
-constexpr int value_tiles(int rows) { return 4 / rows; }
+constexpr int score_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
+constexpr int value_tiles(int rows) { return rows > 4 ? 1 : 4 / rows; }
 #endif
+
+// Rows whose products are summed at a time.
+template <class F>
+constexpr int kRowsAtOnce = kMostRows == 4 ? kMostRows / F::kPlanes : kMostRows;
+
+// What x moves on by for a word.
+template <class F>
+constexpr int kStepBytes = F::kInputs * F::kInputBytes / F::kPlanes;
 
 // Keys that are taken at a time.
 constexpr int64_t kKeys = 512;
@@ -40,6 +49,13 @@ constexpr int kScoreRows = kMostRows;
 // third faster where keys come from memory.
 constexpr int kSecondLevel = 2;
 
+// What the planes of a row of x stand for: so much for each unit. What codes that are multiplied with
+// an offset have too much, in each plane.
+struct Planes {
+  float unit;
+  int32_t excess[2];
+};
+
 // What a block works on. Scores are those of the few rows at hand, and later their weights.
 struct Block {
   int64_t rows, head_size;
@@ -49,6 +65,8 @@ struct Block {
   float* sum;      // [rows]
   float* scores;   // [kScoreRows][kKeys]
   char* words;     // [D]
+  Planes* planes;  // [rows], of x
+  Planes* weight_planes;  // [kScoreRows]
 
   Block(char* scratch, int64_t most_rows, int64_t rows, int64_t head_size)
       : rows(rows), head_size(head_size) {
@@ -59,11 +77,14 @@ struct Block {
     sum = maximum + padded;
     scores = sum + padded;
     words = reinterpret_cast<char*>(scores + kScoreRows * kKeys);
+    planes = reinterpret_cast<Planes*>(words + head_size * 4);
+    weight_planes = planes + padded;
   }
 
   static int64_t bytes(int64_t most_rows, int64_t head_size) {
     const int64_t padded = rounded_up(most_rows, kLanes);
-    return 4 * (2 * most_rows * head_size + 2 * padded + kScoreRows * kKeys + head_size);
+    return 4 * (2 * most_rows * head_size + 2 * padded + kScoreRows * kKeys + head_size) +
+           (padded + kScoreRows) * int64_t(sizeof(Planes));
   }
 };
 
@@ -75,10 +96,34 @@ struct Tiles {
   int64_t value_distance;  // bytes
 };
 
+// Where x of a row is, or of one of its planes.
+template <class F>
+INTERPOSER_INLINE int64_t row_at(int row, int64_t x_stride, int64_t plane_bytes) {
+  return row / F::kPlanes * x_stride + row % F::kPlanes * plane_bytes;
+}
+
+// What the sums of a row are, with all its planes.
+template <class F, int R, int T>
+INTERPOSER_INLINE Floats joined(const typename F::Sum (&sums)[R][T], int m, int t,
+                                const Planes* planes) {
+  if constexpr (F::kCodes) {
+    const Planes& of = planes[m];
+    const Ints high = sums[2 * m][t] - splat(of.excess[0]);
+    const Ints low = sums[2 * m + 1][t] - splat(of.excess[1]);
+    return (__builtin_convertvector(high, Floats) * splat(256.0f) +
+            __builtin_convertvector(low, Floats)) *
+           splat(of.unit);
+  } else {
+    return sums[m][t];
+  }
+}
+
+// Sums are of `M` rows, planes counted.
 template <class F, int M, int T>
-INTERPOSER_INLINE void add_products(Floats (&sums)[M][T], const char* const (&words)[T],
+INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T], const char* const (&words)[T],
                                     int64_t row_bytes, int64_t steps, const char* x,
-                                    int64_t x_stride, const char* const (&ahead)[T]) {
+                                    int64_t x_stride, int64_t plane_bytes,
+                                    const char* const (&ahead)[T]) {
   for (int64_t step = 0; step < steps; ++step) {
     for (int t = 0; t < T; ++t) {
       typename F::Part parts[F::kParts];
@@ -86,36 +131,38 @@ INTERPOSER_INLINE void add_products(Floats (&sums)[M][T], const char* const (&wo
       F::decode(load<Words>(words[t] + step * row_bytes), parts);
       for (int m = 0; m < M; ++m) {
         for (int p = 0; p < F::kParts; ++p) {
-          F::add(sums[m][t], parts[p], x + m * x_stride + F::place(p) * F::kInputBytes);
+          F::add(sums[m][t], parts[p],
+                 x + row_at<F>(m, x_stride, plane_bytes) + F::place(p) * F::kInputBytes);
         }
       }
     }
-    x += F::kInputs * F::kInputBytes;
+    x += kStepBytes<F>;
   }
 }
 
 template <class F, int M, int T>
 void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t row) {
   const int64_t x_stride = block.head_size * F::kInputBytes;
-  Floats sums[M][T] = {};
+  typename F::Sum sums[M * F::kPlanes][T] = {};
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
     const int64_t next = tile + t + T;
     ahead[t] = tiles.keys[next < tiles.count ? next : tiles.count];
   }
-  add_products<F, M, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
-                        block.x + row * x_stride, x_stride, ahead);
+  add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
+                                     block.x + row * x_stride, x_stride, block.head_size, ahead);
   for (int m = 0; m < M; ++m) {
     for (int t = 0; t < T; ++t) {
-      store(block.scores + m * kKeys + (tile + t) * kTile, sums[m][t]);
+      store(block.scores + m * kKeys + (tile + t) * kTile,
+            joined<F, M * F::kPlanes, T>(sums, m, t, block.planes + row));
     }
   }
 }
 
 template <class F, int M>
 void score_rows(const Block& block, const Tiles& tiles, int64_t tile, int64_t end, int64_t row) {
-  constexpr int T = score_tiles(M);
+  constexpr int T = score_tiles(M * F::kPlanes);
   for (; tile + T <= end; tile += T) score_group<F, M, T>(block, tiles, tile, row);
   if constexpr (T > 2) {
     for (; tile + 2 <= end; tile += 2) score_group<F, M, 2>(block, tiles, tile, row);
@@ -134,6 +181,8 @@ template <class F>
 Reach reach_of(const Tiles& tiles, int64_t end_key) {
   const int64_t tokens = end_key - tiles.first_key;
   const int64_t left = tokens % kTile;
+  // Whatever lies there, a weight of zero silences whole numbers.
+  if (F::kCodes) return {(tokens + kTile - 1) / kTile, 0, 0};
   return {tokens / kTile, left / F::kInputs, left % F::kInputs};
 }
 
@@ -142,14 +191,15 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
                  int64_t row, const float* factors) {
   const int64_t D = block.head_size, row_bytes = D * 4, x_stride = kKeys * 4;
   constexpr int64_t kSteps = kTile / F::kInputs, kTileX = kTile * F::kInputBytes;
+  constexpr int R = M * F::kPlanes;
   const char* x = reinterpret_cast<const char*>(block.scores);
   float* result = block.result + row * D + column;
-  Floats sums[M][T] = {};
-  if (factors) {
+  typename F::Sum sums[R][T] = {};
+  if (!F::kCodes && factors) {
     for (int m = 0; m < M; ++m) {
       const Floats factor = splat(factors[m]);
       for (int t = 0; t < T; ++t) {
-        sums[m][t] = load<Floats>(result + m * D + t * kLanes) * factor;
+        sums[m][t] = (typename F::Sum)(load<Floats>(result + m * D + t * kLanes) * factor);
       }
     }
   }
@@ -159,29 +209,35 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
       words[t] = tiles.keys[tile] + tiles.value_distance + (column + t * kLanes) * 4;
       ahead[t] = tiles.keys[tile + 1] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    add_products<F, M, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, ahead);
+    add_products<F, R, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, kTile,
+                          ahead);
   }
   if (reach.steps || reach.rest) {
     x += reach.tiles * kTileX;
     for (int t = 0; t < T; ++t) {
       words[t] = tiles.keys[reach.tiles] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    add_products<F, M, T>(sums, words, row_bytes, reach.steps, x, x_stride, words);
+    add_products<F, R, T>(sums, words, row_bytes, reach.steps, x, x_stride, kTile, words);
     if (reach.rest) {
       for (int t = 0; t < T; ++t) words[t] = block.words + (column + t * kLanes) * 4;
-      x += reach.steps * F::kInputs * F::kInputBytes;
-      add_products<F, M, T>(sums, words, row_bytes, 1, x, x_stride, words);
+      x += reach.steps * kStepBytes<F>;
+      add_products<F, R, T>(sums, words, row_bytes, 1, x, x_stride, kTile, words);
     }
   }
   for (int m = 0; m < M; ++m) {
-    for (int t = 0; t < T; ++t) store(result + m * D + t * kLanes, sums[m][t]);
+    for (int t = 0; t < T; ++t) {
+      float* to = result + m * D + t * kLanes;
+      Floats sum = joined<F, R, T>(sums, m, t, block.weight_planes);
+      if (F::kCodes && factors) sum += load<Floats>(to) * splat(factors[m]);
+      store(to, sum);
+    }
   }
 }
 
 template <class F, int M>
 void weigh_rows(const Block& block, const Tiles& tiles, int64_t end_key, int64_t row,
                 const float* factors) {
-  constexpr int T = value_tiles(M);
+  constexpr int T = value_tiles(M * F::kPlanes);
   const Reach reach = reach_of<F>(tiles, end_key);
   if (reach.rest) {
     // What was never written may be no number, which a weight of zero does not silence.
@@ -233,6 +289,102 @@ INTERPOSER_INLINE Floats scored(const Scoring& scoring, Floats product) {
   return tanh_of(product * splat(scoring.uncapped)) * splat(scoring.cap);
 }
 
+#if defined(INTERPOSER_CODES)
+// The bytes of both planes of sixteen whole numbers, in the order of the elements of words.
+// Processors that multiply such bytes are little-endian.
+struct PlaneBytes {
+  Bytes high, low;
+  Ints high_numbers, low_numbers;
+
+  explicit INTERPOSER_INLINE PlaneBytes(Ints numbers) {
+    high_numbers = (numbers + splat(int32_t(128))) >> 8;
+    low_numbers = numbers - (high_numbers << 8);
+    const Bytes order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+    high = __builtin_shuffle(__builtin_convertvector(high_numbers, Bytes), order);
+    low = __builtin_shuffle(__builtin_convertvector(low_numbers, Bytes), order);
+  }
+};
+
+// The nearest whole number, half to even, of less than 2^22.
+INTERPOSER_INLINE Ints rounded(Floats value) {
+  return (Ints)(value + splat(12582912.0f)) - splat(int32_t(0x4b400000));
+}
+
+INTERPOSER_INLINE int32_t sum_of(Ints values) {
+  int32_t sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += values[lane];
+  return sum;
+}
+
+// Numbers of a row and their planes, summed up.
+struct PlaneSums {
+  Ints high = {}, low = {};
+
+  INTERPOSER_INLINE void add(const PlaneBytes& bytes) {
+    high += bytes.high_numbers;
+    low += bytes.low_numbers;
+  }
+  // Returns the sum of the numbers.
+  int32_t finish(float unit, Planes& to) const {
+    const int32_t sums[2] = {sum_of(high), sum_of(low)};
+    to = {unit, {sums[0] * Int8OnCodes::kOffset, sums[1] * Int8OnCodes::kOffset}};
+    return 256 * sums[0] + sums[1];
+  }
+};
+
+// Make planes of weights of the scores [kKeys] of row `row + m`: multiples of the largest of these
+// keys alone, so that no weight is lost beside one of other keys. Sums are of what they are rounded
+// to, so that errors of weights, half a unit each, are at most 2^-7 of the result with 512 keys, of
+// which all but one have weights of half a unit: two roundings of bfloat16.
+inline float soften_codes(const Block& block, int64_t row, int m, float highest, int64_t begin,
+                          int64_t last, int64_t count) {
+  const float* scores = block.scores + m * kKeys;
+  char* planes = reinterpret_cast<char*>(block.scores + m * kKeys);
+  const float before = block.maximum[row + m], now = highest > before ? highest : before;
+  PlaneSums sums;
+  for (int64_t tile = 0; tile < count; ++tile) {
+    Ints weight = {};
+    if (tile >= begin && tile < last) {
+      const Floats exact = exp2_of(load<Floats>(scores + tile * kTile) - splat(highest));
+      weight = rounded(exact * splat(float(Int8OnCodes::kLargest)));
+    }
+    const PlaneBytes bytes(weight);
+    store(planes + tile * 2 * kTile, bytes.high);
+    store(planes + tile * 2 * kTile + kTile, bytes.low);
+    sums.add(bytes);
+  }
+  // A query that holds what is no number has no unit either.
+  const float unit = exp2_of(highest - now) / float(Int8OnCodes::kLargest) +
+                     0.0f * block.planes[row + m].unit;
+  const int32_t sum = sums.finish(unit, block.weight_planes[m]);
+  const float factor = exp2_of(before - now);
+  block.maximum[row + m] = now;
+  block.sum[row + m] = block.sum[row + m] * factor + float(sum) * unit;
+  return factor;
+}
+
+// Make planes of a query [D], whose largest number is as many units as there can be.
+inline void prepare_codes(const char* from, int32_t type, int64_t head_size, char* to,
+                          Planes& planes) {
+  Floats largest = {}, wrong = {};
+  for (int64_t i = 0; i < head_size; i += kLanes) {
+    const Floats x = load_floats(from + i * size_of(type), type);
+    largest = larger((Floats)((Ints)x & 0x7fffffff), largest);
+    wrong += x * splat(0.0f);
+  }
+  const float peak = largest_of(largest), limit = float(Int8OnCodes::kLargest);
+  const Floats factor = splat(peak > 1e-30f ? limit / peak : 0.0f);
+  PlaneSums sums;
+  for (int64_t i = 0; i < head_size; i += kLanes) {
+    const PlaneBytes bytes(rounded(load_floats(from + i * size_of(type), type) * factor));
+    store(to + i, bytes.high);
+    store(to + head_size + i, bytes.low);
+    sums.add(bytes);
+  }
+  sums.finish(peak / limit + sum_of(wrong), planes);
+}
+#endif
+
 // Make weights of the scores of row `row + m`, the `m`th at hand; beyond what it sees, up to
 // `count` tiles, they are 0. Returns the factor for what its result holds already.
 template <class F>
@@ -254,6 +406,11 @@ float soften(const Block& block, const Scoring& scoring, int64_t row, int m, See
     store(scores + tile * kTile, score);
     maximum = larger(maximum, score);
   }
+#if defined(INTERPOSER_CODES)
+  if constexpr (F::kCodes) {
+    return soften_codes(block, row, m, largest_of(maximum), begin, last, count);
+  }
+#endif
   const float before = block.maximum[row + m], highest = largest_of(maximum);
   const float now = highest > before ? highest : before;
   Floats sum = {};
@@ -289,6 +446,12 @@ void prepare(const interposer_attention_call& call, const AttentionItem& item, c
                         (item.head * group + row % group) * D) *
                            size;
     char* to = block.x + row * D * F::kInputBytes;
+#if defined(INTERPOSER_CODES)
+    if constexpr (F::kCodes) {
+      prepare_codes(from, step.type, D, to, block.planes[row]);
+      continue;
+    }
+#endif
     if constexpr (F::kPairs) {
       std::memcpy(to, from, size_t(2 * D));
     } else {
@@ -488,10 +651,11 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
       }
     }
 #endif
-    for (; row + kMostRows <= block.rows; row += kMostRows) {
-      attend_group(std::integral_constant<int, kMostRows>(), row);
+    constexpr int kMost = kRowsAtOnce<F>;
+    for (; row + kMost <= block.rows; row += kMost) {
+      attend_group(std::integral_constant<int, kMost>(), row);
     }
-    for (; kMostRows > 4 && row + 4 <= block.rows; row += 4) {
+    for (; kMost > 4 && row + 4 <= block.rows; row += 4) {
       attend_group(std::integral_constant<int, 4>(), row);
     }
     for (; row + 2 <= block.rows; row += 2) attend_group(std::integral_constant<int, 2>(), row);
@@ -511,6 +675,12 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
 void attend(const interposer_attention_call& call, const AttentionItem& item,
             const AttentionPartials& partials, char* scratch) {
   const interposer_attention_step& step = call.plan->step;
+#if defined(INTERPOSER_CODES)
+  // Queries of bfloat16 lose nothing beside what they are rounded to already.
+  if (step.type == kBFloat16 && step.cache_type == kCacheInt8) {
+    return attend_block<Int8OnCodes>(call, item, partials, scratch);
+  }
+#endif
 #if defined(INTERPOSER_PAIRS)
   if (step.type == kBFloat16) {
     if (step.cache_type == kCacheBFloat16) {
@@ -533,8 +703,10 @@ void attend(const interposer_attention_call& call, const AttentionItem& item,
       return attend_block<Float16OnFloats>(call, item, partials, scratch);
     case kCacheE4M3:
       return attend_block<E4M3OnFloats>(call, item, partials, scratch);
-    default:
+    case kCacheE5M2:
       return attend_block<E5M2OnFloats>(call, item, partials, scratch);
+    default:
+      return attend_block<Int8OnFloats>(call, item, partials, scratch);
   }
 }
 

@@ -24,6 +24,7 @@ INTERPOSER_INLINE Floats load_stored(const char* from, int32_t stored, int count
     std::memcpy(&codes, from, size_t(count));
   }
   const Words code = __builtin_convertvector(codes, Words);
+  if (stored == kCacheInt8) return __builtin_convertvector((Ints)(code << 24) >> 24, Floats);
   const int mantissa = stored == kCacheE4M3 ? 3 : 2;
   const Words bits = (code & 0x7f) << (23 - mantissa) | (code & 0x80) << 24;
   return as_floats(bits) * splat(mantissa == 3 ? 0x1p120f : 0x1p112f);
@@ -51,7 +52,7 @@ void convert_row(const char* from, int32_t stored, int64_t count, char* to) {
     int64_t i = 0;
 #if defined(__AVX512BF16__)
     if constexpr (F::kPairs) {  // which of floats holds those of 8 bits only
-      for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+      for (; stored != kCacheInt8 && i + 2 * kLanes <= count; i += 2 * kLanes) {
         store(to + i * 2, stored == kCacheE4M3 ? bfloat16_of_codes<3>(from + i)
                                                : bfloat16_of_codes<2>(from + i));
       }

@@ -19,6 +19,7 @@ int32_t type_of(const std::string& dtype) {
   if (dtype == "float16") return kCacheFloat16;
   if (dtype == "float8_e4m3fn") return kCacheE4M3;
   if (dtype == "float8_e5m2") return kCacheE5M2;
+  if (dtype == "int8") return kCacheInt8;
   throw std::runtime_error("kernels do not take " + dtype);
 }
 

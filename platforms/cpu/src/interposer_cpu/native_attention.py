@@ -26,7 +26,7 @@ __all__ = ["NativeBackend", "Plan"]
 
 # Numbers of the library's C interface.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 
 _LANES = 16
 _MOST_HEAD_SIZE = 1024
@@ -87,7 +87,8 @@ class NativeBackend(AttentionBackend):
             )
         if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
             return Verdict.refuse(
-                f"stores the cache as {spec.dtype} or in 8-bit floats, asked for {spec.cache_dtype}"
+                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"asked for {spec.cache_dtype}"
             )
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
         verdict = plain.judge_plain_decoder()

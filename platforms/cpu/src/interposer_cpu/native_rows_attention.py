@@ -26,7 +26,7 @@ __all__ = ["NativeRowsBackend"]
 
 # Numbers of the library's C interface.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 
 
 class NativeRowsBackend(AttentionBackend):
@@ -50,7 +50,7 @@ class NativeRowsBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders over a cache of their dtype or of 8-bit floats."""
+        """Accept decoders over a cache of their dtype or of 8 bits."""
         if spec.dtype not in _TYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
         if spec.num_heads % spec.num_kv_heads:
@@ -58,7 +58,8 @@ class NativeRowsBackend(AttentionBackend):
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
             return Verdict.refuse(
-                f"stores the cache as {spec.dtype} or in 8-bit floats, asked for {spec.cache_dtype}"
+                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"asked for {spec.cache_dtype}"
             )
         plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
         verdict = plain.judge_plain_decoder()
