@@ -181,3 +181,17 @@ def test_scales_must_be_numbers(tmp_path: Path) -> None:
     save_file(tensors, path / WEIGHTS)
     with pytest.raises(CheckpointError, match=f"{name}: holds 1 scales .* for group 1"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "quantized"),
+    [
+        ({}, False),
+        ({".*head": {"bits": 8}}, False),  # expressions are for layers of blocks
+        ({"lm_head": {"bits": 16}}, False),
+        ({"lm_head": {"bits": 8, "group_size": 32}}, True),
+    ],
+)
+def test_a_head_is_quantized_where_it_is_named(extra: dict[str, Any], quantized: bool) -> None:
+    scheme = AutoRound.parse(settings_of("gptq") | {"extra_config": extra})
+    assert (scheme.head_method("lm_head") is not None) == quantized

@@ -85,16 +85,20 @@ def write(path: Path, config: dict[str, Any], plain: Path) -> Path:
     """Write the shipped model quantized, and what its weights then stand for to ``plain``."""
     stored: Tensors = {}
     meant: Tensors = {}
-    for name, tensor in load_file(SOURCE / "model.safetensors").items():
+    tensors = load_file(SOURCE / "model.safetensors")
+    if config.get("lm_head"):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
         skipped = any(part in layer for part in config.get("modules_to_not_convert", []))
-        if not layer.endswith("_proj") or skipped:
+        if not layer.endswith(("_proj", "lm_head")) or skipped:
             stored[name] = meant[name] = tensor
             continue
         quantized = Quantized(tensor.float(), config["group_size"], config["zero_point"])
         stored |= {f"{layer}.{key}": value for key, value in quantized.stored.items()}
         meant[name] = quantized.weight
     facts = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
+    facts["tie_word_embeddings"] = "lm_head.weight" not in tensors
     both = (path, stored, {"quantization_config": config}), (plain, meant, dict[str, Any]())
     for folder, tensors, extra in both:
         folder.mkdir(exist_ok=True)
@@ -163,6 +167,7 @@ VARIANTS = {
     "groups of 16": awq(),
     "per output": awq(-1, version="GEMM"),
     "symmetric": awq(zero_point=False),
+    "head": awq(lm_head=True),
     "some left plain": awq(modules_to_not_convert=["mlp.down_proj", "layers.2.", "lm_head"]),
 }
 
@@ -308,7 +313,7 @@ def test_fused_layers_must_be_quantized_alike() -> None:
         ({"format": "exllama"}, r"format = 'exllama'"),
         ({"checkpoint_format": "gemv_fast"}, r"checkpoint_format = 'gemv_fast'"),
         ({"dynamic": {"-:.*": {}}}, r"dynamic = "),
-        ({"lm_head": True}, r"lm_head = True"),
+        ({"lm_head": "yes"}, r"lm_head = 'yes'"),
         ({"backend": "llm-awq"}, r"backend = 'llm-awq': another writer"),
         ({"bits": 8}, r"bits = 8"),
         ({"group_size": 0}, r"group_size = 0: must be positive, or -1"),

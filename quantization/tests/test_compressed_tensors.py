@@ -39,6 +39,7 @@ from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
 from interposer_ops.int8_quantizers import quantize_int8_per_token
+from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_quantization.compressed_tensors import CompressedTensors
 
@@ -121,6 +122,10 @@ QUANTIZED: dict[str, tuple[dict[str, Arguments], list[str], str | None]] = {
     "nvfp4, weights alone": ({"Linear": NVFP4}, ["lm_head"], None),
     "mxfp4, weights alone": ({"Linear": MXFP4}, ["lm_head"], None),
     "mxfp8, weights alone": ({"Linear": MXFP8}, ["lm_head"], None),
+    "head too, per output": ({"Linear": PER_OUTPUT}, [], "int-quantized"),
+    "head too, packed int4": ({"Linear": INT4 | ASYMMETRIC}, [], None),
+    "head otherwise": ({"Linear": INT4, "lm_head": FLOAT | PER_OUTPUT}, [], None),
+    "head too, nvfp4": ({"Linear": NVFP4}, [], None),
     "mixed precision": (
         {r"re:.*self_attn\..*": INT4, r"re:.*mlp\..*": FLOAT | PER_OUTPUT},
         ["lm_head"],
@@ -327,7 +332,7 @@ def linears(path: Path, dtype: str, config: Config | None = None) -> dict[str, L
 def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return what the loaded layers say of their weights, by the checkpoint's names of layers."""
     found: dict[str, torch.Tensor] = {}
-    finalize = Linear.finalize
+    finalize, finalize_head = Linear.finalize, LMHead.finalize
 
     def look(layer: Linear) -> None:
         weight = layer.method.dequantized(layer)
@@ -337,8 +342,15 @@ def dequantized_weights(path: Path) -> dict[str, torch.Tensor]:
             found.update({f"{parent}.{part}": rows.clone() for part, rows in parts})
         finalize(layer)
 
+    def look_at_head(head: LMHead) -> None:
+        weight = head.method.dequantized(head)
+        if weight is not None:
+            found[head.prefix] = weight.clone()
+        finalize_head(head)
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Linear, "finalize", look)
+        patched.setattr(LMHead, "finalize", look_at_head)
         load(path, dtype="float32")
     return found
 
@@ -375,6 +387,8 @@ ALONE = {
     "nvfp4, weights alone",
     "mxfp4, weights alone",
     "mxfp8, weights alone",
+    "head too, packed int4",
+    "head too, nvfp4",
 }
 
 
@@ -396,10 +410,15 @@ OTHER_RULE = (
 )
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
-def test_inputs_are_rounded_no_worse_than_by_the_library(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ignore"),
+    [*((kind, ["lm_head"]) for kind in ROUNDED), *((kind, []) for kind in ("int8", "float8"))],
+)
+def test_inputs_are_rounded_no_worse_than_by_the_library(
+    kind: str, ignore: list[str], tmp_path: Path
+) -> None:
     weights, inputs, storage = ROUNDED[kind]
-    path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
+    path = write_quantized(tmp_path, {"Linear": weights}, ignore, storage, inputs=inputs)
     assert_weights_are_those_of_the_library(path)
     exact, expected = library_logits(path, rounded=False), library_logits(path)
     found = load(path, dtype="float32").logits(TOKENS)
@@ -525,10 +544,16 @@ def test_explanation_says_where_weights_are_quantized(tmp_path: Path) -> None:
     assert sizes == {32}
 
 
-def test_quantized_head_is_refused(tmp_path: Path) -> None:
-    path = write_quantized(tmp_path, {"Linear": PER_OUTPUT}, [])
-    with pytest.raises(CheckpointError, match=r"'lm_head\.weight"):
-        load(path)
+def test_a_quantized_head_is_held_in_its_codes(tmp_path: Path) -> None:
+    path = write_quantized(tmp_path, *QUANTIZED["head too, packed int4"])
+    places = {
+        prefix: row.choice.request.name
+        for row in explain(load(path, dtype="float32")).rows
+        for prefix in row.prefixes
+        if row.choice.request.kind == "kernel"
+    }
+    assert places["lm_head"] == "w4a16_linear"
+    assert places["model.embed_tokens"] == "embedding"
 
 
 Tensors = dict[str, torch.Tensor]

@@ -93,9 +93,12 @@ def gptq(bits: int = 4, group_size: int = 16, **settings_: Any) -> dict[str, Any
 def write(path: Path, config: dict[str, Any], plain: Path | None = None) -> Path:
     """Write the shipped model quantized, and what its weights then stand for to ``plain``."""
     scheme, stored, meant = Settings.parse(config), {}, {}
-    for name, tensor in load_file(SOURCE / "model.safetensors").items():
+    tensors = load_file(SOURCE / "model.safetensors")
+    if config.get("lm_head"):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        how = scheme.weights(layer) if layer.endswith("_proj") else None
+        how = scheme.weights(layer) if layer.endswith(("_proj", "lm_head")) else None
         if how is None:
             stored[name] = meant[name] = tensor
             continue
@@ -105,6 +108,7 @@ def write(path: Path, config: dict[str, Any], plain: Path | None = None) -> Path
         stored |= {f"{layer}.{key}": value for key, value in quantized.stored(own).items()}
         meant[name] = quantized.weight
     facts = json.loads((SOURCE / "config.json").read_text(encoding="utf-8"))
+    facts["tie_word_embeddings"] = "lm_head.weight" not in tensors
     for folder, tensors, extra in (
         (path, stored, {"quantization_config": config}),
         (plain, meant, {}),
@@ -218,6 +222,13 @@ VARIANTS = {
     "per output": gptq(4, -1, desc_act=True),
     "some modules": gptq(
         8, modules_in_block_to_quantize=[["self_attn.o_proj"], ["mlp.up_proj", "mlp.gate_proj"]]
+    ),
+    # As GPTQModel writes it of a head about which nothing else was said.
+    "head": gptq(
+        lm_head=True,
+        dynamic={
+            "lm_head": {"bits": 8, "group_size": 32, "sym": True, "desc_act": False, "mse": 2.4}
+        },
     ),
     "overrides": gptq(
         dynamic={
@@ -543,7 +554,7 @@ def test_fused_layers_must_be_quantized_alike() -> None:
         ({"checkpoint_format": "gptq", "format": "gptq_v2"}, r"format 'gptq_v2' contradicts"),
         ({"is_marlin_format": True}, r"is_marlin_format = True"),
         ({"pack_dtype": "int16"}, r"pack_dtype = 'int16'"),
-        ({"lm_head": True}, r"lm_head = True"),
+        ({"lm_head": "yes"}, r"lm_head = 'yes'"),
         ({"dynamic": {".*": {"adapter": {}}}}, r"dynamic\.\.\*\.adapter"),
         ({"dynamic": {".*": {"bits": 2}}}, r"dynamic\.\.\*\.bits = 2"),
         ({"dynamic": {"-:(": {}}}, r"not a regular expression"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
@@ -20,6 +20,8 @@ __all__ = ["PluggableLayer", "Site", "check_replacement"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,32 @@ class Site:
     ) -> BoundKernel[P, R]:
         """Return the chosen kernel with its choice and its preparation of constants."""
         return self.resolver.kernel(op, self.dtype, dims, self.prefix)
+
+    def bind_table(
+        self,
+        lookup: CustomOp[P, R],
+        table: Mapping[str, int | float | str | bool],
+        product: CustomOp[Q, S],
+        sizes: Mapping[str, int | float | str | bool],
+        head: Site | None,
+    ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S] | None]:
+        """Return the kernel that looks rows of a table up, and that of a head which shares it.
+
+        Both read one form of the table, so that it is held once if they prepare the same tensors.
+        Where there is a head, both state ``tied``.
+
+        Args:
+            table: dims of ``lookup``.
+            sizes: dims of ``product``.
+            head: the site of the head, None where there is none.
+        """
+        if head is None:
+            return self.resolver.kernel(lookup, self.dtype, table, self.prefix), None
+        return self.resolver.table(
+            (lookup, {**table, "tied": True}, self.prefix),
+            (product, {**sizes, "tied": True}, head.prefix),
+            self.dtype,
+        )
 
 
 class PluggableLayer(nn.Module):

@@ -76,6 +76,8 @@ class Kernel:
             returns what the kernel wants instead, once, after the weights were loaded.
         score: the higher wins among accepted kernels; the reference has 0.
         properties: promises, a subset of ``PROPERTIES``.
+        form: name of what ``prepare`` returns, where kernels of several ops of one distribution
+            hold one copy of it for the same tensors; without it a kernel holds a copy of its own.
     """
 
     op: str
@@ -87,9 +89,15 @@ class Kernel:
     prepare: str = ""
     score: float = 10.0
     properties: frozenset[str] = frozenset()
+    form: str = ""
 
     def __post_init__(self) -> None:
         _check(self, self.predicate, self.prepare)
+        if self.form and not self.prepare:
+            raise RecordError(
+                f"{self.name!r} has the form {self.form!r}, but prepares nothing. "
+                "Try: leave out the form"
+            )
         if self.name == "reference":
             raise RecordError(f"a kernel for {self.op!r} is named 'reference', as the op itself is")
 

@@ -35,7 +35,8 @@ from interposer.quantization import QuantizationScheme
 from interposer.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer.registry import Registry
 from interposer.request import Kind, Request
-from interposer.selection import select
+from interposer.selection import acceptable, select
+from interposer.shared_table import form_of, judge_lookup, judge_product
 from interposer.tuning.measurements import Measurements
 from interposer.verdict import Refusal, Verdict
 
@@ -45,6 +46,8 @@ _log = logging.getLogger("interposer")
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 E = TypeVar("E")
 Dims = Mapping[str, int | float | str | bool]
 Confirm = Callable[[Candidate], Verdict]
@@ -104,6 +107,36 @@ class Resolver:
         """
         request = self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
         return self._bind(op, request)
+
+    def table(
+        self,
+        lookup: tuple[CustomOp[P, R], Dims, str],
+        product: tuple[CustomOp[Q, S], Dims, str],
+        dtype: torch.dtype,
+    ) -> tuple[BoundKernel[P, R], BoundKernel[Q, S]]:
+        """Return kernels that look rows of a table up and multiply by it, and hold it once.
+
+        The product decides, among those whose form of the table some lookup reads; a kernel that
+        the configuration pins is taken in any case.
+
+        Args:
+            lookup: the op with its dims and prefix.
+            product: the op with its dims and prefix.
+        Raises: NoCandidateError: every kernel was refused, or a pinned one.
+        """
+        rows, multiply = (
+            self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
+            for op, dims, prefix in (lookup, product)
+        )
+        policy = policy_for(self.config, rows)
+        forms = {form_of(c) for c in acceptable(rows, self._candidates(rows), policy)}
+        multiplies = self._bind(product[0], multiply, partial(judge_product, forms, lookup[0].name))
+        try:
+            looks_up = self._bind(lookup[0], rows, partial(judge_lookup, multiplies.choice))
+        except NoCandidateError:
+            # All that read this form failed their checks: held twice, it still works.
+            looks_up = self._bind(lookup[0], rows)
+        return looks_up, multiplies
 
     def layer(self, standard: type[PluggableLayer], site: Site) -> type[PluggableLayer]:
         """Return the class to build for ``standard``: itself or its replacement."""
@@ -182,8 +215,14 @@ class Resolver:
                         f"Places, nearest first: {nearest}"
                     )
 
-    def _bind(self, op: CustomOp[P, R], request: Request) -> BoundKernel[P, R]:
-        choice = self._choose(request, partial(self._confirm_kernel, request))
+    def _bind(
+        self, op: CustomOp[P, R], request: Request, also: Confirm | None = None
+    ) -> BoundKernel[P, R]:
+        """Return the kernel that is chosen among those that ``also`` confirms, or pinned."""
+        confirm: Confirm = partial(self._confirm_kernel, request)
+        if also is not None and policy_for(self.config, request).pin is None:
+            confirm = partial(_both, also, confirm)
+        choice = self._choose(request, confirm)
         record = choice.chosen.record
         if self.described or isinstance(record, OpEntry):
             return BoundKernel(op.reference, None, choice)
@@ -332,6 +371,11 @@ class Resolver:
 def _entry(candidate: Candidate, kind: type[E]) -> E:
     assert isinstance(candidate.record, kind)
     return candidate.record
+
+
+def _both(first: Confirm, then: Confirm, candidate: Candidate) -> Verdict:
+    verdict = first(candidate)
+    return then(candidate) if verdict else verdict
 
 
 def _guard(confirm: Confirm, candidate: Candidate) -> Verdict:

@@ -18,7 +18,7 @@ from interposer.policy import Policy
 from interposer.request import Request
 from interposer.verdict import Refusal, Verdict
 
-__all__ = ["select"]
+__all__ = ["acceptable", "select"]
 
 _FREE = Policy()
 _UNMEASURED = (1, 0.0)
@@ -84,6 +84,18 @@ def select(
         {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
         ranking.notes(chosen),
     )
+
+
+def acceptable(
+    request: Request, candidates: Iterable[Candidate], policy: Policy = _FREE
+) -> list[Candidate]:
+    """Return the candidates that ``select`` could choose: of a pin, at most one."""
+    return [
+        candidate
+        for candidate in candidates
+        if (policy.pin is None or policy.pin in (candidate.name, candidate.qualified_name))
+        and _judge(candidate, request, policy)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         weight: ``[O, I]``, dtype of ``x``.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: in_features, out_features.
+    Dims: in_features, out_features; tied, where rows of ``weight`` are looked up too.
     """
     return functional.linear(x, weight, bias)
 

@@ -50,7 +50,8 @@ def w4a16_embedding(
         zero_points: ``[V, H / G]`` uint8 from 0 to 15, not packed; None for 8.
         out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.
-    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
     """
     codes = unpack_nibbles(weight[token_ids])
     return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
@@ -83,7 +84,8 @@ def w8a16_embedding(
         zero_points: ``[V, H / G]`` int8; None for 0.
         out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.
-    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
     """
     return _dequantized(token_ids, weight[token_ids], scale, zero_points, 0, out_dtype)
 

@@ -15,6 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from interposer_gguf.block_formats import FORMATS
+from interposer_gguf.cases import random_rows
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHIPPED = EXAMPLES / "models" / "stdlib-lm"
 SIZES: dict[str, Any] = {
@@ -32,6 +35,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
+    "tied": lambda: LlamaConfig(**{**SIZES, "tie_word_embeddings": True}),
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES),
@@ -87,6 +91,44 @@ def write(tmp_path: Path, converter: ModuleType) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def requantize(tmp_path: Path) -> Callable[..., Path]:
+    """Return what writes a file anew, the matrices in random blocks of the format of their name."""
+
+    def written(path: Path, kind: Callable[[str], str], seed: int = 0) -> Path:
+        reader, generator = gguf.GGUFReader(path), torch.Generator().manual_seed(seed)
+        target = tmp_path / f"random-{seed}.gguf"
+        writer = copied_metadata(reader, target)
+        for stored in reader.tensors:
+            name = kind(stored.name)
+            if len(stored.shape) == 1 or name == "f32":
+                writer.add_tensor(stored.name, stored.data)
+                continue
+            width, rows = (int(size) for size in stored.shape)
+            blocks = random_rows(FORMATS[name], rows, width, generator, width**-0.5)
+            number = gguf.GGMLQuantizationType[name.upper()]
+            writer.add_tensor(stored.name, blocks.numpy(), raw_dtype=number)
+        finish(writer)
+        return target
+
+    return written
+
+
+@pytest.fixture
+def dequantize(tmp_path: Path) -> Callable[[Path], Path]:
+    """Return what writes a file anew, with the numbers that the library reads from its blocks."""
+
+    def written(path: Path) -> Path:
+        reader, target = gguf.GGUFReader(path), tmp_path / "dequantized.gguf"
+        writer = copied_metadata(reader, target)
+        for stored in reader.tensors:
+            writer.add_tensor(stored.name, gguf.quants.dequantize(stored.data, stored.tensor_type))
+        finish(writer)
+        return target
+
+    return written
+
+
+@pytest.fixture
 def small(tmp_path: Path) -> Callable[..., Path]:
     """Return what writes the smallest model, with metadata changed, added or left out (None)."""
 
@@ -105,13 +147,28 @@ def small(tmp_path: Path) -> Callable[..., Path]:
                 if stored.startswith("blk.0.ffn") and len(shape) > 1:
                     kind = gguf.GGMLQuantizationType.Q8_0
                 writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return path
 
     return written
+
+
+def copied_metadata(reader: gguf.GGUFReader, target: Path) -> gguf.GGUFWriter:
+    """Return a writer of a file with the metadata of another."""
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")):
+            value, sub_type = field.contents(), field.types[-1]
+            is_list = field.types[0] == gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, value, field.types[0], sub_type if is_list else None)
+    return writer
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

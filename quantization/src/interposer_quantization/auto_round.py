@@ -51,6 +51,10 @@ class AutoRound(QuantizationScheme):
             return kind(found)
         return AWQLinear(found) if isinstance(found, awq_config.Weights) else None
 
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
+
 
 class INC(AutoRound):
     """The same format under its other name."""

@@ -149,6 +149,10 @@ class Settings(SettingsModel):
         less_one = self.packing_format not in ("auto_round", "auto_round:gptqmodel")
         return gptq_config.Weights(merged.bits, size, merged.sym, ordered=True, less_one=less_one)
 
+    def names(self, name: str) -> bool:
+        """Say whether a layer has settings of its own, as a head outside of all blocks needs."""
+        return name in (self.extra_config or {})
+
     def _override(self, name: str) -> Override | None:
         """Return what holds for the layer ``name`` alone, or None if it stays plain."""
         if any(re.search(pattern, name) for pattern in self.modules_to_not_convert or ()):

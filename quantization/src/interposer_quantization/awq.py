@@ -49,6 +49,10 @@ class AWQ(QuantizationScheme):
         found = stored_alike(prefix, parts, self.settings.weights, mend)
         return None if found is None else AWQLinear(found)
 
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
 
 class AWQLinear(PackedLinear):
     """``qweight`` ``[I, O / 8]`` and ``qzeros`` ``[G, O / 8]``, words along outputs."""

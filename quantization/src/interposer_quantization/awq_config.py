@@ -22,7 +22,7 @@ __all__ = ["Settings", "Weights"]
 
 _SUPPORTED = """\
 Supported: bits 4; any group_size that divides the inputs, -1 for all of them; version 'gemm'; \
-zero_point either way; modules_to_not_convert.
+zero_point either way; modules_to_not_convert; lm_head either way.
 Try: quantize the original model that way, with version 'gemm'"""
 
 # What other runtimes do with the weights. Writers that know other methods state ``sym`` without
@@ -87,7 +87,7 @@ class Settings(SettingsModel):
     desc_act: Literal[False] | None = None
     modules_to_not_convert: list[str] | None = None
     modules_in_block_to_quantize: None = None
-    lm_head: Literal[False] | None = None
+    lm_head: bool | None = None
     dynamic: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
     @classmethod
@@ -104,7 +104,9 @@ class Settings(SettingsModel):
         As AutoAWQ has it, an entry of ``modules_to_not_convert`` names every layer that holds it
         anywhere in its name.
         """
-        if name == "lm_head" or any(part in name for part in self.modules_to_not_convert or ()):
+        if name == "lm_head" and not self.lm_head:
+            return None
+        if any(part in name for part in self.modules_to_not_convert or ()):
             return None
         size = None if self.group_size == -1 else self.group_size
         return Weights(size, not self.zero_point)

@@ -53,6 +53,10 @@ class CompressedTensors(QuantizationScheme):
         stored = stored_alike(prefix, parts, self.settings.stored, _MEND)
         return None if stored is None else _method(stored)
 
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return that of 8 bits where the settings ask for it; None: keys as they are."""
         cache = self.settings.kv_cache_scheme

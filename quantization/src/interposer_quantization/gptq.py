@@ -54,6 +54,10 @@ class GPTQ(QuantizationScheme):
         found = stored_alike(prefix, parts, self.settings.weights, mend)
         return None if found is None else GPTQLinear(found)
 
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
 
 class GPTQLinear(PackedLinear):
     """``qweight`` ``[I * bits / 32, O]``, words along inputs, and ``g_idx``, the inputs' groups.

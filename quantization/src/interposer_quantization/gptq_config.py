@@ -24,7 +24,7 @@ __all__ = ["Settings", "Weights"]
 _SUPPORTED = """\
 Supported: bits 4 or 8; any group_size that divides the inputs, -1 for all of them; sym and \
 desc_act either way; checkpoint_format 'gptq' or 'gptq_v2', packed in int32; modules_in_block_to_\
-quantize; dynamic with bits, group_size, sym and desc_act; lm_head not quantized.
+quantize; dynamic with bits, group_size, sym and desc_act; lm_head either way.
 Try: quantize the original model that way"""
 
 # What other runtimes do with the weights, and the search's own settings.
@@ -67,6 +67,14 @@ class Override(SettingsModel):
     sym: bool | None = None
     desc_act: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_search(cls, settings: object) -> object:
+        """Leave out how weights are to be searched, as GPTQModel says it of the head."""
+        if not isinstance(settings, Mapping):
+            return settings
+        return {name: value for name, value in settings.items() if name not in SEARCH_SETTINGS}
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -107,7 +115,7 @@ class Settings(SettingsModel):
     pack_dtype: Literal["int32"] | None = None
     is_marlin_format: Literal[False] | None = None
     data_type: Literal["int"] | None = None
-    lm_head: Literal[False] | None = None
+    lm_head: bool | None = None
     modules_in_block_to_quantize: list[list[str]] | list[str] | None = None
     dynamic: dict[Pattern, Override] | None = None
 
@@ -153,8 +161,10 @@ class Settings(SettingsModel):
 
     def _listed(self, name: str) -> bool:
         """Return whether the layer is among those that are quantized in every block."""
+        if name == "lm_head":
+            return bool(self.lm_head)  # it stands in no block
         listed = self.modules_in_block_to_quantize
         if listed is None:
-            return name != "lm_head"
+            return True
         modules = [m for entry in listed for m in ([entry] if isinstance(entry, str) else entry)]
         return any(name == module or name.endswith(f".{module}") for module in modules)

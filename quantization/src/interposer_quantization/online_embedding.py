@@ -67,14 +67,17 @@ class OnlineEmbedding(EmbeddingMethod):
         table = {"vocab_size": vocab_size, "hidden_size": hidden_size, **groups}
         sizes = {"in_features": hidden_size, "out_features": vocab_size, **groups}
         # Both widths have ops of the same operands; one call each keeps their types apart.
+        self.lookup: Any
+        self.product: Any
         if self.narrow:
-            self.lookup: Any = site.bind_kernel(w4a16_embedding, **table)
-            self.product: Any = head and head.bind_kernel(
-                w4a16_linear, **sizes, scale_dtype="float32"
+            four: dict[str, int | bool | str] = {**sizes, "scale_dtype": "float32"}
+            self.lookup, self.product = site.bind_table(
+                w4a16_embedding, table, w4a16_linear, four, head
             )
         else:
-            self.lookup = site.bind_kernel(w8a16_embedding, **table)
-            self.product = head and head.bind_kernel(w8a16_linear, **sizes)
+            self.lookup, self.product = site.bind_table(
+                w8a16_embedding, table, w8a16_linear, sizes, head
+            )
         register(layer, weight=torch.empty(vocab_size, hidden_size, dtype=site.dtype))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

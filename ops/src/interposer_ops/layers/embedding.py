@@ -27,13 +27,9 @@ class PlainEmbedding(EmbeddingMethod):
         self, layer: nn.Module, site: Site, vocab_size: int, hidden_size: int, head: Site | None
     ) -> None:
         """Register ``weight``."""
-        dims = {"vocab_size": vocab_size, "hidden_size": hidden_size, "tied": head is not None}
-        self.lookup = site.bind_kernel(embedding, **dims)
-        self.product = (
-            None
-            if head is None
-            else head.bind_kernel(linear, in_features=hidden_size, out_features=vocab_size)
-        )
+        table = {"vocab_size": vocab_size, "hidden_size": hidden_size, "tied": False}
+        sizes = {"in_features": hidden_size, "out_features": vocab_size}
+        self.lookup, self.product = site.bind_table(embedding, table, linear, sizes, head)
         weight = torch.empty(vocab_size, hidden_size, dtype=site.dtype)
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 

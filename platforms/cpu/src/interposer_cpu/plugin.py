@@ -52,6 +52,8 @@ _PACKED = (
 
 # Kernels of the compiled library: op, dtypes, predicate, preparation.
 _WIDE = ("float32", "bfloat16")
+# How products and lookups hold a weight: what was packed from the same tensors is held once.
+_FORM = "packed for vectors of sixteen outputs"
 _NATIVE = (
     ("linear", _WIDE, "native:judge", "pack"),
     ("w4a16_linear", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16"),
@@ -164,6 +166,7 @@ def interposer_records() -> list[Record]:
             prepare=f"interposer_cpu.native_linear:{prepare}",
             score=20.0,
             properties=frozenset({"deterministic", "traceable"}),
+            form=_FORM,
         )
         for op, dtypes, judge, prepare in _NATIVE
     ]
@@ -192,6 +195,7 @@ def interposer_records() -> list[Record]:
             prepare=f"interposer_cpu.native_tables:{prepare}",
             score=20.0,
             properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
+            form=_FORM,
         )
         for op, dtypes, judge, prepare in _TABLES
     ]

@@ -18,15 +18,15 @@ from interposer_gguf.tokenizer import end_tokens, tokenizer_json
 
 __all__ = ["GGUFCheckpoint"]
 
-# Numbers that are dequantized at a time, for what layers can only hold as floats.
-_STEP = 1 << 22
+# Ends of the names of matrices that are held as they are stored.
+_IN_BLOCKS = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
 
 
 class GGUFCheckpoint(CheckpointFile):
     """A Llama, Qwen2 or Qwen3 model in one GGUF file.
 
-    Matrices of linear layers stay in blocks, for the scheme ``gguf``. Other tensors in blocks, the
-    embedding and the output among them, are dequantized while they are read.
+    Matrices of linear layers, the embedding and the output stay in blocks, for the scheme
+    ``gguf``. Other tensors in blocks are dequantized while they are read.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -34,13 +34,13 @@ class GGUFCheckpoint(CheckpointFile):
         self.settings = Settings(file)
         config = decoder_config(file, self.settings)
         self._names = {name: _name(file, name) for name in file.tensors if name != ROPE_FACTORS}
-        linear = {
+        in_blocks = {
             name.removesuffix(".weight"): file.tensors[stored].stored_as
             for stored, name in self._names.items()
             if _stays_in_blocks(file.tensors[stored], name)
         }
-        if linear:
-            config["quantization_config"] = {"quant_method": "gguf", "tensors": linear}
+        if in_blocks:
+            config["quantization_config"] = {"quant_method": "gguf", "tensors": in_blocks}
         config["eos_token_id"] = end_tokens(self.settings)
         super().__init__(file.path, config, sum(self._size(name) for name in self._names))
 
@@ -69,7 +69,7 @@ class GGUFCheckpoint(CheckpointFile):
             tensor = self.file.tensors[stored]
             values = self._in_order(name, self.file.read(tensor))
             if tensor.in_blocks and not _stays_in_blocks(tensor, name):
-                values = _dequantized(tensor, values)
+                values = FORMATS[tensor.stored_as].dequantized(values, torch.float32)
             yield self._parameter(stored), values
 
     def tokenizer(self) -> str:
@@ -125,16 +125,5 @@ def _name(file: GGUFFile, stored: str) -> str:
 
 
 def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
-    """Say whether a tensor is the matrix of a linear layer, and in blocks."""
-    return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith("_proj.weight")
-
-
-def _dequantized(tensor: StoredTensor, rows: torch.Tensor) -> torch.Tensor:
-    layout = FORMATS[tensor.stored_as]
-    result = torch.empty(tensor.shape, dtype=torch.float32)
-    flat, blocks = result.view(-1, tensor.shape[-1]), rows.view(-1, rows.shape[-1])
-    step = max(1, _STEP // tensor.shape[-1])
-    for start in range(0, len(flat), step):
-        part = slice(start, start + step)
-        flat[part] = layout.dequantized(blocks[part], torch.float32)
-    return result
+    """Say whether a tensor is in blocks, and the matrix of a layer that takes it so."""
+    return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)

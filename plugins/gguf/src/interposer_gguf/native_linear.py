@@ -13,7 +13,7 @@ from interposer_gguf.block_formats import format_named
 from interposer_gguf.kernels import product_by_rows
 from interposer_gguf.native_library import Library, library
 
-__all__ = ["MOST_TOKENS", "at_level", "dequantized", "gguf_linear"]
+__all__ = ["MOST_TOKENS", "at_level", "dequantized", "gguf_embedding", "gguf_linear"]
 
 MOST_TOKENS = (1, 16, 32, 32)
 """Up to so many tokens, by level, blocks are unpacked in registers; for more, rows of them into a
@@ -30,6 +30,14 @@ def gguf_linear(
     """Return the op ``gguf_linear``, ``[..., O]``."""
     native = library()
     return _product(native, native.level, x, weight, bias, stored_as)
+
+
+def gguf_embedding(
+    token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the op ``gguf_embedding``, ``[T, H]``."""
+    rows = weight.index_select(0, token_ids)
+    return dequantized(library().level, rows, stored_as).to(out_dtype)
 
 
 def at_level(level: int) -> Linear:

@@ -26,7 +26,7 @@ _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the file format, the scheme of its weights, their op and kernels for the CPU."""
+    """Return the file format, the scheme of its weights, their ops and kernels for the CPU."""
     return [
         CheckpointEntry(".gguf", "gguf", "interposer_gguf.checkpoint:GGUFCheckpoint"),
         SchemeEntry(
@@ -36,6 +36,7 @@ def interposer_records() -> list[Record]:
             examples="interposer_gguf.scheme:examples",
         ),
         OpEntry("gguf_linear", "interposer_gguf.linear:gguf_linear", _PROMISES),
+        OpEntry("gguf_embedding", "interposer_gguf.embedding:gguf_embedding", _PROMISES),
         Kernel(
             "gguf_linear",
             "gguf_linear_native",
@@ -44,6 +45,26 @@ def interposer_records() -> list[Record]:
             Requires(dtypes=("float32", "bfloat16"), dims={"stored_as": _FORMATS}),
             predicate="interposer_gguf.native_library:judge",
             score=20.0,
+            properties=_OPAQUE,
+        ),
+        Kernel(
+            "gguf_embedding",
+            "gguf_embedding_native",
+            "interposer_gguf.native_linear:gguf_embedding",
+            "cpu",
+            Requires(dtypes=_FLOATS, dims={"stored_as": _FORMATS}),
+            predicate="interposer_gguf.native_library:judge",
+            score=20.0,
+            properties=_OPAQUE,
+        ),
+        # For a table that a head shares: the one above may lay codes out anew, for itself alone.
+        Kernel(
+            "gguf_linear",
+            "gguf_linear_as_stored",
+            "interposer_gguf.kernels:gguf_linear",
+            "cpu",
+            Requires(dtypes=_FLOATS),
+            score=8.0,
             properties=_OPAQUE,
         ),
         *(

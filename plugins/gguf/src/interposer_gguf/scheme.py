@@ -1,4 +1,4 @@
-"""The scheme of GGUF files: every linear layer has a block format of its own.
+"""The scheme of GGUF files: every linear layer and table has a block format of its own.
 
 Dimensions: I input features, O output features.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
+from interposer_gguf.blocks_embedding import BlocksEmbedding
 from interposer_gguf.blocks_linear import BlocksLinear
 
 __all__ = ["GGUF", "examples"]
@@ -57,6 +58,15 @@ class GGUF(QuantizationScheme):
         parent = prefix.rpartition(".")[0]
         found = {part: self.formats.get(f"{parent}.{part}" if parent else part) for part in parts}
         return BlocksLinear(found) if any(found.values()) else None
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None where that is plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for the table at ``prefix``, or None where it is plain."""
+        layout = self.formats.get(prefix)
+        return None if layout is None else BlocksEmbedding(layout)
 
 
 def examples() -> Mapping[str, Mapping[str, Any]]:
