@@ -2,6 +2,8 @@
 
 #include "../python.h"
 
+#include <cstring>
+
 #include "blocks.h"
 
 namespace {
@@ -14,14 +16,24 @@ PyObject* done(int32_t failure) {
   Py_RETURN_NONE;
 }
 
-// Addresses of the packed weights of gate and up and of down, of x and of the result; type,
-// activation, rows, elements between rows of x; whether gate and up, and down, take codes.
+// Of four arguments: the address of a packed weight, the type of the codes that it takes, the
+// address of a scale for all rows or 0, the bits of the largest scale.
+interposer_factor factor(const int64_t* values) {
+  interposer_factor found = {address<const interposer_packed>(values[0]), {values[1], 0},
+                             address<const float>(values[2])};
+  std::memcpy(&found.coding.limit, &values[3], sizeof found.coding.limit);
+  return found;
+}
+
+// Gate and up, and down, as `factor` takes them; addresses of x and of the result; type,
+// activation, rows, elements between rows of x.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[10];
-  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
+  int64_t all[14];
+  if (!interposer_numbers(arguments, given, 14, all)) return nullptr;
+  const int64_t* values = all + 6;
   interposer_mlp_call call = {};
-  call.gate_up = {address<const interposer_packed>(values[0]), values[8] != 0};
-  call.down = {address<const interposer_packed>(values[1]), values[9] != 0};
+  call.gate_up = factor(all);
+  call.down = factor(all + 4);
   call.x = address<const void>(values[2]);
   call.out = address<void>(values[3]);
   call.type = static_cast<int32_t>(values[4]);
@@ -35,20 +47,21 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(failure);
 }
 
-// Addresses of the packed weight, of x, of the result, of the weights of query and key, of cosines
-// and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between rows of
-// x; whether the weight takes codes; eps.
+// The weight as `factor` takes it; addresses of x, of the result, of the weights of query and key, of
+// cosines and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between
+// rows of x; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[15];
-  if (given != 16) {
-    PyErr_Format(PyExc_TypeError, "expected 16 arguments, got %zd", given);
+  int64_t all[17];
+  if (given != 18) {
+    PyErr_Format(PyExc_TypeError, "expected 18 arguments, got %zd", given);
     return nullptr;
   }
-  if (!interposer_numbers(arguments, 15, 15, values)) return nullptr;
-  const double eps = PyFloat_AsDouble(arguments[15]);
+  if (!interposer_numbers(arguments, 17, 17, all)) return nullptr;
+  const double eps = PyFloat_AsDouble(arguments[17]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
+  const int64_t* values = all + 3;
   interposer_heads_call call = {};
-  call.weight = {address<const interposer_packed>(values[0]), values[14] != 0};
+  call.weight = factor(all);
   call.x = address<const void>(values[1]);
   call.out = address<void>(values[2]);
   call.query_weight = address<const void>(values[3]);
@@ -71,14 +84,14 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 }
 
 // Addresses of what stays the same; of the packed weights to heads, of attention, to gate and up,
-// and down, the last two 0 without an MLP; of the weights of the input's norm, of query and key,
-// and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
+// and down, the last two 0 without an MLP; of a scale for all rows of what each takes, or 0; of the
+// weights of the input's norm, of query and key, and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
 // pages; addresses of sinks, of scales of keys and values, elements between the scales of two
 // heads; addresses of x and the residual, whether x is added; rows; address and number of the
 // chosen ones, -1 for all; addresses of the result and of the stream.
 PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[27];
-  if (!interposer_numbers(arguments, given, 27, values)) return nullptr;
+  int64_t values[31];
+  if (!interposer_numbers(arguments, given, 31, values)) return nullptr;
   const int64_t* value = values;
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -86,6 +99,7 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   call.output = address<const interposer_packed>(*value++);
   call.gate_up = address<const interposer_packed>(*value++);
   call.down = address<const interposer_packed>(*value++);
+  for (const float*& scale : call.scales) scale = address<const float>(*value++);
   call.input_weight = address<const void>(*value++);
   call.query_weight = address<const void>(*value++);
   call.key_weight = address<const void>(*value++);

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
@@ -15,12 +17,22 @@ from interposer_cpu import (
     native_norms,
     native_quantizers,
 )
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 
-__all__ = ["Watch", "activation_number", "adds", "form_of", "normalises", "turns"]
+__all__ = [
+    "FLOATS",
+    "Form",
+    "Watch",
+    "activation_number",
+    "adds",
+    "factor",
+    "form_of",
+    "normalises",
+    "turns",
+]
 
 # Kernels that multiply floats by a weight that holds everything else.
 _PRODUCTS = frozenset(
@@ -31,8 +43,18 @@ _PRODUCTS = frozenset(
         native_linear.w8a16_linear,
     }
 )
-# The same of int8 codes.
-_CODED = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
+# The same of codes, by the quantizers that make these.
+_OF_INT8 = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
+_OF_FP8 = frozenset({native_linear.fp8_linear})
+_BY_TOKEN = {
+    native_quantizers.quantize_int8_per_token: _OF_INT8,
+    native_quantizers.quantize_fp8_per_token: _OF_FP8,
+}
+_BY_SCALE = {
+    native_quantizers.quantize_int8_static: _OF_INT8,
+    native_quantizers.quantize_fp8_static: _OF_FP8,
+}
+_LIMIT, _LIMIT_BITS = struct.Struct("=d"), struct.Struct("=q")
 _GELU = {"none": 1, "tanh": 2}
 
 
@@ -60,12 +82,53 @@ class Watch:
         return Watch, (self.modules,)
 
 
-def form_of(kernel: Callable[..., Any] | None) -> int | None:
-    """Return 0 of the library's products of floats, 1 of those of codes, None of other kernels."""
-    if type(kernel) is CodedProduct:
-        coded = kernel.quantize is native_quantizers.quantize_int8_per_token
-        return 1 if coded and kernel.product in _CODED else None
-    return 0 if kernel in _PRODUCTS else None
+class Form(NamedTuple):
+    """What the library makes of rows before it multiplies them.
+
+    Attributes:
+        codes: their type, a number of the library's C interface; -1 leaves rows as they are.
+        limit: the largest scale of a row, 0 for none.
+        limit_bits: those of ``limit`` as a float64.
+        is_static: the last operand is one scale for all rows.
+    """
+
+    codes: int
+    limit: float
+    limit_bits: int
+    is_static: bool
+
+
+FLOATS = Form(-1, 0.0, 0, False)
+"""Of products of rows as they are."""
+
+
+def form_of(kernel: Callable[..., Any] | None) -> Form | None:
+    """Return what the library does with rows for one of its products, None for other kernels."""
+    if isinstance(kernel, CodedProduct):
+        return _form_of_codes(kernel)
+    return FLOATS if kernel in _PRODUCTS else None
+
+
+def _form_of_codes(kernel: CodedProduct) -> Form | None:
+    is_static = type(kernel) is StaticProduct
+    if not is_static and type(kernel) is not CodedProduct:
+        return None
+    products = (_BY_SCALE if is_static else _BY_TOKEN).get(kernel.quantize)
+    if products is None or kernel.product not in products:
+        return None
+    if products is _OF_INT8:
+        return Form(native_quantizers.CODES[torch.int8], 0.0, 0, is_static)
+    dtype, *limits = kernel.options
+    codes = native_quantizers.CODES.get(dtype)
+    limit = float(limits[0] or 0.0) if limits else 0.0
+    bits = _LIMIT_BITS.unpack(_LIMIT.pack(limit))[0]
+    return None if codes is None else Form(codes, limit, bits, is_static)
+
+
+def factor(form: Form, operands: tuple[Any, ...]) -> tuple[int, int, int, int]:
+    """Return what the library's calls take for a product with these operands."""
+    scale = operands[-1].data_ptr() if form.is_static else 0
+    return operands[0][0].data_ptr(), form.codes, scale, form.limit_bits
 
 
 def activation_number(activation: GatedActivation) -> int | None:
