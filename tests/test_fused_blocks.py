@@ -25,6 +25,7 @@ SCHEMES: dict[str, dict[str, Any] | None] = {
     "int4": {"quant_method": "int4"},
     "w4a8": {"quant_method": "w4a8"},
     "fp8 channel": {"quant_method": "fp8", "strategy": "channel"},
+    "fp8 block": {"quant_method": "fp8", "strategy": "block", "weight_block_size": [16, 16]},
     "fp8 tensor": {"quant_method": "fp8", "strategy": "tensor"},
 }
 

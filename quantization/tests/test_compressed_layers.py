@@ -77,6 +77,7 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
         kernel = layer.kernel
         if isinstance(kernel, CodedProduct):
             x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+            name = type(layer.method).__name__
             is_static = isinstance(kernel, StaticProduct)
             operands = list(layer.operands)
             if is_static:
@@ -85,12 +86,12 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
                 assert scales.shape == (1,)
             else:
                 codes, scales = kernel.quantize(x, *kernel.options)
-                assert scales.shape == (3, 1)
+                assert scales.shape == (3, 2 if name == "Fp8BlockLinear" else 1)
             assert codes.dtype in (torch.int8, torch.float8_e4m3fn)
             assert torch.equal(layer(x), kernel.multiply(codes, scales, *operands))
             method: Any = layer.method
             assert kernel.product is method.bound.function
-            found.add((type(method).__name__, is_static))
+            found.add((name, is_static))
     assert found == {
         ("Int8Linear", False),
         ("Int8Linear", True),
@@ -98,6 +99,7 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
         ("Fp8RowLinear", False),
         ("Fp8RowLinear", True),
         ("Fp8TensorLinear", True),
+        ("Fp8BlockLinear", False),
     }
 
 

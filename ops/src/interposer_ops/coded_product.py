@@ -20,7 +20,8 @@ class CodedProduct:
     of, so that whoever computes several layers at once can do the same.
 
     Attributes:
-        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales ``[T, 1]``.
+        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales, one or several
+            for every token.
         product: the bound kernel that multiplies them.
         multiply: calls ``product`` in the order of its op, with what is no operand besides.
         options: what ``quantize`` takes behind ``x``.

@@ -32,7 +32,7 @@ from interposer_ops.experts import (
     fused_experts_mxfp4,
     fused_experts_w4a16,
 )
-from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.fp8_linear import fp8_block_linear, fp8_linear
 from interposer_ops.fp8_quantizers import (
     quantize_fp8_blocks,
     quantize_fp8_per_token,
@@ -92,6 +92,13 @@ def _sizes(*sizes: tuple[int, int], **others: object) -> tuple[Dims, ...]:
 
 def _groups(case: Case) -> bool:
     return case.dims["num_groups"] == 1 or int(case.dims["group_size"]) % 8 == 0
+
+
+def _whole_blocks(case: Case) -> bool:
+    names = ("out_features", "block_rows", "in_features", "block_columns")
+    outputs, rows, inputs, columns = (int(case.dims[name]) for name in names)
+    whole = outputs % rows == 0 and inputs % columns == 0 and columns % 8 == 0
+    return whole and case.dims["weight_dtype"] == "float8_e4m3fn"
 
 
 def _to_e4m3(case: Case) -> bool:
@@ -155,6 +162,17 @@ OPS = (
             (173, 83),
             x_scales="token",
             weight_scales="channel",
+            x_dtype="float8_e4m3fn",
+            weight_dtype="float8_e4m3fn",
+        ),
+    ),
+    Covered(
+        fp8_block_linear,
+        _whole_blocks,
+        dims=_sizes(
+            (160, 96),
+            block_rows=48,
+            block_columns=32,
             x_dtype="float8_e4m3fn",
             weight_dtype="float8_e4m3fn",
         ),

@@ -176,7 +176,7 @@ def test_new_weights_of_a_part_are_used() -> None:
 
 
 # Behind the address of a weight: what says that rows are multiplied as they are.
-AS_THEY_ARE = (-1, 0, 0)
+AS_THEY_ARE = (0, -1, 0, 0, 0)
 
 
 def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -328,10 +328,15 @@ def hold_coded(
     scale = 0.002 * torch.rand(outputs)
     name, _, kind = form.partition(" ")
     packed: Any
+    function: Any
     if name == "w4a8_linear":
         packed = native_linear.pack_w4a8(codes, scales, None, None)["weight"]
     elif name == "int8_linear":
         packed = native_linear.pack_int8(integers, scale, None)["weight"]
+    elif name == "fp8_block_linear":
+        weight = (integers / 16).to(torch.float8_e4m3fn)
+        blocks = 0.03 * torch.rand(outputs // 32, integers.shape[1] // 32)
+        packed = native_linear.pack_fp8_blocks(weight, blocks, None)["weight"]
     else:
         weight = (integers / 16).to(torch.float8_e4m3fn)
         packed = native_linear.pack_fp8(weight, 16 * scale, None)["weight"]
@@ -341,6 +346,8 @@ def hold_coded(
             return native_linear.w4a8_linear(codes, weight, scale, None, None, None, None, dtype)
         if name == "int8_linear":
             return native_linear.int8_linear(codes, weight, scale, None, None, None, dtype)
+        if name == "fp8_block_linear":
+            return native_linear.fp8_block_linear(codes, weight, scale, None, 32, 32, None, dtype)
         return native_linear.fp8_linear(codes, weight, scale, None, None, dtype)
 
     product = getattr(native_linear, name)
@@ -349,19 +356,22 @@ def hold_coded(
         # Small enough for some numbers to saturate.
         largest = 3.0 / (448 if is_fp8 else 127)
         quantize = "quantize_fp8_static" if is_fp8 else "quantize_int8_static"
-        options = (torch.float8_e4m3fn,) if is_fp8 else (None,)
-        function = getattr(native_quantizers, quantize)
-        linear.kernel = StaticProduct(function, product, multiply, options)
+        fixed: tuple[Any, ...] = (torch.float8_e4m3fn,) if is_fp8 else (None,)
+        linear.kernel = StaticProduct(
+            getattr(native_quantizers, quantize), product, multiply, fixed
+        )
         linear.operands = (packed, torch.tensor([largest]))
         return
-    if is_fp8:
+    options: tuple[Any, ...] = ()
+    if name == "fp8_block_linear":
+        function = native_quantizers.quantize_fp8_blocks
+        options = 32, torch.float8_e4m3fn, kind == "powers"
+    elif is_fp8:
         limit = 2.0 / 448 if kind == "limited" else None
-        function, options = (
-            native_quantizers.quantize_fp8_per_token,
-            (torch.float8_e4m3fn, limit),
-        )
+        function = native_quantizers.quantize_fp8_per_token
+        options = torch.float8_e4m3fn, limit
     else:
-        function, options = native_quantizers.quantize_int8_per_token, ()
+        function = native_quantizers.quantize_int8_per_token
     linear.kernel = CodedProduct(function, product, multiply, options)
     linear.operands = (packed,)
 
@@ -374,6 +384,8 @@ CODED = [
     "fp8_linear",
     "fp8_linear limited",
     "fp8_linear static",
+    "fp8_block_linear",
+    "fp8_block_linear powers",
 ]
 OPS = [*FLOATS, *CODED]
 

@@ -37,8 +37,11 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
   product.out_stride = factor.weight->outputs;
   if (factor.coding.type != kNone) {
     const int32_t codes = factor.coding.type == kInt8 ? kInt8 : kBFloat16;
+    const int64_t group = factor.coding.group ? factor.coding.group : inputs;
+    const int64_t groups = inputs / group;
+    if (groups * group != inputs) return kMismatch;
     const int64_t bytes = round_up(rows * inputs * size_of(codes), 64);
-    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * 4));
+    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * groups * 4));
     if (memory == nullptr) return kNoMemory;
     interposer_coded coded = {};
     coded.x = x;
@@ -48,14 +51,15 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
     coded.type = type;
     coded.code_type = codes;
     coded.limit = static_cast<float>(factor.coding.limit);
-    coded.rows = {rows, 1, inputs, x_stride, inputs};
+    coded.powers = factor.coding.powers != 0;
+    coded.rows = {rows, groups, group, x_stride, group};
     const int32_t failure = interposer_code(&coded);
     if (failure) return failure;
     product.x = memory;
     product.x_type = codes;
     product.x_stride = inputs;
     product.x_scales = factor.scale ? factor.scale : coded.scales;
-    product.x_scale_stride = factor.scale ? 0 : 1;
+    product.x_scale_stride = factor.scale ? 0 : groups;
   }
   return interposer_linear(&product);
 }

@@ -16,30 +16,32 @@ PyObject* done(int32_t failure) {
   Py_RETURN_NONE;
 }
 
-// Of four arguments: the address of a packed weight, the type of the codes that it takes, the
-// address of a scale for all rows or 0, the bits of the largest scale.
+// Of six arguments: the address of a packed weight, that of a scale for all rows or 0, and the words
+// of a coding.
+constexpr int kFactor = 6;
 interposer_factor factor(const int64_t* values) {
-  interposer_factor found = {address<const interposer_packed>(values[0]), {values[1], 0},
-                             address<const float>(values[2])};
-  std::memcpy(&found.coding.limit, &values[3], sizeof found.coding.limit);
+  interposer_factor found = {address<const interposer_packed>(values[0]), {},
+                             address<const float>(values[1])};
+  static_assert(sizeof found.coding == (kFactor - 2) * sizeof(int64_t), "it has other words");
+  std::memcpy(&found.coding, values + 2, sizeof found.coding);
   return found;
 }
 
 // Gate and up, and down, as `factor` takes them; addresses of x and of the result; type,
 // activation, rows, elements between rows of x.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t all[14];
-  if (!interposer_numbers(arguments, given, 14, all)) return nullptr;
-  const int64_t* values = all + 6;
+  int64_t all[2 * kFactor + 6];
+  if (!interposer_numbers(arguments, given, 2 * kFactor + 6, all)) return nullptr;
+  const int64_t* values = all + 2 * kFactor;
   interposer_mlp_call call = {};
   call.gate_up = factor(all);
-  call.down = factor(all + 4);
-  call.x = address<const void>(values[2]);
-  call.out = address<void>(values[3]);
-  call.type = static_cast<int32_t>(values[4]);
-  call.activation = static_cast<int32_t>(values[5]);
-  call.rows = values[6];
-  call.x_stride = values[7];
+  call.down = factor(all + kFactor);
+  call.x = address<const void>(values[0]);
+  call.out = address<void>(values[1]);
+  call.type = static_cast<int32_t>(values[2]);
+  call.activation = static_cast<int32_t>(values[3]);
+  call.rows = values[4];
+  call.x_stride = values[5];
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
   failure = interposer_mlp(&call);
@@ -51,30 +53,31 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
 // cosines and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between
 // rows of x; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t all[17];
-  if (given != 18) {
-    PyErr_Format(PyExc_TypeError, "expected 18 arguments, got %zd", given);
+  constexpr Py_ssize_t kNumbers = kFactor + 13;
+  int64_t all[kNumbers];
+  if (given != kNumbers + 1) {
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", kNumbers + 1, given);
     return nullptr;
   }
-  if (!interposer_numbers(arguments, 17, 17, all)) return nullptr;
-  const double eps = PyFloat_AsDouble(arguments[17]);
+  if (!interposer_numbers(arguments, kNumbers, kNumbers, all)) return nullptr;
+  const double eps = PyFloat_AsDouble(arguments[kNumbers]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
-  const int64_t* values = all + 3;
+  const int64_t* value = all + kFactor;
   interposer_heads_call call = {};
   call.weight = factor(all);
-  call.x = address<const void>(values[1]);
-  call.out = address<void>(values[2]);
-  call.query_weight = address<const void>(values[3]);
-  call.key_weight = address<const void>(values[4]);
-  call.cos = address<const float>(values[5]);
-  call.sin = address<const float>(values[6]);
-  call.type = static_cast<int32_t>(values[7]);
-  call.heads = values[8];
-  call.kv_heads = values[9];
-  call.size = values[10];
-  call.half = values[11];
-  call.rows = values[12];
-  call.x_stride = values[13];
+  call.x = address<const void>(*value++);
+  call.out = address<void>(*value++);
+  call.query_weight = address<const void>(*value++);
+  call.key_weight = address<const void>(*value++);
+  call.cos = address<const float>(*value++);
+  call.sin = address<const float>(*value++);
+  call.type = static_cast<int32_t>(*value++);
+  call.heads = *value++;
+  call.kv_heads = *value++;
+  call.size = *value++;
+  call.half = *value++;
+  call.rows = *value++;
+  call.x_stride = *value++;
   call.eps = static_cast<float>(eps);
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;

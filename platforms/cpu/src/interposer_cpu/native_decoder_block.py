@@ -28,7 +28,7 @@ __all__ = ["NativeDecoderBlock"]
 
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
-_FACTS = struct.Struct("=7q" + 4 * "qd" + "3d")
+_FACTS = struct.Struct("=23q3d")
 _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
@@ -204,7 +204,7 @@ class NativeDecoderBlock(DecoderBlock):
         is_whole = self.takes_mlp and None not in found
         # What is not computed takes rows as they are.
         forms = [form or FLOATS for form in (*found, None, None)][:4]
-        codings = [fact for form in forms for fact in (form.codes, form.limit)]
+        codings = [word for form in forms for word in form.words]
         statics = tuple(form.is_static for form in forms)
         mixer: Any = self.self_attn
         last: Any = self.mlp

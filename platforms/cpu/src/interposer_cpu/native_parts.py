@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -43,18 +43,43 @@ _PRODUCTS = frozenset(
         native_linear.w8a16_linear,
     }
 )
-# The same of codes, by the quantizers that make these.
-_OF_INT8 = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
-_OF_FP8 = frozenset({native_linear.fp8_linear})
-_BY_TOKEN = {
-    native_quantizers.quantize_int8_per_token: _OF_INT8,
-    native_quantizers.quantize_fp8_per_token: _OF_FP8,
+Words = tuple[int, int, int, int]
+Coding = Callable[..., Words | None]
+"""Of the options of a quantizer, the words of its coding, None where the library has none."""
+Quantizers = Mapping[object, tuple[frozenset[object], Coding]]
+
+
+def _int8_coding(zero_point: None = None) -> Words:
+    return native_quantizers.CODES[torch.int8], 0, 0, 0
+
+
+def _fp8_coding(dtype: torch.dtype, scale_limit: float | None = None) -> Words | None:
+    if dtype not in native_quantizers.CODES:
+        return None
+    (bits,) = _INT64.unpack(_FLOAT64.pack(scale_limit or 0.0))
+    return native_quantizers.CODES[dtype], bits, 0, 0
+
+
+def _block_coding(size: int, dtype: torch.dtype, powers: bool) -> Words | None:
+    if dtype not in native_quantizers.CODES:
+        return None
+    return native_quantizers.CODES[dtype], 0, size, int(powers)
+
+
+# Kernels that multiply codes, by the quantizers that make these.
+_OF_INT8: frozenset[object] = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
+_OF_FP8: frozenset[object] = frozenset({native_linear.fp8_linear})
+_OF_BLOCKS: frozenset[object] = frozenset({native_linear.fp8_block_linear})
+_BY_TOKEN: Quantizers = {
+    native_quantizers.quantize_int8_per_token: (_OF_INT8, _int8_coding),
+    native_quantizers.quantize_fp8_per_token: (_OF_FP8, _fp8_coding),
+    native_quantizers.quantize_fp8_blocks: (_OF_BLOCKS, _block_coding),
 }
-_BY_SCALE = {
-    native_quantizers.quantize_int8_static: _OF_INT8,
-    native_quantizers.quantize_fp8_static: _OF_FP8,
+_BY_SCALE: Quantizers = {
+    native_quantizers.quantize_int8_static: (_OF_INT8, _int8_coding),
+    native_quantizers.quantize_fp8_static: (_OF_FP8, _fp8_coding),
 }
-_LIMIT, _LIMIT_BITS = struct.Struct("=d"), struct.Struct("=q")
+_FLOAT64, _INT64 = struct.Struct("=d"), struct.Struct("=q")
 _GELU = {"none": 1, "tanh": 2}
 
 
@@ -86,49 +111,42 @@ class Form(NamedTuple):
     """What the library makes of rows before it multiplies them.
 
     Attributes:
-        codes: their type, a number of the library's C interface; -1 leaves rows as they are.
-        limit: the largest scale of a row, 0 for none.
-        limit_bits: those of ``limit`` as a float64.
+        words: of an interposer_coding: type of the codes, bits of the largest scale as a float64,
+            inputs that share a scale, whether scales are powers of two.
         is_static: the last operand is one scale for all rows.
     """
 
-    codes: int
-    limit: float
-    limit_bits: int
+    words: Words
     is_static: bool
 
 
-FLOATS = Form(-1, 0.0, 0, False)
+FLOATS = Form((-1, 0, 0, 0), False)
 """Of products of rows as they are."""
 
 
 def form_of(kernel: Callable[..., Any] | None) -> Form | None:
     """Return what the library does with rows for one of its products, None for other kernels."""
-    if isinstance(kernel, CodedProduct):
-        return _form_of_codes(kernel)
+    if type(kernel) is StaticProduct:
+        return _form_of_codes(kernel, _BY_SCALE, True)
+    if type(kernel) is CodedProduct:
+        return _form_of_codes(kernel, _BY_TOKEN, False)
     return FLOATS if kernel in _PRODUCTS else None
 
 
-def _form_of_codes(kernel: CodedProduct) -> Form | None:
-    is_static = type(kernel) is StaticProduct
-    if not is_static and type(kernel) is not CodedProduct:
-        return None
-    products = (_BY_SCALE if is_static else _BY_TOKEN).get(kernel.quantize)
-    if products is None or kernel.product not in products:
-        return None
-    if products is _OF_INT8:
-        return Form(native_quantizers.CODES[torch.int8], 0.0, 0, is_static)
-    dtype, *limits = kernel.options
-    codes = native_quantizers.CODES.get(dtype)
-    limit = float(limits[0] or 0.0) if limits else 0.0
-    bits = _LIMIT_BITS.unpack(_LIMIT.pack(limit))[0]
-    return None if codes is None else Form(codes, limit, bits, is_static)
+def _form_of_codes(
+    kernel: CodedProduct,
+    quantizers: Quantizers,
+    static: bool,
+) -> Form | None:
+    products, coding = quantizers.get(kernel.quantize, (frozenset(), _int8_coding))
+    words = coding(*kernel.options) if kernel.product in products else None
+    return None if words is None else Form(words, static)
 
 
-def factor(form: Form, operands: tuple[Any, ...]) -> tuple[int, int, int, int]:
+def factor(form: Form, operands: tuple[Any, ...]) -> tuple[int, ...]:
     """Return what the library's calls take for a product with these operands."""
     scale = operands[-1].data_ptr() if form.is_static else 0
-    return operands[0][0].data_ptr(), form.codes, scale, form.limit_bits
+    return operands[0][0].data_ptr(), scale, *form.words
 
 
 def activation_number(activation: GatedActivation) -> int | None:

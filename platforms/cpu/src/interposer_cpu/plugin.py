@@ -60,6 +60,7 @@ _NATIVE = (
     ("int8_linear", (*_WIDE, "float16"), "native_linear:judge_symmetric", "pack_int8"),
     ("w4a8_linear", (*_WIDE, "float16"), "native_linear:judge_codes", "pack_w4a8"),
     ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
+    ("fp8_block_linear", (*_WIDE, "float16"), "native_linear:judge_fp8_blocks", "pack_fp8_blocks"),
 )
 
 # Kernels of the compiled library for mixtures of experts: op, dtypes, predicate.
