@@ -15,7 +15,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError
 from interposer.testing import conformance
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.compressed_examples import compressed_tensors_examples
 from interposer_quantization.compressed_packed_linear import PackedIntLinear
@@ -77,16 +77,30 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
         kernel = layer.kernel
         if isinstance(kernel, CodedProduct):
             x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-            codes, scales = kernel.quantize(x)
-            assert codes.dtype == torch.int8
-            assert scales.shape == (3, 1)
-            assert torch.equal(layer(x), kernel.multiply(codes, scales, *layer.operands))
+            name = type(layer.method).__name__
+            is_static = isinstance(kernel, StaticProduct)
+            operands = list(layer.operands)
+            if is_static:
+                scales = operands.pop()
+                codes = kernel.quantize(x, scales, *kernel.options)
+                assert scales.shape == (1,)
+            else:
+                codes, scales = kernel.quantize(x, *kernel.options)
+                assert scales.shape == (3, 2 if name == "Fp8BlockLinear" else 1)
+            assert codes.dtype in (torch.int8, torch.float8_e4m3fn)
+            assert torch.equal(layer(x), kernel.multiply(codes, scales, *operands))
             method: Any = layer.method
             assert kernel.product is method.bound.function
-            assert not method.inputs.static
-            assert not method.inputs.asymmetric
-            found.add(type(method).__name__)
-    assert found == {"Int8Linear", "W4A8Linear"}
+            found.add((name, is_static))
+    assert found == {
+        ("Int8Linear", False),
+        ("Int8Linear", True),
+        ("W4A8Linear", False),
+        ("Fp8RowLinear", False),
+        ("Fp8RowLinear", True),
+        ("Fp8TensorLinear", True),
+        ("Fp8BlockLinear", False),
+    }
 
 
 @pytest.mark.parametrize("label", EXAMPLES)

@@ -10,34 +10,54 @@ from typing import Any
 
 import torch
 
-__all__ = ["CodedProduct"]
+__all__ = ["CodedProduct", "StaticProduct"]
 
 
 class CodedProduct:
     """What a ``LinearMethod`` returns as kernel where every token is quantized, then multiplied.
 
-    It computes ``multiply(*quantize(x), *operands)``, and says what both steps are made of, so that
-    whoever computes several layers at once can do the same.
+    It computes ``multiply(*quantize(x, *options), *operands)``, and says what both steps are made
+    of, so that whoever computes several layers at once can do the same.
 
     Attributes:
-        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales ``[T, 1]``.
+        quantize: the bound kernel that returns the codes ``[T, I]`` and the scales, one or several
+            for every token.
         product: the bound kernel that multiplies them.
         multiply: calls ``product`` in the order of its op, with what is no operand besides.
+        options: what ``quantize`` takes behind ``x``.
     """
 
-    __slots__ = ("multiply", "product", "quantize")
+    __slots__ = ("multiply", "options", "product", "quantize")
 
     def __init__(
         self,
-        quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        quantize: Callable[..., Any],
         product: Callable[..., torch.Tensor],
         multiply: Callable[..., torch.Tensor],
+        options: tuple[Any, ...] = (),
     ) -> None:
         self.quantize = quantize
         self.product = product
         self.multiply = multiply
+        self.options = options
 
     def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         """Return ``[T, O]`` of ``x`` ``[T, I]``."""
-        codes, scales = self.quantize(x)
+        codes, scales = self.quantize(x, *self.options)
         return self.multiply(codes, scales, *operands)
+
+
+class StaticProduct(CodedProduct):
+    """The same with one scale for all tokens, ``[1]``, which is the last operand.
+
+    It computes ``multiply(quantize(x, scale, *options), scale, *others)``: ``quantize`` returns the
+    codes alone.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Return ``[T, O]`` of ``x`` ``[T, I]``."""
+        *others, scale = operands
+        codes = self.quantize(x, scale, *self.options)
+        return self.multiply(codes, scale, *others)

@@ -17,7 +17,15 @@
 #define INTERPOSER_INLINE inline __attribute__((always_inline))
 
 // The numeric formats that cross the C interface.
-enum Type : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 3, kE8M0 = 4, kNone = -1 };
+enum Type : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kInt8 = 3,
+  kE8M0 = 4,
+  kE4M3 = 5,
+  kNone = -1,
+};
 
 namespace {  // a copy for each level: none may be shared between files of different flags
 
@@ -52,11 +60,14 @@ INTERPOSER_INLINE Floats as_floats(Words bits) { return (Floats)bits; }
 // compilers compare them one by one, but subtract several at once.
 INTERPOSER_INLINE Words less(Words a, Words b) { return -((a - b) >> 31); }
 
-INTERPOSER_INLINE float float_of_bfloat16(uint16_t half) {
-  uint32_t bits = uint32_t(half) << 16;
+INTERPOSER_INLINE float float_of_bits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
+}
+
+INTERPOSER_INLINE float float_of_bfloat16(uint16_t half) {
+  return float_of_bits(uint32_t(half) << 16);
 }
 
 // Rounded to nearest, ties to even; a NaN stays one.
@@ -169,7 +180,7 @@ INTERPOSER_INLINE void store_floats(void* to, Floats values, int32_t type) {
 }
 
 constexpr int size_of(int32_t type) {
-  return type == kFloat32 ? 4 : type == kInt8 || type == kE8M0 ? 1 : 2;
+  return type == kFloat32 ? 4 : type == kInt8 || type == kE8M0 || type == kE4M3 ? 1 : 2;
 }
 
 // The first `count` of the lanes, at most sixteen; the rest is zero or stays.

@@ -32,10 +32,15 @@ from interposer_ops.experts import (
     fused_experts_mxfp4,
     fused_experts_w4a16,
 )
-from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.fp8_linear import fp8_block_linear, fp8_linear
+from interposer_ops.fp8_quantizers import (
+    quantize_fp8_blocks,
+    quantize_fp8_per_token,
+    quantize_fp8_static,
+)
 from interposer_ops.head_norms import qk_norm
 from interposer_ops.int8_linear import int8_linear, w4a8_linear
-from interposer_ops.int8_quantizers import quantize_int8_per_token
+from interposer_ops.int8_quantizers import quantize_int8_per_token, quantize_int8_static
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import (
@@ -87,6 +92,17 @@ def _sizes(*sizes: tuple[int, int], **others: object) -> tuple[Dims, ...]:
 
 def _groups(case: Case) -> bool:
     return case.dims["num_groups"] == 1 or int(case.dims["group_size"]) % 8 == 0
+
+
+def _whole_blocks(case: Case) -> bool:
+    names = ("out_features", "block_rows", "in_features", "block_columns")
+    outputs, rows, inputs, columns = (int(case.dims[name]) for name in names)
+    whole = outputs % rows == 0 and inputs % columns == 0 and columns % 8 == 0
+    return whole and case.dims["weight_dtype"] == "float8_e4m3fn"
+
+
+def _to_e4m3(case: Case) -> bool:
+    return case.dims["out_dtype"] == "float8_e4m3fn"
 
 
 def _attends(case: Case) -> bool:
@@ -150,6 +166,17 @@ OPS = (
             weight_dtype="float8_e4m3fn",
         ),
     ),
+    Covered(
+        fp8_block_linear,
+        _whole_blocks,
+        dims=_sizes(
+            (160, 96),
+            block_rows=48,
+            block_columns=32,
+            x_dtype="float8_e4m3fn",
+            weight_dtype="float8_e4m3fn",
+        ),
+    ),
     Covered(fused_experts, dtypes=_WIDE, dims=_experts(83, 70, biased=True)),
     Covered(fused_experts_w4a16, dims=_experts(96, 72, group_size=24)),
     Covered(fused_experts_mxfp4, dims=_experts(96, 160, biased=True)),
@@ -164,6 +191,15 @@ OPS = (
     Covered(silu_and_mul),
     Covered(gelu_and_mul),
     Covered(quantize_int8_per_token),
+    Covered(quantize_int8_static, lambda case: not case.dims["asymmetric"]),
+    Covered(quantize_fp8_per_token, _to_e4m3),
+    Covered(quantize_fp8_static, _to_e4m3),
+    Covered(
+        quantize_fp8_blocks,
+        lambda case: (
+            _to_e4m3(case) and int(case.dims["hidden_size"]) % int(case.dims["block_size"]) == 0
+        ),
+    ),
     Covered(sample_tokens, strided=_LOGITS),
     Covered(gumbel_argmax, strided=_LOGITS),
     Covered(apply_penalties, strided=(*_LOGITS, "prompt_mask", "output_counts")),

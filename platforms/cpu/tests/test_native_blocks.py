@@ -175,6 +175,10 @@ def test_new_weights_of_a_part_are_used() -> None:
     assert not layer(torch.randn(3, 40)).any()
 
 
+# Behind the address of a weight: what says that rows are multiplied as they are.
+AS_THEY_ARE = (0, -1, 0, 0, 0)
+
+
 def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return how each op packs what it multiplies by; codes are random, of the weight's size."""
     outputs, inputs = weight.shape
@@ -200,12 +204,13 @@ def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None
     down = packings(0.1 * torch.randn(hidden, inner, dtype=dtype))[op]()["weight"]
     x = torch.randn(5, hidden).to(dtype)
     out = torch.full((5, hidden), float("nan")).to(dtype)
-    addresses = [tensor.data_ptr() for tensor in (up[0], down[0], x, out)]
+    factors = [fact for weight in (up, down) for fact in (weight[0].data_ptr(), *AS_THEY_ARE)]
+    addresses = x.data_ptr(), out.data_ptr()
     project = getattr(native_linear, op)
     rest = (None,) * (1 if op == "linear" else 2)
     native.force_level(level)
     try:
-        native.library().mlp(*addresses, TYPES[dtype], 0, 5, hidden, 0, 0)
+        native.library().mlp(*factors, *addresses, TYPES[dtype], 0, 5, hidden)
         gate, other = project(x, up, *rest).float().chunk(2, dim=-1)
         between = (torch.nn.functional.silu(gate) * other).to(dtype)
         expected = project(between, down, *rest)
@@ -216,6 +221,6 @@ def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None
 
 def test_weights_that_do_not_follow_each_other_are_refused() -> None:
     up, _ = native_linear.pack(torch.randn(66, 32), None)["weight"]
-    x = torch.randn(1, 32)
+    x, factor = torch.randn(1, 32), (up.data_ptr(), *AS_THEY_ARE)
     with pytest.raises(RuntimeError, match="block failed with code 4"):
-        native.library().mlp(up.data_ptr(), up.data_ptr(), *[x.data_ptr()] * 2, 0, 0, 1, 32, 0, 0)
+        native.library().mlp(*factor, *factor, *[x.data_ptr()] * 2, 0, 0, 1, 32)

@@ -47,6 +47,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
         assert trial.run() == [], str(trial)
         ran.add(trial.candidate.name.removesuffix("_native"))
     assert ran == {
+        "fp8_block_linear",
         "fp8_linear",
         "int8_linear",
         "linear",

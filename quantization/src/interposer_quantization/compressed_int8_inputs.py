@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from interposer import Site
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.int8_quantizers import (
     quantize_int8_per_token,
     quantize_int8_per_token_asymmetric,
@@ -65,17 +65,19 @@ class Int8Inputs:
     def coded(
         self, product: Callable[..., torch.Tensor], multiply: Callable[..., torch.Tensor]
     ) -> CodedProduct | None:
-        """Return the quantizer and a product as one kernel; None unless codes alone are all.
+        """Return the quantizer and a product as one kernel; None where there are zero points.
 
         Args:
             product, multiply: as ``CodedProduct`` has them.
         """
-        if self.static or self.asymmetric:
+        if self.asymmetric:
             return None
+        if self.static:
+            return StaticProduct(self.quantize_static, product, multiply, (None,))
         return CodedProduct(self.quantize, product, multiply)
 
     def stored(self, layer: nn.Module) -> tuple[torch.Tensor | None, ...]:
-        """Return the scale ``[1]`` and the zero point ``[1]`` int32 of all inputs.
+        """Return the scale ``[1]`` of all inputs, and the zero point ``[1]`` int32 if there is one.
 
         Nothing where each token has its own.
 
@@ -85,7 +87,8 @@ class Int8Inputs:
         if not self.static:
             return ()
         self.members.check(layer.get_parameter("input_scale"), "input_scale")
-        return self._static(layer)
+        scale, zero_point = self._static(layer)
+        return (scale,) if zero_point is None else (scale, zero_point)
 
     def dequantized(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""

@@ -89,7 +89,7 @@ class W4A8Linear(LinearMethod):
         del parts
         operands = final_operands(layer, self.bound, constants)
         if order is None and self.coded is not None:
-            return self.coded, operands
+            return self.coded, (*operands, *static)
         return self._project, (*operands, order, *static)
 
     def _project(

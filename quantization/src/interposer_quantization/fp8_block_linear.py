@@ -13,6 +13,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.fp8_linear import fp8_block_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_blocks
 from interposer_quantization.fp8_parameters import FORMAT, FORMAT_NAME, Members, register
@@ -110,26 +111,22 @@ class Fp8BlockLinear(LinearMethod):
             if prepared[operand] is not stored[operand]:
                 # The prepared copy replaces it; held twice it would double the memory.
                 layer.register_parameter(name, None)
-        return self._project, tuple(prepared[operand] for operand in names)
+        options = self.block_columns, FORMAT, self.power_of_two_scales
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
+        return kernel, tuple(prepared[operand] for operand in names)
 
     def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.quantize(x, self.block_columns, FORMAT, self.power_of_two_scales)
 
-    def _project(
+    def _multiply(
         self,
-        x: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, scales = self._quantized(x)
+        rows, columns = self.block_rows, self.block_columns
         return self.bound.function(
-            quantized,
-            weight,
-            scales,
-            weight_scales,
-            self.block_rows,
-            self.block_columns,
-            bias,
-            self.dtype,
+            codes, weight, scales, weight_scales, rows, columns, bias, self.dtype
         )

@@ -14,6 +14,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
+from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_per_token, quantize_fp8_static
 from interposer_quantization.fp8_parameters import (
@@ -124,9 +125,13 @@ class _Fp8Linear(LinearMethod):
                 # What was derived replaces it; held twice it would double the memory.
                 layer.register_parameter(name, None)
         constants = tuple(prepared[name] for name in stored)
+        product = self.bound.function
         if self.input_scale is None:
-            return self._project_per_token, constants
-        return self._project_static, (*constants, self._common_input_scale(layer, self.input_scale))
+            options = FORMAT, self.scale_limit
+            dynamic = CodedProduct(self.quantize_per_token, product, self._multiply, options)
+            return dynamic, constants
+        kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
+        return kernel, (*constants, self._common_input_scale(layer, self.input_scale))
 
     def _common_input_scale(self, layer: nn.Module, name: str) -> torch.Tensor:
         scales = layer.get_parameter(name)
@@ -143,26 +148,15 @@ class _Fp8Linear(LinearMethod):
             )
         return scales[:1]
 
-    def _project_static(
+    def _multiply(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor,
-    ) -> torch.Tensor:
-        quantized = self.quantize_static(x, input_scale, FORMAT)
-        return self.bound.function(quantized, weight, input_scale, weight_scale, bias, self.dtype)
-
-    def _project_per_token(
-        self,
-        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, scale = self.quantize_per_token(x, FORMAT, self.scale_limit)
-        return self.bound.function(quantized, weight, scale, weight_scale, bias, self.dtype)
+        return self.bound.function(codes, weight, scale, weight_scale, bias, self.dtype)
 
 
 class Fp8TensorLinear(_Fp8Linear):

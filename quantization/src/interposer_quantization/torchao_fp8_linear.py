@@ -15,6 +15,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.resolver import BoundKernel
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_per_token
 from interposer_ops.linear import linear
@@ -80,17 +81,18 @@ class TorchAoFp8Linear(LinearMethod):
             if prepared[operand] is not stored[operand]:
                 # The prepared copy replaces it; held twice it would double the memory.
                 layer.register_parameter(name, None)
-        return self._project, tuple(prepared[operand] for operand in _NAMES)
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, (FORMAT, None))
+        return kernel, tuple(prepared[operand] for operand in _NAMES)
 
-    def _project(
+    def _multiply(
         self,
-        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
         weight: torch.Tensor,
         weight_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, scale = self.quantize(x, FORMAT, None)
-        return self.bound.function(quantized, weight, scale, weight_scale, bias, self.dtype)
+        return self.bound.function(codes, weight, scale, weight_scale, bias, self.dtype)
 
 
 class TorchAoFp8WeightLinear(WeightLinear):

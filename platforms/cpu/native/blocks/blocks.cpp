@@ -11,7 +11,8 @@ namespace {
 // Rows taken at a time, so that what lies between two products stays in a cache.
 constexpr int64_t kMostRows = 256;
 
-enum Coded : int64_t { kHeads = 1, kOutput = 2, kGateUp = 4, kDown = 8 };
+// The order of codings and their scales.
+enum Place { kHeads, kOutput, kGateUp, kDown };
 
 char* moved(void* data, int32_t type, int64_t elements) {
   return static_cast<char*>(data) + elements * size_of(type);
@@ -34,23 +35,31 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
   product.out = out;
   product.out_type = out_type;
   product.out_stride = factor.weight->outputs;
-  if (factor.coded) {
-    const int64_t bytes = round_up(rows * inputs, 64);
-    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * 4));
+  if (factor.coding.type != kNone) {
+    const int32_t codes = factor.coding.type == kInt8 ? kInt8 : kBFloat16;
+    const int64_t group = factor.coding.group ? factor.coding.group : inputs;
+    const int64_t groups = inputs / group;
+    if (groups * group != inputs) return kMismatch;
+    const int64_t bytes = round_up(rows * inputs * size_of(codes), 64);
+    char* memory = static_cast<char*>(interposer_scratch(kForCodes, bytes + rows * groups * 4));
     if (memory == nullptr) return kNoMemory;
     interposer_coded coded = {};
     coded.x = x;
-    coded.codes = reinterpret_cast<int8_t*>(memory);
+    coded.codes = memory;
     coded.scales = reinterpret_cast<float*>(memory + bytes);
+    coded.given = factor.scale;
     coded.type = type;
-    coded.rows = {rows, 1, inputs, x_stride, inputs};
+    coded.code_type = codes;
+    coded.limit = static_cast<float>(factor.coding.limit);
+    coded.powers = factor.coding.powers != 0;
+    coded.rows = {rows, groups, group, x_stride, group};
     const int32_t failure = interposer_code(&coded);
     if (failure) return failure;
     product.x = memory;
-    product.x_type = kInt8;
+    product.x_type = codes;
     product.x_stride = inputs;
-    product.x_scales = coded.scales;
-    product.x_scale_stride = 1;
+    product.x_scales = factor.scale ? factor.scale : coded.scales;
+    product.x_scale_stride = factor.scale ? 0 : groups;
   }
   return interposer_linear(&product);
 }
@@ -139,13 +148,17 @@ void gather(const void* from, const int64_t* rows, int64_t count, int64_t bytes,
   }
 }
 
+interposer_factor factor_of(const interposer_block_call& call, const interposer_packed* weight,
+                            Place place) {
+  return {weight, call.block->codings[place], call.scales[place]};
+}
+
 int32_t decoder_block(const interposer_block_call& call) {
   const interposer_block& block = *call.block;
   const int32_t type = static_cast<int32_t>(block.type);
   const int64_t size = size_of(type), hidden = block.hidden, width = block.heads * block.size;
   const int64_t merged = width + 2 * block.kv_heads * block.size;
-  const interposer_factor heads_factor = {call.heads, (block.coded & kHeads) != 0};
-  const interposer_factor output = {call.output, (block.coded & kOutput) != 0};
+  const interposer_factor output = factor_of(call, call.output, kOutput);
   if (call.heads->inputs != hidden || call.output->inputs != width ||
       call.output->outputs != hidden) {
     return kMismatch;
@@ -175,7 +188,7 @@ int32_t decoder_block(const interposer_block_call& call) {
   if (failure) return failure;
 
   interposer_heads_call heads = {};
-  heads.weight = heads_factor;
+  heads.weight = factor_of(call, call.heads, kHeads);
   heads.x = first;
   heads.out = second;
   heads.query_weight = call.query_weight;
@@ -220,8 +233,8 @@ int32_t decoder_block(const interposer_block_call& call) {
   if (failure || call.gate_up == nullptr) return failure;
 
   interposer_mlp_call last = {};
-  last.gate_up = {call.gate_up, (block.coded & kGateUp) != 0};
-  last.down = {call.down, (block.coded & kDown) != 0};
+  last.gate_up = factor_of(call, call.gate_up, kGateUp);
+  last.down = factor_of(call, call.down, kDown);
   last.x = normalised;
   last.out = call.out;
   last.type = type;

@@ -9,10 +9,20 @@
 
 extern "C" {
 
-// A weight, and whether rows become int8 codes with a scale each before they are multiplied by it.
+// What rows become before they are multiplied, if anything: codes of interposer_coded, those of 8-bit
+// floats as bfloat16. In words of 64 bits.
+struct interposer_coding {
+  int64_t type;    // kInt8 or kE4M3; kNone leaves rows as they are
+  double limit;    // of the scales of rows; 0 for none
+  int64_t group;   // inputs that share a scale; 0 for all of a row
+  int64_t powers;  // whether scales are rounded up to powers of two
+};
+
+// A weight, and what rows become before they are multiplied by it.
 struct interposer_factor {
   const interposer_packed* weight;
-  bool coded;
+  interposer_coding coding;
+  const float* scale;  // one for all rows; null where each has its own
 };
 
 // out = down(activation(gate) * up), where [gate, up] = gate_up(x). What lies between is float32.
@@ -44,7 +54,7 @@ struct interposer_block {
   int64_t type;  // of everything but the residual stream, which is float32
   int64_t activation;
   int64_t hidden, heads, kv_heads, size, half;
-  int64_t coded;  // bits for the products to heads, of attention, to gate and up, and down
+  interposer_coding codings[4];  // for the products to heads, of attention, to gate and up, and down
   double input_eps, head_eps, post_eps;
 };
 
@@ -56,6 +66,7 @@ struct interposer_block {
 struct interposer_block_call {
   const interposer_block* block;
   const interposer_packed *heads, *output, *gate_up, *down;
+  const float* scales[4];  // of interposer_factor, in the order of codings
   const void *input_weight, *query_weight, *key_weight, *post_weight;  // of the norms
   const float *cos, *sin;  // [rows, half]
   interposer_attention_call attention;  // without query, key, value and out

@@ -2,6 +2,8 @@
 
 #include "../python.h"
 
+#include <cstring>
+
 #include "blocks.h"
 
 namespace {
@@ -14,20 +16,32 @@ PyObject* done(int32_t failure) {
   Py_RETURN_NONE;
 }
 
-// Addresses of the packed weights of gate and up and of down, of x and of the result; type,
-// activation, rows, elements between rows of x; whether gate and up, and down, take codes.
+// Of six arguments: the address of a packed weight, that of a scale for all rows or 0, and the words
+// of a coding.
+constexpr int kFactor = 6;
+interposer_factor factor(const int64_t* values) {
+  interposer_factor found = {address<const interposer_packed>(values[0]), {},
+                             address<const float>(values[1])};
+  static_assert(sizeof found.coding == (kFactor - 2) * sizeof(int64_t), "it has other words");
+  std::memcpy(&found.coding, values + 2, sizeof found.coding);
+  return found;
+}
+
+// Gate and up, and down, as `factor` takes them; addresses of x and of the result; type,
+// activation, rows, elements between rows of x.
 PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[10];
-  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
+  int64_t all[2 * kFactor + 6];
+  if (!interposer_numbers(arguments, given, 2 * kFactor + 6, all)) return nullptr;
+  const int64_t* values = all + 2 * kFactor;
   interposer_mlp_call call = {};
-  call.gate_up = {address<const interposer_packed>(values[0]), values[8] != 0};
-  call.down = {address<const interposer_packed>(values[1]), values[9] != 0};
-  call.x = address<const void>(values[2]);
-  call.out = address<void>(values[3]);
-  call.type = static_cast<int32_t>(values[4]);
-  call.activation = static_cast<int32_t>(values[5]);
-  call.rows = values[6];
-  call.x_stride = values[7];
+  call.gate_up = factor(all);
+  call.down = factor(all + kFactor);
+  call.x = address<const void>(values[0]);
+  call.out = address<void>(values[1]);
+  call.type = static_cast<int32_t>(values[2]);
+  call.activation = static_cast<int32_t>(values[3]);
+  call.rows = values[4];
+  call.x_stride = values[5];
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
   failure = interposer_mlp(&call);
@@ -35,33 +49,35 @@ PyObject* mlp(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(failure);
 }
 
-// Addresses of the packed weight, of x, of the result, of the weights of query and key, of cosines
-// and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between rows of
-// x; whether the weight takes codes; eps.
+// The weight as `factor` takes it; addresses of x, of the result, of the weights of query and key, of
+// cosines and sines; type, heads, kv heads, size, half of the rotated size; rows, elements between
+// rows of x; eps.
 PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[15];
-  if (given != 16) {
-    PyErr_Format(PyExc_TypeError, "expected 16 arguments, got %zd", given);
+  constexpr Py_ssize_t kNumbers = kFactor + 13;
+  int64_t all[kNumbers];
+  if (given != kNumbers + 1) {
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", kNumbers + 1, given);
     return nullptr;
   }
-  if (!interposer_numbers(arguments, 15, 15, values)) return nullptr;
-  const double eps = PyFloat_AsDouble(arguments[15]);
+  if (!interposer_numbers(arguments, kNumbers, kNumbers, all)) return nullptr;
+  const double eps = PyFloat_AsDouble(arguments[kNumbers]);
   if (eps == -1.0 && PyErr_Occurred()) return nullptr;
+  const int64_t* value = all + kFactor;
   interposer_heads_call call = {};
-  call.weight = {address<const interposer_packed>(values[0]), values[14] != 0};
-  call.x = address<const void>(values[1]);
-  call.out = address<void>(values[2]);
-  call.query_weight = address<const void>(values[3]);
-  call.key_weight = address<const void>(values[4]);
-  call.cos = address<const float>(values[5]);
-  call.sin = address<const float>(values[6]);
-  call.type = static_cast<int32_t>(values[7]);
-  call.heads = values[8];
-  call.kv_heads = values[9];
-  call.size = values[10];
-  call.half = values[11];
-  call.rows = values[12];
-  call.x_stride = values[13];
+  call.weight = factor(all);
+  call.x = address<const void>(*value++);
+  call.out = address<void>(*value++);
+  call.query_weight = address<const void>(*value++);
+  call.key_weight = address<const void>(*value++);
+  call.cos = address<const float>(*value++);
+  call.sin = address<const float>(*value++);
+  call.type = static_cast<int32_t>(*value++);
+  call.heads = *value++;
+  call.kv_heads = *value++;
+  call.size = *value++;
+  call.half = *value++;
+  call.rows = *value++;
+  call.x_stride = *value++;
   call.eps = static_cast<float>(eps);
   int32_t failure;
   Py_BEGIN_ALLOW_THREADS;
@@ -71,14 +87,14 @@ PyObject* project_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given)
 }
 
 // Addresses of what stays the same; of the packed weights to heads, of attention, to gate and up,
-// and down, the last two 0 without an MLP; of the weights of the input's norm, of query and key,
-// and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
+// and down, the last two 0 without an MLP; of a scale for all rows of what each takes, or 0; of the
+// weights of the input's norm, of query and key, and of the second norm; of cosines and sines, the plan and the cache; bytes between its heads and
 // pages; addresses of sinks, of scales of keys and values, elements between the scales of two
 // heads; addresses of x and the residual, whether x is added; rows; address and number of the
 // chosen ones, -1 for all; addresses of the result and of the stream.
 PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[27];
-  if (!interposer_numbers(arguments, given, 27, values)) return nullptr;
+  int64_t values[31];
+  if (!interposer_numbers(arguments, given, 31, values)) return nullptr;
   const int64_t* value = values;
   interposer_block_call call = {};
   call.block = address<const interposer_block>(*value++);
@@ -86,6 +102,7 @@ PyObject* decoder_block(PyObject*, PyObject* const* arguments, Py_ssize_t given)
   call.output = address<const interposer_packed>(*value++);
   call.gate_up = address<const interposer_packed>(*value++);
   call.down = address<const interposer_packed>(*value++);
+  for (const float*& scale : call.scales) scale = address<const float>(*value++);
   call.input_weight = address<const void>(*value++);
   call.query_weight = address<const void>(*value++);
   call.key_weight = address<const void>(*value++);

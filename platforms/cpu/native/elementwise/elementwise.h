@@ -57,12 +57,18 @@ struct interposer_heads {
   int64_t out_stride;  // elements between outer rows of the result, whose heads have no gaps
 };
 
-// codes = round(x / scale), scale = max|x| / 127 of a row, 1 where that is 0.
+// codes = round(x / scale) to the nearest code, ties to even, saturating. The scale is given, or
+// max|x| / largest code of a row: 1 where that is 0, rounded up to a power of two or limited if
+// so wanted.
 struct interposer_coded {
   const void* x;
-  int8_t* codes;
-  float* scales;
+  void* codes;         // without gaps
+  float* scales;       // of each row, without gaps; not written where one is given
+  const float* given;  // one scale for all rows, or null
   int32_t type;
+  int32_t code_type;  // kInt8 or kE4M3; kBFloat16 for numbers of e4m3fn that it holds
+  bool powers;
+  float limit;  // the largest scale; 0 for none
   interposer_rows_of rows;
 };
 

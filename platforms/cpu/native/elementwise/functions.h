@@ -81,16 +81,41 @@ INTERPOSER_INLINE Floats gelu_tanh(Floats x) {
   return sigmoid_weighted(x, 1.5957691216f * (x + 0.044715f * x * x * x));
 }
 
+// The nearest number of e4m3fn, ties to even; x is at most its largest, 448, or NaN.
+INTERPOSER_INLINE Floats nearest_e4m3(Floats x) {
+  const Words sign = (Words)x & 0x80000000u, size = (Words)magnitude(x);
+  const Words normal = (size + 0x7ffffu + (size >> 20 & 1)) & 0xfff00000u;
+  // Below 2^-6 numbers are 2^-9 apart, as the float32 from 2^14 on are.
+  const Words small = (Words)((as_floats(size) + 16384.0f) - 16384.0f);
+  const Words is_small = less(size, splat(uint32_t(0x3c800000)));
+  const Words is_nan = less(splat(uint32_t(0x7f800000)), size);
+  const Words nearest = (small & is_small) | (normal & ~is_small);
+  return as_floats((nearest & ~is_nan) | (0x7fc00000u & is_nan) | sign);
+}
+
+// The codes of numbers of e4m3fn.
+INTERPOSER_INLINE Words codes_of_e4m3(Floats x) {
+  const Words sign = (Words)x >> 24 & 0x80u, size = (Words)magnitude(x);
+  const Words normal = (size >> 20) - (120 << 3);
+  const Words small = (Words)(as_floats(size) + 16384.0f) - 0x46800000u;
+  const Words is_small = less(size, splat(uint32_t(0x3c800000)));
+  const Words is_nan = less(splat(uint32_t(0x7f800000)), size);
+  const Words code = (small & is_small) | (normal & ~is_small);
+  return (code & ~is_nan) | (0x7fu & is_nan) | sign;
+}
+
 INTERPOSER_INLINE float sum_of(Floats lanes) {
   float total = 0;
   for (int i = 0; i < kLanes; ++i) total += lanes[i];
   return total;
 }
 
+// Of magnitudes, whose bits are ordered as they are; NaN is larger than all.
 INTERPOSER_INLINE float largest_of(Floats lanes) {
-  float largest = 0;
-  for (int i = 0; i < kLanes; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
-  return largest;
+  const Words bits = (Words)lanes;
+  uint32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = bits[i] > largest ? bits[i] : largest;
+  return float_of_bits(largest);
 }
 
 }  // namespace

@@ -189,30 +189,70 @@ void turn_heads(const interposer_heads& heads, int64_t first, int64_t last) {
   return turn_type<kFloat16>(heads, first, last);
 }
 
-template <int32_t kType>
-void code_type(const interposer_coded& coded, int64_t first, int64_t last) {
-  typedef int8_t Codes __attribute__((vector_size(16)));
+constexpr float largest_code(int32_t type) { return type == kInt8 ? 127.0f : 448.0f; }
+
+template <int32_t kCode>
+INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
+  if constexpr (kCode == kInt8) {
+    // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
+    const Ints rounded = (Ints)(limited(quotient, 128.0f) + kRound) - 0x4b400000;
+    const Ints excess = (rounded >> 7) & ~(rounded >> 31);
+    const Bytes sixteen = __builtin_convertvector(rounded - excess, Bytes);
+    std::memcpy(to, &sixteen, size_t(count));
+  } else {
+    const Floats nearest = nearest_e4m3(limited(quotient, largest_code(kCode)));
+    if constexpr (kCode == kE4M3) {
+      const Bytes sixteen = __builtin_convertvector(codes_of_e4m3(nearest), Bytes);
+      std::memcpy(to, &sixteen, size_t(count));
+    } else {
+      const Halves sixteen = __builtin_convertvector((Words)nearest >> 16, Halves);
+      std::memcpy(to, &sixteen, size_t(count) * 2);
+    }
+  }
+}
+
+// The scale with which the largest magnitude of a row becomes the largest code.
+template <int32_t kType, int32_t kCode>
+INTERPOSER_INLINE float fitting_scale(const interposer_coded& coded, const char* x) {
+  Floats peaks = {};
+  in_vectors(coded.rows.width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
+    const Floats value = magnitude(load_some(element<kType>(x, i), kType, count));
+    peaks = chosen(less((Words)peaks, (Words)value), value, peaks);
+  });
+  const float peak = largest_of(peaks);
+  float scale = peak > 0 ? peak / largest_code(kCode) : 1.0f;
+  if (coded.powers) {
+    int exponent;
+    const float fraction = __builtin_frexpf(scale, &exponent);  // 0.5 of a power of two
+    scale = __builtin_ldexpf(1.0f, fraction == 0.5f ? exponent - 1 : exponent);
+  }
+  return coded.limit > 0 && scale > coded.limit ? coded.limit : scale;
+}
+
+template <int32_t kType, int32_t kCode>
+void code_rows(const interposer_coded& coded, int64_t first, int64_t last) {
   const int64_t width = coded.rows.width;
   for (int64_t row = first; row < last; ++row) {
     const char* x = element<kType>(coded.x, start_of(coded.rows, row));
-    int8_t* codes = coded.codes + row * width;
-    Floats peaks = {};
-    in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
-      const Floats value = magnitude(load_some(element<kType>(x, i), kType, count));
-      peaks = chosen(less((Words)peaks, (Words)value), value, peaks);
-    });
-    const float peak = largest_of(peaks);
-    const float scale = peak > 0 ? peak / 127 : 1.0f;
-    coded.scales[row] = scale;
+    char* codes = element<kCode>(coded.codes, row * width);
+    float scale;
+    if (coded.given) {
+      scale = *coded.given;
+    } else {
+      scale = coded.scales[row] = fitting_scale<kType, kCode>(coded, x);
+    }
     in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
       const Floats quotient = load_some(element<kType>(x, i), kType, count) / scale;
-      // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
-      const Ints rounded = (Ints)(limited(quotient, 128.0f) + kRound) - 0x4b400000;
-      const Ints excess = (rounded >> 7) & ~(rounded >> 31);
-      const Codes sixteen = __builtin_convertvector(rounded - excess, Codes);
-      std::memcpy(codes + i, &sixteen, size_t(count));
+      store_codes<kCode>(codes + i * size_of(kCode), quotient, count);
     });
   }
+}
+
+template <int32_t kType>
+void code_type(const interposer_coded& coded, int64_t first, int64_t last) {
+  if (coded.code_type == kInt8) return code_rows<kType, kInt8>(coded, first, last);
+  if (coded.code_type == kE4M3) return code_rows<kType, kE4M3>(coded, first, last);
+  return code_rows<kType, kBFloat16>(coded, first, last);
 }
 
 void code(const interposer_coded& coded, int64_t first, int64_t last) {

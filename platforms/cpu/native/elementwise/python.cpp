@@ -135,16 +135,23 @@ PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   return done(interposer_turn_heads, heads);
 }
 
-// Addresses of x, codes and scales; type; rows, width, elements between rows.
+// Addresses of x, codes, scales and of a scale that is given, of the last two one 0; types of x and
+// of codes; outer, inner, width, and elements between the outer and the inner ones; whether scales
+// are powers of two; the largest one.
 PyObject* code(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
-  int64_t values[7];
-  if (!interposer_numbers(arguments, given, 7, values)) return nullptr;
+  int64_t values[12];
+  float limit;
+  if (!numbers(arguments, given, 12, values, 1, &limit)) return nullptr;
   interposer_coded coded = {};
   coded.x = address<const void>(values[0]);
-  coded.codes = address<int8_t>(values[1]);
+  coded.codes = address<void>(values[1]);
   coded.scales = address<float>(values[2]);
-  coded.type = static_cast<int32_t>(values[3]);
-  coded.rows = {values[4], 1, values[5], values[6], 0};
+  coded.given = address<const float>(values[3]);
+  coded.type = static_cast<int32_t>(values[4]);
+  coded.code_type = static_cast<int32_t>(values[5]);
+  coded.rows = {values[6], values[7], values[8], values[9], values[10]};
+  coded.powers = values[11] != 0;
+  coded.limit = limit;
   return done(interposer_code, coded);
 }
 

@@ -90,14 +90,31 @@ void turn_heads_out(TorchValue* stack, uint64_t, uint64_t) {
   interposer_turn_heads(&heads);
 }
 
-// x [T, H].
+// x [T, H] with a scale for each `width` elements of a row, written to scales.
 void code_out(TorchValue* stack, uint64_t, uint64_t) {
   const TorchTensor codes(stack[0]), scales(stack[1]), x(stack[2]);
   interposer_coded coded = {};
   coded.x = x.data<const void>();
-  coded.codes = codes.data<int8_t>();
+  coded.codes = codes.data<void>();
   coded.scales = scales.data<float>();
   coded.type = x.type();
+  coded.code_type = static_cast<int32_t>(stack[3]);
+  const int64_t width = static_cast<int64_t>(stack[4]);
+  coded.rows = {x.size(0), width ? x.size(1) / width : 0, width, x.stride(0), width};
+  coded.powers = stack[5] != 0;
+  coded.limit = fraction(stack[6]);
+  interposer_code(&coded);
+}
+
+// x [T, H], scale [1].
+void code_by_scale_out(TorchValue* stack, uint64_t, uint64_t) {
+  const TorchTensor codes(stack[0]), x(stack[1]), scale(stack[2]);
+  interposer_coded coded = {};
+  coded.x = x.data<const void>();
+  coded.codes = codes.data<void>();
+  coded.given = scale.data<const float>();
+  coded.type = x.type();
+  coded.code_type = static_cast<int32_t>(stack[3]);
   coded.rows = rows_of(x, x.size(1));
   interposer_code(&coded);
 }
@@ -116,6 +133,10 @@ const TorchOp interposer_elementwise_ops[] = {
     {"turn_heads_out(Tensor(a!) out, Tensor x, Tensor weight, Tensor cos, Tensor sin, int parts, "
      "float eps) -> ()",
      "turn_heads_out", turn_heads_out},
-    {"code_out(Tensor(a!) codes, Tensor(b!) scales, Tensor x) -> ()", "code_out", code_out},
+    {"code_out(Tensor(a!) codes, Tensor(b!) scales, Tensor x, int code_type, int width, "
+     "int powers, float limit) -> ()",
+     "code_out", code_out},
+    {"code_by_scale_out(Tensor(a!) codes, Tensor x, Tensor scale, int code_type) -> ()",
+     "code_by_scale_out", code_by_scale_out},
     {nullptr, nullptr, nullptr},
 };

@@ -49,10 +49,18 @@ INTERPOSER_INLINE Ints zeros_of(const char* zeros) {
   return zeros ? __builtin_convertvector(load<Bytes>(zeros), Ints) : splat(int32_t(F::kZero));
 }
 
+INTERPOSER_INLINE bool has_scales_of_groups(const interposer_product& product) {
+  return product.x_scale_stride > 1;
+}
+
 // What sums of one row's inputs in one group stand for.
 template <class F>
-INTERPOSER_INLINE Floats scaled(const Prepared& prepared, int64_t row, int64_t group,
-                                typename F::Sum sum, Ints zero, Floats scale) {
+INTERPOSER_INLINE Floats scaled(const interposer_product& product, const Prepared& prepared,
+                                int64_t row, int64_t group, typename F::Sum sum, Ints zero,
+                                Floats scale) {
+  if (has_scales_of_groups(product)) {
+    scale *= splat(product.x_scales[row * product.x_scale_stride + group]);
+  }
   if constexpr (F::kInteger) {
     const int32_t codes = prepared.sums[row * prepared.num_groups + group];
     return __builtin_convertvector(sum - zero * splat(codes), Floats) * scale;
@@ -66,7 +74,9 @@ INTERPOSER_INLINE void write_outputs(const interposer_product& product, int64_t 
   const interposer_packed& weight = *product.weight;
   const float* bias = at<float>(&weight, weight.bias_at);
   const int64_t count = weight.outputs - output;
-  if (product.x_scales) result *= splat(product.x_scales[row * product.x_scale_stride]);
+  if (product.x_scales && !has_scales_of_groups(product)) {
+    result *= splat(product.x_scales[row * product.x_scale_stride]);
+  }
   if (bias) result += load<Floats>(bias + output);
   char* out = static_cast<char*>(product.out) +
               (row * product.out_stride + output) * size_of(product.out_type);

@@ -100,7 +100,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
         if constexpr (kRaised) {
           totals[m][t] += __builtin_convertvector(sum, Floats) * scale;
         } else {
-          totals[m][t] += scaled<F>(prepared, row + m, group, sum, zero[t], scale);
+          totals[m][t] += scaled<F>(product, prepared, row + m, group, sum, zero[t], scale);
         }
       }
     }

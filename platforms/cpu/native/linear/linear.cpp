@@ -61,6 +61,10 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   if (weight.magic != kMagic) return kNotPacked;
   const bool codes = product->x_type == kInt8;
   if (codes && weight.format != kWeightInt8 && weight.format != kWeightInt4) return kMismatch;
+  const int64_t groups = (weight.inputs + weight.group - 1) / weight.group;
+  // Sums of integers may be those of whole rows.
+  const bool by_group = product->x_scale_stride > 1;
+  if (by_group && (codes || product->x_scale_stride != groups)) return kMismatch;
   const LinearKernels* chosen = kernels();
   if (chosen == nullptr) return kNoKernels;
   if (product->rows == 0) return kDone;
@@ -68,7 +72,7 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   Job job = {product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr, {false}};
   job.prepared.data = product->x;
   job.prepared.stride = product->x_stride * size_of(product->x_type);
-  job.prepared.num_groups = (weight.inputs + weight.group - 1) / weight.group;
+  job.prepared.num_groups = groups;
   const int threads = interposer_num_threads();
   if (job.row_bytes) {
     const int64_t data_bytes = round_up(product->rows * job.row_bytes, 64);

@@ -56,7 +56,9 @@ struct interposer_product {
   int32_t x_type;
   int32_t out_type;
   int64_t rows, x_stride;         // elements
-  const float* x_scales;          // one per row, or one where the stride is 0; null for none
+  // One per row, one for all where the stride is 0, or one per group of the weight where it is the
+  // number of these; null for none.
+  const float* x_scales;
   int64_t x_scale_stride;
   void* out;
   int64_t out_stride;             // elements

@@ -161,7 +161,7 @@ void multiply_tiled_rows(const interposer_product& product, const Prepared& prep
       for (int64_t m = 0; m < rows; ++m) {
         const int64_t place = m * kRowBytes + t * 64;
         const auto sum = load<typename F::Sum>(sums + place);
-        Floats total = scaled<F>(prepared, row + m, group, sum, zero, scale);
+        Floats total = scaled<F>(product, prepared, row + m, group, sum, zero, scale);
         if (group) total += load<Floats>(totals + place);
         store(totals + place, total);
       }

@@ -22,7 +22,9 @@ void linear_out(TorchValue* stack, uint64_t, uint64_t) {
   product.x_stride = x.stride(0);
   product.out_stride = out.stride(0);
   product.x_scales = scale.type() == kFloat32 ? scale.data<const float>() : nullptr;
-  product.x_scale_stride = product.x_scales && scale.count() > 1 ? 1 : 0;
+  // One for all, or as many as there are for a row.
+  const bool one = product.x_scales == nullptr || scale.count() <= 1 || product.rows == 0;
+  product.x_scale_stride = one ? 0 : scale.count() / product.rows;
   const int32_t failure = interposer_linear(&product);
   if (failure) {
     throw std::runtime_error("the native product failed with code " + std::to_string(failure));

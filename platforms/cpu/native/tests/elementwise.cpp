@@ -110,18 +110,52 @@ std::vector<Result> heads(const Case& golden) {
   return results;
 }
 
-std::vector<Result> quantize_int8_per_token(const Case& golden) {
+double optional_number(const Case& golden, const std::string& name) {
+  const auto found = golden.numbers.find(name);
+  return found == golden.numbers.end() ? 0 : found->second;
+}
+
+std::vector<Result> quantised(const Case& golden, const std::string& dtype) {
   const Array& x = golden.array("x");
-  Rows codes("int8", x.rows(), x.columns(), 0), scales("float32", x.rows(), 1, 0);
+  const int64_t rows = x.rows(), columns = x.columns();
+  const double size = optional_number(golden, "block_size");
+  const int64_t width = size > 0 ? int64_t(size) : columns, blocks = width ? columns / width : 1;
+  const Array* given = golden.find("scale");
+  Rows codes(dtype, rows, columns, 0), scales("float32", given ? 0 : rows, blocks, 0);
   interposer_coded coded = {};
   coded.x = x.data<void>();
-  coded.codes = static_cast<int8_t*>(codes.data());
+  coded.codes = codes.data();
   coded.scales = static_cast<float*>(scales.data());
+  coded.given = given ? given->data<float>() : nullptr;
   coded.type = type_of(x.dtype);
-  coded.rows = rows_of(x);
+  coded.code_type = dtype == "int8" ? kInt8 : kE4M3;
+  coded.rows = {rows, blocks, width, x.row_stride(), width};
+  coded.powers = optional_number(golden, "power_of_two_scales") != 0;
+  coded.limit = float(optional_number(golden, "scale_limit"));
   check(interposer_code(&coded));
-  return {codes.result(), scales.result()};
+  std::vector<Result> results;
+  results.push_back(codes.result());
+  if (coded.code_type == kE4M3) {
+    // The same numbers as bfloat16, which products take.
+    Rows wide("bfloat16", rows, columns, 0);
+    coded.codes = wide.data();
+    coded.code_type = kBFloat16;
+    check(interposer_code(&coded));
+    const std::vector<double> numbers = wide.result().values;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const double code = results[0].values[i];
+      if (numbers[i] != code && !(numbers[i] != numbers[i] && code != code)) {
+        throw std::runtime_error("number " + std::to_string(i) + " is another in bfloat16");
+      }
+    }
+  }
+  if (given == nullptr) results.push_back(scales.result());
+  return results;
 }
+
+std::vector<Result> to_int8(const Case& golden) { return quantised(golden, "int8"); }
+
+std::vector<Result> to_fp8(const Case& golden) { return quantised(golden, "float8_e4m3fn"); }
 
 const Registration registrations[] = {
     {"rms_norm", rms_norm},
@@ -133,7 +167,11 @@ const Registration registrations[] = {
     {"gelu_and_mul", gelu_and_mul},
     {"rotary_embedding", heads},
     {"qk_norm", heads},
-    {"quantize_int8_per_token", quantize_int8_per_token},
+    {"quantize_fp8_blocks", to_fp8},
+    {"quantize_fp8_per_token", to_fp8},
+    {"quantize_fp8_static", to_fp8},
+    {"quantize_int8_per_token", to_int8},
+    {"quantize_int8_static", to_int8},
 };
 
 }  // namespace

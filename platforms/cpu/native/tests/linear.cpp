@@ -98,7 +98,8 @@ class Packed {
 std::vector<Result> product(const Case& golden, const Packed& packed, const std::string& out_dtype,
                             const Array& x) {
   Rows out(out_dtype, x.rows(), packed.get()->outputs);
-  const Array* scales = golden.find("x_scale");
+  const bool by_group = golden.find("x_scales") != nullptr;
+  const Array* scales = golden.find(by_group ? "x_scales" : "x_scale");
   interposer_product product = {};
   product.weight = packed.get();
   product.x = x.data<void>();
@@ -110,7 +111,7 @@ std::vector<Result> product(const Case& golden, const Packed& packed, const std:
   product.out_stride = out.stride();
   const std::vector<float> of_rows = scales ? floats_of(*scales) : std::vector<float>();
   product.x_scales = scales ? of_rows.data() : nullptr;
-  product.x_scale_stride = of_rows.size() > 1 ? 1 : 0;
+  product.x_scale_stride = of_rows.size() > 1 ? by_group ? scales->columns() : 1 : 0;
   if (const int32_t failure = interposer_linear(&product)) {
     throw std::runtime_error("the product failed with code " + std::to_string(failure));
   }
@@ -158,9 +159,7 @@ std::vector<Result> w4a8_linear(const Case& golden) {
 }
 
 // x in bfloat16, which holds every number of eight bits.
-std::vector<Result> fp8_linear(const Case& golden) {
-  const Packed packed(kWeightE4M3, golden.array("weight"), golden.find("weight_scale"), nullptr,
-                      golden.find("bias"));
+std::vector<Result> widened(const Case& golden, const Packed& packed) {
   const Array& given = golden.array("x");
   const std::vector<float> values = floats_of(given);
   Array x;
@@ -173,6 +172,29 @@ std::vector<Result> fp8_linear(const Case& golden) {
     std::memcpy(x.memory.data() + 2 * i, &half, 2);
   }
   return product(golden, packed, golden.text("out_dtype"), x);
+}
+
+std::vector<Result> fp8_linear(const Case& golden) {
+  const Packed packed(kWeightE4M3, golden.array("weight"), golden.find("weight_scale"), nullptr,
+                      golden.find("bias"));
+  return widened(golden, packed);
+}
+
+// The scales of a block stand for each of its rows.
+std::vector<Result> fp8_block_linear(const Case& golden) {
+  const Array &weight = golden.array("weight"), &given = golden.array("weight_scales");
+  const std::vector<float> blocks = floats_of(given);
+  const int64_t rows = int64_t(golden.number("block_rows")), groups = given.columns();
+  Array scales;
+  scales.dtype = "float32";
+  scales.shape = {weight.shape[0], groups};
+  scales.strides = {groups, 1};
+  scales.memory = Memory(4, size_t(weight.shape[0] * groups));
+  for (int64_t output = 0; output < weight.shape[0]; ++output) {
+    std::memcpy(scales.memory.data() + output * groups * 4, blocks.data() + output / rows * groups,
+                size_t(groups) * 4);
+  }
+  return widened(golden, Packed(kWeightE4M3, weight, &scales, nullptr, golden.find("bias")));
 }
 
 std::vector<Result> lookup(const Case& golden, const Packed& packed, const std::string& out_dtype) {
@@ -216,6 +238,7 @@ std::vector<Result> w8a16_embedding(const Case& golden) {
 
 const Registration registrations[] = {
     {"embedding", embedding},
+    {"fp8_block_linear", fp8_block_linear},
     {"fp8_linear", fp8_linear},
     {"int8_linear", int8_linear},
     {"linear", linear},

@@ -74,6 +74,7 @@ _WRITERS = (
     "gate_out",
     "turn_heads_out",
     "code_out",
+    "code_by_scale_out",
     "experts_out",
     "sample_out",
     "penalise_out",

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
 from interposer_cpu.native import library
-from interposer_cpu.native_parts import Watch, activation_number, form_of, normalises, turns
+from interposer_cpu.native_parts import Watch, activation_number, factor, form_of, normalises, turns
 from interposer_cpu.native_rows import FLOAT32, TYPES
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
@@ -61,21 +61,18 @@ class NativeGatedMLP(GatedMLP):
             or not x.is_contiguous()
         ):
             return super().forward(x)
-        first, second = gate_up.operands[0][0], down.operands[0]
         dtype = x.dtype
         count, length = x.shape
-        out = torch.empty(count, second[1], dtype=dtype)
+        out = torch.empty(count, down.operands[0][1], dtype=dtype)
         library().mlp(
-            first.data_ptr(),
-            second[0].data_ptr(),
+            *factor(up_form, gate_up.operands),
+            *factor(down_form, down.operands),
             x.data_ptr(),
             out.data_ptr(),
             TYPES[dtype],
             self.activation_number,
             count,
             length,
-            up_form,
-            down_form,
         )
         return out
 
@@ -120,14 +117,13 @@ class NativeSelfAttention(SelfAttention):
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
         ):
             return super().heads(x, cos, sin)
-        packed, _ = projection.operands[0]
         dtype = x.dtype
         count, length = x.shape
         heads, kv_heads, _ = self.counts
         size = self.head_size
         out = torch.empty(count, heads + 2 * kv_heads, size, dtype=dtype)
         library().project_heads(
-            packed.data_ptr(),
+            *factor(form, projection.operands),
             x.data_ptr(),
             out.data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
@@ -141,7 +137,6 @@ class NativeSelfAttention(SelfAttention):
             cos.shape[1],
             count,
             length,
-            form,
             self.eps,
         )
         query, key, value = out.split(self.counts, 1)

@@ -17,7 +17,7 @@ from interposer import Site
 from interposer_cpu.native import library
 from interposer_cpu.native_attention import NativeBackend, Plan
 from interposer_cpu.native_blocks import NativeGatedMLP, NativeSelfAttention
-from interposer_cpu.native_parts import Watch, adds, form_of
+from interposer_cpu.native_parts import FLOATS, Watch, adds, form_of
 from interposer_cpu.native_rows import FLOAT32, TYPES
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
@@ -28,7 +28,8 @@ __all__ = ["NativeDecoderBlock"]
 
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
-_FACTS = struct.Struct("=8q3d")
+_FACTS = struct.Struct("=23q3d")
+_NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
 class _Bound:
@@ -37,14 +38,22 @@ class _Bound:
     Attributes:
         kernels: of the projections.
         is_whole: the MLP is computed too.
+        statics: of each projection, whether its last operand is a scale; none where no one's is.
         address: of what the library reads of the block, None where it computes nothing of it.
     """
 
-    __slots__ = ("address", "is_whole", "kernels", "memory")
+    __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
 
-    def __init__(self, kernels: tuple[object, ...], is_whole: bool, facts: bytes | None) -> None:
+    def __init__(
+        self,
+        kernels: tuple[object, ...],
+        is_whole: bool,
+        facts: bytes | None,
+        statics: tuple[bool, ...] = (),
+    ) -> None:
         self.kernels = kernels
         self.is_whole = is_whole
+        self.statics = statics
         self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
         self.address = None if self.memory is None else self.memory.data_ptr()
 
@@ -146,6 +155,13 @@ class NativeDecoderBlock(DecoderBlock):
         out = torch.empty(chosen, hidden_size, dtype=x.dtype)
         total = torch.empty(chosen, hidden_size, dtype=FLOAT32)
         is_whole = bound.is_whole and not any(self._watch_mlp.hooks)
+        input_scales = _NO_SCALES
+        if bound.statics:
+            products = (projection, output, up, down)
+            input_scales = tuple(
+                product.operands[-1].data_ptr() if is_static else 0
+                for product, is_static in zip(products, bound.statics, strict=True)
+            )
         head_stride, page_stride, *_ = cache.stride()
         size = cache.itemsize
         library().decoder_block(
@@ -154,6 +170,7 @@ class NativeDecoderBlock(DecoderBlock):
             output.operands[0][0].data_ptr(),
             up.operands[0][0].data_ptr() if is_whole else 0,
             down.operands[0][0].data_ptr() if is_whole else 0,
+            *input_scales,
             norm.constants[1 if is_added else 0].data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),
             0 if key_norm is None else key_norm.constants[0].data_ptr(),
@@ -181,11 +198,14 @@ class NativeDecoderBlock(DecoderBlock):
 
     def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> _Bound:
         """Return what the library computes of the block with these kernels."""
-        forms = [form_of(kernel) for kernel in kernels]
-        if None in forms[:2]:
+        found = [form_of(kernel) for kernel in kernels]
+        if None in found[:2]:
             return _Bound(kernels, False, None)
-        is_whole = self.takes_mlp and None not in forms
-        coded = sum(1 << place for place, form in enumerate(forms) if form)
+        is_whole = self.takes_mlp and None not in found
+        # What is not computed takes rows as they are.
+        forms = [form or FLOATS for form in (*found, None, None)][:4]
+        codings = [word for form in forms for word in form.words]
+        statics = tuple(form.is_static for form in forms)
         mixer: Any = self.self_attn
         last: Any = self.mlp
         heads, kv_heads, _ = mixer.counts
@@ -197,9 +217,9 @@ class NativeDecoderBlock(DecoderBlock):
             kv_heads,
             mixer.head_size,
             cos.shape[1],
-            coded,
+            *codings,
             self.input_layernorm.eps,
             mixer.eps,
             self.post_attention_layernorm.eps,
         )
-        return _Bound(kernels, is_whole, facts)
+        return _Bound(kernels, is_whole, facts, statics if any(statics) else ())

@@ -14,16 +14,19 @@ from interposer_cpu import native
 from interposer_cpu.packed_copies import Packed, shared_copy
 
 __all__ = [
+    "fp8_block_linear",
     "fp8_linear",
     "int8_linear",
     "judge_codes",
     "judge_fp8",
+    "judge_fp8_blocks",
     "judge_groups",
     "judge_symmetric",
     "linear",
     "mxfp4_linear",
     "pack",
     "pack_fp8",
+    "pack_fp8_blocks",
     "pack_int8",
     "pack_mxfp4",
     "pack_w4a8",
@@ -115,6 +118,20 @@ def fp8_linear(
     return _product(x.to(torch.bfloat16), weight, out_dtype, x_scale)
 
 
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: Packed,
+    x_scales: torch.Tensor,
+    weight_scales: None,
+    block_rows: int,
+    block_columns: int,
+    bias: None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the op ``fp8_block_linear`` for a ``weight`` of ``pack_fp8_blocks``."""
+    return _product(x.to(torch.bfloat16), weight, out_dtype, x_scales.contiguous())
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     """Return the constants of ``linear`` with ``weight`` ``[O, I]`` packed."""
     form = _PLAIN[weight.dtype]
@@ -188,6 +205,19 @@ def pack_fp8(
     return {"weight": packed, "weight_scale": None, "bias": None}
 
 
+def pack_fp8_blocks(
+    weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the constants of ``fp8_block_linear``, all in the packed weight.
+
+    Its blocks are whole, so that their number says how large they are.
+    """
+    out_features, num_rows = weight.shape[0], weight_scales.shape[0]
+    scales = weight_scales.repeat_interleave(max(out_features // max(num_rows, 1), 1), 0)
+    packed = _pack(_E4M3, weight, _narrowed(scales), bias=bias)
+    return {"weight": packed, "weight_scales": None, "bias": None}
+
+
 def judge_groups(request: Request) -> Verdict:
     """Accept one scale for all inputs, or groups of whole words of eight codes."""
     group_size = int(request.dims["group_size"])
@@ -217,6 +247,18 @@ def judge_fp8(request: Request) -> Verdict:
     if found != "float8_e4m3fn":
         return Verdict.refuse(f"takes weights of float8_e4m3fn, got {found}")
     return native.judge(request)
+
+
+def judge_fp8_blocks(request: Request) -> Verdict:
+    """Accept what ``judge_fp8`` does, in whole blocks of multiples of 8 inputs."""
+    for features, block in (("out_features", "block_rows"), ("in_features", "block_columns")):
+        size, length = int(request.dims[block]), int(request.dims[features])
+        if size > length or length % size:
+            return Verdict.refuse(f"takes whole blocks, got {length} {features} by {size}")
+    columns = int(request.dims["block_columns"])
+    if columns < int(request.dims["in_features"]) and columns % 8:
+        return Verdict.refuse(f"takes blocks of multiples of 8 inputs, got {columns}")
+    return judge_fp8(request)
 
 
 def _judge_length(request: Request) -> Verdict:
@@ -249,7 +291,7 @@ def _product(
             out.data_ptr(),
             _TYPES[out_dtype],
             out_features,
-            0 if x_scale is None or x_scale.numel() == 1 else 1,
+            0 if x_scale is None or x_scale.numel() == 1 else x_scale.shape[-1],
         )
     return out if x.ndim == 2 else out.view(*x.shape[:-1], out_features)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
@@ -15,12 +17,22 @@ from interposer_cpu import (
     native_norms,
     native_quantizers,
 )
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 
-__all__ = ["Watch", "activation_number", "adds", "form_of", "normalises", "turns"]
+__all__ = [
+    "FLOATS",
+    "Form",
+    "Watch",
+    "activation_number",
+    "adds",
+    "factor",
+    "form_of",
+    "normalises",
+    "turns",
+]
 
 # Kernels that multiply floats by a weight that holds everything else.
 _PRODUCTS = frozenset(
@@ -31,8 +43,43 @@ _PRODUCTS = frozenset(
         native_linear.w8a16_linear,
     }
 )
-# The same of int8 codes.
-_CODED = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
+Words = tuple[int, int, int, int]
+Coding = Callable[..., Words | None]
+"""Of the options of a quantizer, the words of its coding, None where the library has none."""
+Quantizers = Mapping[object, tuple[frozenset[object], Coding]]
+
+
+def _int8_coding(zero_point: None = None) -> Words:
+    return native_quantizers.CODES[torch.int8], 0, 0, 0
+
+
+def _fp8_coding(dtype: torch.dtype, scale_limit: float | None = None) -> Words | None:
+    if dtype not in native_quantizers.CODES:
+        return None
+    (bits,) = _INT64.unpack(_FLOAT64.pack(scale_limit or 0.0))
+    return native_quantizers.CODES[dtype], bits, 0, 0
+
+
+def _block_coding(size: int, dtype: torch.dtype, powers: bool) -> Words | None:
+    if dtype not in native_quantizers.CODES:
+        return None
+    return native_quantizers.CODES[dtype], 0, size, int(powers)
+
+
+# Kernels that multiply codes, by the quantizers that make these.
+_OF_INT8: frozenset[object] = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
+_OF_FP8: frozenset[object] = frozenset({native_linear.fp8_linear})
+_OF_BLOCKS: frozenset[object] = frozenset({native_linear.fp8_block_linear})
+_BY_TOKEN: Quantizers = {
+    native_quantizers.quantize_int8_per_token: (_OF_INT8, _int8_coding),
+    native_quantizers.quantize_fp8_per_token: (_OF_FP8, _fp8_coding),
+    native_quantizers.quantize_fp8_blocks: (_OF_BLOCKS, _block_coding),
+}
+_BY_SCALE: Quantizers = {
+    native_quantizers.quantize_int8_static: (_OF_INT8, _int8_coding),
+    native_quantizers.quantize_fp8_static: (_OF_FP8, _fp8_coding),
+}
+_FLOAT64, _INT64 = struct.Struct("=d"), struct.Struct("=q")
 _GELU = {"none": 1, "tanh": 2}
 
 
@@ -60,12 +107,46 @@ class Watch:
         return Watch, (self.modules,)
 
 
-def form_of(kernel: Callable[..., Any] | None) -> int | None:
-    """Return 0 of the library's products of floats, 1 of those of codes, None of other kernels."""
+class Form(NamedTuple):
+    """What the library makes of rows before it multiplies them.
+
+    Attributes:
+        words: of an interposer_coding: type of the codes, bits of the largest scale as a float64,
+            inputs that share a scale, whether scales are powers of two.
+        is_static: the last operand is one scale for all rows.
+    """
+
+    words: Words
+    is_static: bool
+
+
+FLOATS = Form((-1, 0, 0, 0), False)
+"""Of products of rows as they are."""
+
+
+def form_of(kernel: Callable[..., Any] | None) -> Form | None:
+    """Return what the library does with rows for one of its products, None for other kernels."""
+    if type(kernel) is StaticProduct:
+        return _form_of_codes(kernel, _BY_SCALE, True)
     if type(kernel) is CodedProduct:
-        coded = kernel.quantize is native_quantizers.quantize_int8_per_token
-        return 1 if coded and kernel.product in _CODED else None
-    return 0 if kernel in _PRODUCTS else None
+        return _form_of_codes(kernel, _BY_TOKEN, False)
+    return FLOATS if kernel in _PRODUCTS else None
+
+
+def _form_of_codes(
+    kernel: CodedProduct,
+    quantizers: Quantizers,
+    static: bool,
+) -> Form | None:
+    products, coding = quantizers.get(kernel.quantize, (frozenset(), _int8_coding))
+    words = coding(*kernel.options) if kernel.product in products else None
+    return None if words is None else Form(words, static)
+
+
+def factor(form: Form, operands: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return what the library's calls take for a product with these operands."""
+    scale = operands[-1].data_ptr() if form.is_static else 0
+    return operands[0][0].data_ptr(), scale, *form.words
 
 
 def activation_number(activation: GatedActivation) -> int | None:

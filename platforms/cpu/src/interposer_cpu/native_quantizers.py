@@ -1,36 +1,165 @@
-"""Quantizers by the compiled library. H hidden size."""
+"""Quantizers by the compiled library. T tokens, H hidden size, B block size."""
 
 from __future__ import annotations
 
 import torch
 from torch.compiler import is_compiling
 
+from interposer import Request, Verdict
+from interposer_cpu import native
 from interposer_cpu.native import library
 from interposer_cpu.native_rows import FLOAT32, TYPES, distances
 
-__all__ = ["quantize_int8_per_token"]
+__all__ = [
+    "CODES",
+    "judge_blocks",
+    "judge_format",
+    "judge_symmetric",
+    "quantize_fp8_blocks",
+    "quantize_fp8_per_token",
+    "quantize_fp8_static",
+    "quantize_int8_per_token",
+    "quantize_int8_static",
+]
 
-_INT8 = torch.int8
+_INT8, _E4M3 = torch.int8, torch.float8_e4m3fn
+
+CODES = {_INT8: 3, _E4M3: 5}
+"""Numbers of the library's C interface."""
 
 
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_int8_per_token``."""
+    return _coded(x, _INT8, None, 0.0)
+
+
+def quantize_int8_static(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: None = None
+) -> torch.Tensor:
+    """Return the op ``quantize_int8_static`` without a zero point."""
+    return _coded_by(x, scale, _INT8)
+
+
+def quantize_fp8_per_token(
+    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_fp8_per_token`` for float8_e4m3fn."""
+    return _coded(x, out_dtype, None, scale_limit or 0.0)
+
+
+def quantize_fp8_static(
+    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the op ``quantize_fp8_static`` for float8_e4m3fn."""
+    return _coded_by(x, scale, out_dtype)
+
+
+def quantize_fp8_blocks(
+    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_fp8_blocks`` for float8_e4m3fn and rows of whole blocks."""
+    return _coded(x, out_dtype, block_size, 0.0, power_of_two_scales)
+
+
+def judge_format(request: Request) -> Verdict:
+    """Accept the one 8-bit float that codes are made of."""
+    found = request.dims["out_dtype"]
+    if found != "float8_e4m3fn":
+        return Verdict.refuse(f"makes codes of float8_e4m3fn, asked for {found}")
+    return native.judge(request)
+
+
+def judge_blocks(request: Request) -> Verdict:
+    """Accept what ``judge_format`` does, in rows of whole blocks."""
+    size, width = int(request.dims["block_size"]), int(request.dims["hidden_size"])
+    if width % size:
+        return Verdict.refuse(f"takes rows of whole blocks, got {width} elements by {size}")
+    return judge_format(request)
+
+
+def judge_symmetric(request: Request) -> Verdict:
+    """Accept codes that are symmetric around zero."""
+    if request.dims["asymmetric"]:
+        return Verdict.refuse("makes codes that are symmetric around zero")
+    return native.judge(request)
+
+
+def _coded(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    block_size: int | None,
+    limit: float,
+    powers: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of ``x`` and the scales of its rows, or of B elements each."""
     form = distances(x)
     if form is None or form[1] > 1:
-        codes, scales = quantize_int8_per_token(x.contiguous())
-        return torch.empty_like(x, dtype=_INT8).copy_(codes), scales
+        codes, scales = _coded(x.contiguous(), dtype, block_size, limit, powers)
+        return torch.empty_like(x, dtype=dtype).copy_(codes), scales
     count, _, width, step, _ = form
+    size = block_size or width
+    inner = width // size if size else 1
     if x.ndim == 2:
-        codes = torch.empty(count, width, dtype=_INT8)
-        scales = torch.empty(count, 1, dtype=FLOAT32)
+        codes = torch.empty(count, width, dtype=dtype)
+        scales = torch.empty(count, inner, dtype=FLOAT32)
     else:
-        codes = torch.empty(x.shape, dtype=_INT8)
-        scales = torch.empty((*x.shape[:-1], 1), dtype=FLOAT32)
+        codes = torch.empty(x.shape, dtype=dtype)
+        scales = torch.empty((*x.shape[:-1], inner), dtype=FLOAT32)
     if is_compiling():
-        rows = x.reshape(-1, width)
-        torch.ops.interposer_cpu.code_out(codes.view(-1, width), scales.view(-1, 1), rows)
+        torch.ops.interposer_cpu.code_out(
+            codes.view(-1, width),
+            scales.view(-1, inner),
+            x.reshape(-1, width),
+            CODES[dtype],
+            size,
+            int(powers),
+            limit,
+        )
         return codes, scales
     library().code(
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), TYPES[x.dtype], count, width, step
+        x.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        0,
+        TYPES[x.dtype],
+        CODES[dtype],
+        count,
+        inner,
+        size,
+        step,
+        size,
+        powers,
+        limit,
     )
     return codes, scales
+
+
+def _coded_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes of ``x`` by one scale ``[1]``."""
+    form = distances(x)
+    if form is None or form[1] > 1:
+        codes = _coded_by(x.contiguous(), scale, dtype)
+        return torch.empty_like(x, dtype=dtype).copy_(codes)
+    count, _, width, step, _ = form
+    codes = torch.empty(x.shape, dtype=dtype)
+    if is_compiling():
+        torch.ops.interposer_cpu.code_by_scale_out(
+            codes.view(-1, width), x.reshape(-1, width), scale, CODES[dtype]
+        )
+        return codes
+    library().code(
+        x.data_ptr(),
+        codes.data_ptr(),
+        0,
+        scale.data_ptr(),
+        TYPES[x.dtype],
+        CODES[dtype],
+        count,
+        1,
+        width,
+        step,
+        width,
+        0,
+        0.0,
+    )
+    return codes

@@ -62,6 +62,7 @@ _NATIVE = (
     ("int8_linear", (*_WIDE, "float16"), "native_linear:judge_symmetric", "pack_int8"),
     ("w4a8_linear", (*_WIDE, "float16"), "native_linear:judge_codes", "pack_w4a8"),
     ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
+    ("fp8_block_linear", (*_WIDE, "float16"), "native_linear:judge_fp8_blocks", "pack_fp8_blocks"),
 )
 
 # Kernels of the compiled library for mixtures of experts: op, dtypes, predicate.
@@ -91,7 +92,11 @@ _ROWS = (
     ("rotary_embedding", "native_heads", ""),
     ("silu_and_mul", "native_activations", ""),
     ("gelu_and_mul", "native_activations", ""),
+    ("quantize_fp8_blocks", "native_quantizers", ""),
+    ("quantize_fp8_per_token", "native_quantizers", ""),
+    ("quantize_fp8_static", "native_quantizers", ""),
     ("quantize_int8_per_token", "native_quantizers", ""),
+    ("quantize_int8_static", "native_quantizers", ""),
     ("apply_penalties", "native_sampling", ""),
     ("gumbel_argmax", "native_sampling", ""),
     ("sample_tokens", "native_sampling", ""),
@@ -99,6 +104,14 @@ _ROWS = (
     ("topk_sigmoid", "native_routing", "prepare"),
     ("topk_softmax", "native_routing", ""),
 )
+
+# What those of them accept that do not take all of their op.
+_JUDGES = {
+    "quantize_fp8_blocks": "native_quantizers:judge_blocks",
+    "quantize_fp8_per_token": "native_quantizers:judge_format",
+    "quantize_fp8_static": "native_quantizers:judge_format",
+    "quantize_int8_static": "native_quantizers:judge_symmetric",
+}
 
 # Attention of the compiled library to keys in rows: op, predicate.
 _DENSE = (
@@ -206,7 +219,7 @@ def interposer_records() -> list[Record]:
             f"interposer_cpu.{module}:{op}",
             "cpu",
             _FLOATS,
-            predicate="interposer_cpu.native:judge",
+            predicate=f"interposer_cpu.{_JUDGES.get(op, 'native:judge')}",
             prepare=f"interposer_cpu.{module}:{prepare}" if prepare else "",
             score=15.0,
             properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
