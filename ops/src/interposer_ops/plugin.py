@@ -151,7 +151,7 @@ _EMULATED = frozenset(
     }
 )
 _EMULATION = "dequantizes, then multiplies floats"
-_WITHOUT_CASES = frozenset({"attention", "decoder_block", "sampler", "self_attention"})
+_WITHOUT_CASES = frozenset({"attention", "decoder_block", "sampler"})
 
 
 @hookimpl

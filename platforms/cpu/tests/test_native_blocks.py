@@ -16,7 +16,7 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer.testing import conformance
+from interposer.testing.part import layer_trials
 from interposer_cpu import native, native_linear
 from interposer_cpu.native_blocks import NativeGatedMLP, NativeSelfAttention
 from interposer_cpu.native_rows import TYPES
@@ -88,12 +88,13 @@ def attention(dtype: torch.dtype) -> AttentionSpec:
     )
 
 
-def test_mlps_conform() -> None:
-    device = place().device
+@pytest.mark.parametrize("layer_id", ["gated_mlp", "self_attention"])
+def test_layers_conform(layer_id: str) -> None:
     ran = 0
-    for trial in conformance(current_registry(), device, distribution="interposer-cpu", quick=True):
+    for trial in layer_trials(current_registry(), place().device, "interposer-cpu", seed=0):
         record = trial.candidate.record
-        if isinstance(record, LayerEntry) and record.layer_id == "gated_mlp":
+        if isinstance(record, LayerEntry) and record.layer_id == layer_id:
+            assert not trial.not_run
             assert trial.run() == [], str(trial)
             ran += 1
     assert ran > 10

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from interposer import Case, CustomOp, ExpertsSpec, Tolerance
+from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Tolerance
 from interposer.cases import normal, peak, planned_cases
 from interposer.cases.axis import ORDINARY
 from interposer.cases.layer import LayerCase
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.cases.norms import norm_weight
 from interposer_ops.experts import fused_experts
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
@@ -31,6 +32,7 @@ __all__ = [
     "rms_norm_layers",
     "rotary_embedding_layers",
     "router_layers",
+    "self_attention_layers",
 ]
 
 _GELU_NAMES = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -150,6 +152,82 @@ def gated_mlp_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             ),
             # Of gate, up, the activation and the result, as their ops have them.
             tolerance=Tolerance(roundings=2 + 2 + 3 + 2),
+        )
+
+
+def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield the heads before attention: projected, with norms of their own or without, turned.
+
+    What follows is the backend's and a ``linear``, which have cases themselves.
+
+    An error e of projected numbers is one of |w| / rms * e * (1 + r) at most behind a norm, where r
+    is the largest number of a head over its root mean square, which moves by e at most. Turning
+    adds up two numbers by factors of at most 1. The gain of all this times the largest projected
+    number is also no less than what the norm returns.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for num_tokens, hidden_size, heads, kv_heads, size, turned, normed, biased in (
+        (1, 64, 4, 2, 32, 32, True, False),
+        (9, 40, 6, 2, 32, 16, True, False),
+        (5, 48, 3, 1, 20, 20, False, True),
+        (17, 33, 2, 2, 16, 8, False, False),
+        (0, 16, 2, 1, 16, 16, True, False),
+    ):
+        x = normal((num_tokens, hidden_size), dtype, generator)
+        angles = 7 * torch.rand((num_tokens, turned // 2), generator=generator)
+        width = (heads + 2 * kv_heads) * size
+        parameters = {
+            "qkv_proj.weight": normal((width, hidden_size), dtype, generator, 0.2),
+            "o_proj.weight": normal((hidden_size, heads * size), dtype, generator, 0.2),
+        }
+        if biased:
+            parameters["qkv_proj.bias"] = normal((width,), dtype, generator, 0.2)
+        if normed:
+            parameters |= {
+                f"{name}_norm.weight": norm_weight(size, dtype, generator) for name in "qk"
+            }
+        weight, bias = parameters["qkv_proj.weight"].double(), parameters.get("qkv_proj.bias")
+        offset = None if bias is None else bias.double()
+        projected = functional.linear(x.double(), weight, offset).unflatten(-1, (-1, size))
+        terms = functional.linear(
+            x.double().abs(), weight.abs(), None if offset is None else offset.abs()
+        )
+        gain = 1.0
+        if normed:
+            rms = projected.square().mean(-1).sqrt()
+            steepest = (1 + projected.abs().amax(-1) / rms) / rms
+            factor = max(peak(parameters[f"{name}_norm.weight"]) for name in "qk")
+            gain = max(gain, factor * peak(steepest))
+        yield LayerCase(
+            f"{num_tokens} tokens, {heads} heads of {size}{', norms' if normed else ''}"
+            f"{', biases' if biased else ''}",
+            {
+                "spec": AttentionSpec(
+                    num_heads=heads,
+                    num_kv_heads=kv_heads,
+                    head_size=size,
+                    dtype=dtype,
+                    cache_dtype=dtype,
+                    page_size=16,
+                    scale=size**-0.5,
+                ),
+                "hidden_size": hidden_size,
+                "rotary_size": turned,
+                "norm_eps": 1e-6 if normed else None,
+                "qkv_bias": biased,
+            },
+            (x, angles.cos(), angles.sin()),
+            parameters,
+            method="heads",
+            facts=Case(
+                "",
+                {},
+                reduction=hidden_size + size + 6,
+                magnitude=2 * gain * peak(terms),
+                rounded=2 * gain * peak(projected),
+            ),
+            # Of the projection, the norm and the rotation, as their ops have them.
+            tolerance=Tolerance(roundings=2 + 3 + 3),
         )
 
 
