@@ -1,0 +1,43 @@
+"""Which GPUs a build of torch has kernels for."""
+
+from __future__ import annotations
+
+import pytest
+
+from interposer_cuda.torch_build import TorchBuild
+
+
+@pytest.mark.parametrize(
+    ("targets", "version", "runs"),
+    [
+        ((), (5, 0), True),
+        (("sm_80",), (8, 0), True),
+        (("sm_80",), (8, 6), True),
+        (("sm_86",), (8, 0), False),
+        (("sm_80",), (9, 0), False),
+        (("compute_80",), (9, 0), True),
+        (("compute_90",), (8, 9), False),
+        (("sm_90a",), (9, 0), True),
+        (("sm_90a",), (10, 0), False),
+        (("compute_90a",), (12, 0), False),
+        (("sm_100f",), (10, 3), True),
+        (("compute_100f",), (12, 0), False),
+        (("sm_75", "sm_120"), (12, 1), True),
+        (("nonsense",), (9, 0), False),
+    ],
+)
+def test_what_runs_on_what(targets: tuple[str, ...], version: tuple[int, int], runs: bool) -> None:
+    build = TorchBuild("2.13.0", "13.0", targets=targets)
+    verdict = build.judge_architecture("A GPU", *version)
+    assert verdict.accepted is runs
+    if not runs:
+        assert f"is an sm_{version[0]}{version[1]}" in verdict.reason
+
+
+def test_the_installed_build_is_read() -> None:
+    import torch
+
+    build = TorchBuild.installed()
+    assert build.version == torch.__version__
+    assert build.cuda == (torch.version.cuda or "")
+    assert build.hip == (torch.version.hip or "")
