@@ -126,9 +126,9 @@ def rounded_step(wanted: AttentionSpec, length: int) -> tuple[torch.Tensor, torc
     scales = torch.tensor([1 / 127]), torch.tensor([1 / 100])
     for start, count in ((0, length - 1), (length - 1, 1)):
         batch = paged_batch(table, [start], [count], wanted.page_size)
-        given = (x[start : start + count] for x in (query, key, value))
+        new = slice(start, start + count)
         plan, prepared = backend.plan(batch), backend.prepare_scales(*scales)
-        found = backend.forward_quantized(*given, cache, plan, prepared)
+        found = backend.forward_quantized(query[new], key[new], value[new], cache, plan, prepared)
     codes = ((x.float() / s).round() for x, s in zip((key, value), scales, strict=True))
     keys, values = (c.double() * s.double() for c, s in zip(codes, scales, strict=True))
     group = wanted.num_heads // wanted.num_kv_heads
