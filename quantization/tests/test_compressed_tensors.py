@@ -458,9 +458,12 @@ def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None
         assert ((layer(x) - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("kind", ["float", "int"])
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_keys_and_values_are_rounded_as_by_the_library(strategy: str, tmp_path: Path) -> None:
-    cache = FLOAT | ONE_SCALE | {"strategy": strategy}
+def test_keys_and_values_are_rounded_as_by_the_library(
+    strategy: str, kind: str, tmp_path: Path
+) -> None:
+    cache = {"type": kind, "strategy": strategy}
     path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
     exact, expected = library_logits(path, rounded=False), library_logits(path)
     found = load(path, dtype="float32").logits(TOKENS)
@@ -469,6 +472,17 @@ def test_keys_and_values_are_rounded_as_by_the_library(strategy: str, tmp_path: 
     assert (found - expected).norm() < 0.01 * noise
     scales = load_file(path / "model.safetensors")["model.layers.0.self_attn.k_scale"]
     assert (scales.numel() > 1) == (strategy == "attn_head")
+
+
+@pytest.mark.parametrize("kind", ["float", "int"])
+def test_a_cache_needs_the_scales_that_were_found(kind: str, tmp_path: Path) -> None:
+    cache = {"type": kind, "strategy": "tensor"}
+    path = write_quantized(tmp_path, {"Linear": INT4}, ["lm_head"], None, cache=cache)
+    stored = load_file(path / "model.safetensors")
+    del stored["model.layers.0.self_attn.v_scale"]
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks the tensor '.*self_attn\.v_scale'"):
+        load(path)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "float8, inputs static"])

@@ -110,6 +110,48 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, atol=rounded + 2e-5, rtol=0)
 
 
+def rounded_step(wanted: AttentionSpec, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the backend makes of one token after others, and the exact result.
+
+    One early key outweighs each of the others by far, but not all of them together by far.
+    """
+    generator = torch.Generator().manual_seed(1)
+    table = [torch.arange(-(-length // wanted.page_size))]
+    backend = NativeBackend(wanted, site(wanted.dtype))
+    (cache,) = backend.kv_layout().allocate(1, len(table[0]), "cpu")
+    query, key, value = random_projections(wanted, length, generator, fused=True)
+    query[-1] = torch.tensor([1.0] + [2.0**-9] * (wanted.head_size - 1))
+    key[..., 0], value[..., 0] = -0.5, 1.0
+    key[3, :, 0], value[3] = 0.5, -0.25
+    scales = torch.tensor([1 / 127]), torch.tensor([1 / 100])
+    for start, count in ((0, length - 1), (length - 1, 1)):
+        batch = paged_batch(table, [start], [count], wanted.page_size)
+        new = slice(start, start + count)
+        plan, prepared = backend.plan(batch), backend.prepare_scales(*scales)
+        found = backend.forward_quantized(query[new], key[new], value[new], cache, plan, prepared)
+    codes = ((x.float() / s).round() for x, s in zip((key, value), scales, strict=True))
+    keys, values = (c.double() * s.double() for c, s in zip(codes, scales, strict=True))
+    group = wanted.num_heads // wanted.num_kv_heads
+    scores = torch.einsum("nd,lnd->nl", query[-1].double(), keys.repeat_interleave(group, 1))
+    weights = (scores * wanted.scale).softmax(-1)
+    assert (weights[:, 3] > 500 * weights[:, 4]).all()
+    assert (weights[:, 3] < 0.6).all()
+    return found[0], torch.einsum("nl,lnd->nd", weights, values.repeat_interleave(group, 1))
+
+
+@pytest.mark.parametrize("level", native.levels())
+@pytest.mark.parametrize("length", [600, 1401])
+def test_small_weights_are_not_lost_with_whole_numbers(level: str, length: int) -> None:
+    native.force_level(level)
+    found, expected = rounded_step(
+        spec(dtype=torch.bfloat16, cache_dtype=torch.int8, scale=6.3), length
+    )
+    # Weights are rounded to 2^-15 of the largest of 512, and so is the query: each of 511 weights
+    # of 1/540 is off by 2^-16 at most, as much together as 2^-7 of their sum; on average they are
+    # off by a hundredth of that. The result is rounded to 2^-9 of it, values are at most 1.
+    torch.testing.assert_close(found.double(), expected, atol=2.0**-8, rtol=0)
+
+
 @pytest.mark.parametrize("level", native.levels())
 @pytest.mark.parametrize(
     ("label", "wanted"),

@@ -249,8 +249,9 @@ def test_a_block_in_one_call_is_what_its_parts_compute(
         {"sinks": True},
         {"window": 20},
         {"cache_dtype": torch.float8_e4m3fn},
+        {"cache_dtype": torch.int8},
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda changes: " ".join(map(str, next(iter(changes.items())))),
 )
 def test_a_block_of_other_parts(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     form = replace(Form(dtype), **changes)

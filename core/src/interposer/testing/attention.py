@@ -89,7 +89,7 @@ def check_attention(
     plan serves two layers, as in a model. What the backend raises is passed on.
 
     Args:
-        site: of the layer; its registry must have ``paged_attention`` and the ops that write caches.
+        site: of the layer; its registry must have ``paged_attention`` and what writes caches.
     """
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():

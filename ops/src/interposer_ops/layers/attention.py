@@ -119,7 +119,7 @@ class PagedBackend(AttentionBackend):
             rounds: Any = reshape_and_cache_fp8 if is_float else reshape_and_cache_int8
             if is_float:
                 dims["cache_dtype"] = facts["cache_dtype"]
-            self.round = site.bind_kernel(rounds, **dims, per_head=spec.head_scales)
+            self.round: Any = site.bind_kernel(rounds, **dims, per_head=spec.head_scales)
             # What the op is called with behind the scales.
             self.rounded_to = (spec.cache_dtype,) if is_float else ()
         else:

@@ -133,10 +133,14 @@ void attend_some(void* argument, int, int) {
     job.failed = true;
     return;
   }
-  for (;;) {
+  const auto take = [&]() -> const AttentionItem* {
     const int64_t task = job.next.fetch_add(1, std::memory_order_relaxed);
-    if (task >= plan.num_items) return;
-    job.kernels->attend(*job.call, items[task], job.partials, scratch);
+    return task < plan.num_items ? items + task : nullptr;
+  };
+  for (const AttentionItem* item = take(); item;) {
+    const AttentionItem* next = take();
+    job.kernels->attend(*job.call, *item, next, job.partials, scratch);
+    item = next;
   }
 }
 

@@ -80,8 +80,9 @@ struct AttentionKernels {
   // Bytes that `attend` wants for itself.
   int64_t (*scratch_bytes)(const interposer_attention_plan&);
   void (*store)(const interposer_attention_call&, const AttentionWrite&, int64_t head);
-  void (*attend)(const interposer_attention_call&, const AttentionItem&, const AttentionPartials&,
-                 char* scratch);
+  // The item after this one, or null, has its first keys fetched ahead.
+  void (*attend)(const interposer_attention_call&, const AttentionItem&, const AttentionItem* next,
+                 const AttentionPartials&, char* scratch);
 };
 
 inline interposer_kv_cache cache_of(const interposer_attention_call& call) {

@@ -48,6 +48,9 @@ constexpr int kScoreRows = kMostRows;
 // Fetched ahead to the second level, which has room for more that is under way than the first: a
 // third faster where keys come from memory.
 constexpr int kSecondLevel = 2;
+// How far ahead: what memory sends while it is asked for more, with some to spare.
+constexpr int64_t kAheadBytes = 16384;
+constexpr int64_t kMostAhead = 8;  // tiles
 
 // What the planes of a row of x stand for: so much for each unit. What codes that are multiplied with
 // an offset have too much, in each plane.
@@ -88,12 +91,14 @@ struct Block {
   }
 };
 
-// Where the tiles of the keys at hand are, and one more to fetch ahead.
+// Where the tiles of the keys at hand are, and those that are taken next, to fetch ahead.
 struct Tiles {
-  const char* keys[kMostTiles + 1];
+  const char* keys[kMostTiles + kMostAhead];
   int64_t count;
   int64_t first_key;       // position
   int64_t value_distance;  // bytes
+  int64_t bytes;           // of a tile
+  int64_t ahead;           // tiles of values
 };
 
 // Where x of a row is, or of one of its planes.
@@ -123,11 +128,11 @@ template <class F, int M, int T>
 INTERPOSER_INLINE void add_products(typename F::Sum (&sums)[M][T], const char* const (&words)[T],
                                     int64_t row_bytes, int64_t steps, const char* x,
                                     int64_t x_stride, int64_t plane_bytes,
-                                    const char* const (&ahead)[T]) {
+                                    const char* const (&ahead)[T], int64_t ahead_bytes) {
   for (int64_t step = 0; step < steps; ++step) {
     for (int t = 0; t < T; ++t) {
       typename F::Part parts[F::kParts];
-      __builtin_prefetch(ahead[t] + step * row_bytes, 0, kSecondLevel);
+      __builtin_prefetch(ahead[t] + step * ahead_bytes, 0, kSecondLevel);
       F::decode(load<Words>(words[t] + step * row_bytes), parts);
       for (int m = 0; m < M; ++m) {
         for (int p = 0; p < F::kParts; ++p) {
@@ -147,11 +152,14 @@ void score_group(const Block& block, const Tiles& tiles, int64_t tile, int64_t r
   const char *words[T], *ahead[T];
   for (int t = 0; t < T; ++t) {
     words[t] = tiles.keys[tile + t];
+    // Values follow the last keys.
     const int64_t next = tile + t + T;
-    ahead[t] = tiles.keys[next < tiles.count ? next : tiles.count];
+    ahead[t] = next < tiles.count ? tiles.keys[next]
+                                  : tiles.keys[next - tiles.count] + tiles.value_distance;
   }
   add_products<F, M * F::kPlanes, T>(sums, words, kLanes * 4, block.head_size / F::kInputs,
-                                     block.x + row * x_stride, x_stride, block.head_size, ahead);
+                                     block.x + row * x_stride, x_stride, block.head_size, ahead,
+                                     kLanes * 4);
   for (int m = 0; m < M; ++m) {
     for (int t = 0; t < T; ++t) {
       store(block.scores + m * kKeys + (tile + t) * kTile,
@@ -207,21 +215,35 @@ void weigh_group(const Block& block, const Tiles& tiles, const Reach& reach, int
   for (int64_t tile = 0; tile < reach.tiles; ++tile) {
     for (int t = 0; t < T; ++t) {
       words[t] = tiles.keys[tile] + tiles.value_distance + (column + t * kLanes) * 4;
-      ahead[t] = tiles.keys[tile + 1] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    add_products<F, R, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, kTile,
-                          ahead);
+    const int64_t next = tile + tiles.ahead;
+    int64_t ahead_bytes = row_bytes;
+    if (next < tiles.count) {
+      ahead[0] = tiles.keys[next] + tiles.value_distance + column * 4;
+    } else if (column + T * kLanes < D) {
+      // The columns that are taken next.
+      ahead[0] = tiles.keys[next - tiles.count] + tiles.value_distance + (column + T * kLanes) * 4;
+    } else {
+      // The keys that are taken next, one line after the other.
+      ahead_bytes = T * kLanes * 4;
+      const int64_t at = (next - tiles.count) * kSteps * ahead_bytes;
+      ahead[0] = tiles.keys[tiles.count + at / tiles.bytes] + at % tiles.bytes;
+    }
+    for (int t = 1; t < T; ++t) ahead[t] = ahead[0] + t * kLanes * 4;
+    add_products<F, R, T>(sums, words, row_bytes, kSteps, x + tile * kTileX, x_stride, kTile, ahead,
+                          ahead_bytes);
   }
   if (reach.steps || reach.rest) {
     x += reach.tiles * kTileX;
     for (int t = 0; t < T; ++t) {
       words[t] = tiles.keys[reach.tiles] + tiles.value_distance + (column + t * kLanes) * 4;
     }
-    add_products<F, R, T>(sums, words, row_bytes, reach.steps, x, x_stride, kTile, words);
+    add_products<F, R, T>(sums, words, row_bytes, reach.steps, x, x_stride, kTile, words,
+                          row_bytes);
     if (reach.rest) {
       for (int t = 0; t < T; ++t) words[t] = block.words + (column + t * kLanes) * 4;
       x += reach.steps * kStepBytes<F>;
-      add_products<F, R, T>(sums, words, row_bytes, 1, x, x_stride, kTile, words);
+      add_products<F, R, T>(sums, words, row_bytes, 1, x, x_stride, kTile, words, 0);
     }
   }
   for (int m = 0; m < M; ++m) {
@@ -586,9 +608,29 @@ void attend_rows(const Block& block, const Tiles& tiles, const Scoring& scoring,
     weigh_rows<F, M>(block, tiles, tiles.first_key + end, row, first ? nullptr : factors);
 }
 
+// Write the addresses of tiles from the one of `position` on, as numbers from `first` to before
+// `end`. Behind the item's are those of the next one; its own last one where there is none.
+void find_tiles(const interposer_attention_call& call, const interposer_kv_cache& cache,
+                const AttentionItem& item, int64_t position, int64_t first, int64_t end,
+                const AttentionItem* next_item, Tiles& tiles) {
+  const interposer_attention_step& step = call.plan->step;
+  const int64_t* table = step.page_table + item.sequence * step.table_stride;
+  for (; first < end && position < item.end_key; ++first, position += kTile) {
+    tiles.keys[first] = tile_at(cache, item.head, table[position / step.page_tokens],
+                                position % step.page_tokens);
+  }
+  if (first == end) return;
+  if (next_item) {
+    const int64_t begin = next_item->first_key / kTile * kTile;
+    return find_tiles(call, cache, *next_item, begin, first, end, nullptr, tiles);
+  }
+  for (; first < end; ++first) tiles.keys[first] = tiles.keys[first - 1];
+}
+
 template <class F>
 void attend_block(const interposer_attention_call& call, const AttentionItem& item,
-                  const AttentionPartials& partials, char* scratch) {
+                  const AttentionItem* next_item, const AttentionPartials& partials,
+                  char* scratch) {
   const interposer_attention_step& step = call.plan->step;
   const interposer_kv_cache cache = cache_of(call);
   const int64_t group = step.num_heads / step.num_kv_heads, D = step.head_size;
@@ -608,10 +650,12 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
     scoring.cap = float(step.softcap * kLog2E);
     scoring.uncapped = scoring.scale / scoring.cap;
   }
-  const int64_t* table = step.page_table + item.sequence * step.table_stride;
   const int64_t begin = item.first_key / kTile * kTile;
   Tiles tiles;
   tiles.value_distance = value_distance(cache);
+  tiles.bytes = tile_bytes(cache);
+  const int64_t ahead = kAheadBytes / tiles.bytes;
+  tiles.ahead = ahead < 1 ? 1 : ahead < kMostAhead ? ahead : kMostAhead;
 #if defined(INTERPOSER_TILES)
   TileRegisters registers;
   if (kTiled<F> && block.rows >= kTileRows) registers.shape(attention_shapes());
@@ -621,15 +665,7 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
     const int64_t end = key + (left < kKeys ? left : kKeys);
     tiles.first_key = key;
     tiles.count = (end - key + kTile - 1) / kTile;
-    for (int64_t i = 0; i <= tiles.count; ++i) {
-      const int64_t position = key + i * kTile;
-      if (position >= item.end_key) {
-        tiles.keys[i] = tiles.keys[i - 1];
-        break;
-      }
-      tiles.keys[i] = tile_at(cache, item.head, table[position / step.page_tokens],
-                              position % step.page_tokens);
-    }
+    find_tiles(call, cache, item, key, 0, tiles.count + kMostAhead, next_item, tiles);
     auto attend_group = [&](auto rows, int64_t row) {
       constexpr int M = decltype(rows)::value;
       Seen seen[M];
@@ -673,40 +709,40 @@ void attend_block(const interposer_attention_call& call, const AttentionItem& it
 }
 
 void attend(const interposer_attention_call& call, const AttentionItem& item,
-            const AttentionPartials& partials, char* scratch) {
+            const AttentionItem* next, const AttentionPartials& partials, char* scratch) {
   const interposer_attention_step& step = call.plan->step;
 #if defined(INTERPOSER_CODES)
   // Queries of bfloat16 lose nothing beside what they are rounded to already.
   if (step.type == kBFloat16 && step.cache_type == kCacheInt8) {
-    return attend_block<Int8OnCodes>(call, item, partials, scratch);
+    return attend_block<Int8OnCodes>(call, item, next, partials, scratch);
   }
 #endif
 #if defined(INTERPOSER_PAIRS)
   if (step.type == kBFloat16) {
     if (step.cache_type == kCacheBFloat16) {
-      return attend_block<BFloat16OnPairs>(call, item, partials, scratch);
+      return attend_block<BFloat16OnPairs>(call, item, next, partials, scratch);
     }
 #if defined(__AVX512BF16__)
     if (step.cache_type == kCacheE4M3) {
-      return attend_block<E4M3OnPairs>(call, item, partials, scratch);
+      return attend_block<E4M3OnPairs>(call, item, next, partials, scratch);
     }
-    return attend_block<E5M2OnPairs>(call, item, partials, scratch);
+    return attend_block<E5M2OnPairs>(call, item, next, partials, scratch);
 #endif
   }
 #endif
   switch (step.cache_type) {
     case kCacheFloat32:
-      return attend_block<Float32OnFloats>(call, item, partials, scratch);
+      return attend_block<Float32OnFloats>(call, item, next, partials, scratch);
     case kCacheBFloat16:
-      return attend_block<BFloat16OnFloats>(call, item, partials, scratch);
+      return attend_block<BFloat16OnFloats>(call, item, next, partials, scratch);
     case kCacheFloat16:
-      return attend_block<Float16OnFloats>(call, item, partials, scratch);
+      return attend_block<Float16OnFloats>(call, item, next, partials, scratch);
     case kCacheE4M3:
-      return attend_block<E4M3OnFloats>(call, item, partials, scratch);
+      return attend_block<E4M3OnFloats>(call, item, next, partials, scratch);
     case kCacheE5M2:
-      return attend_block<E5M2OnFloats>(call, item, partials, scratch);
+      return attend_block<E5M2OnFloats>(call, item, next, partials, scratch);
     default:
-      return attend_block<Int8OnFloats>(call, item, partials, scratch);
+      return attend_block<Int8OnFloats>(call, item, next, partials, scratch);
   }
 }
 
