@@ -78,6 +78,7 @@ _WRITERS = (
     "sample_out",
     "penalise_out",
     "route_out",
+    "round_out",
 )
 
 
