@@ -58,6 +58,11 @@ _OPS = {
         "quantize_int8_per_token",
         "quantize_int8_per_token_asymmetric",
     ),
+    "weight_quantizers": (
+        "quantize_weight_int8",
+        "quantize_weight_int4",
+        "quantize_weight_int4_asymmetric",
+    ),
     "mx_quantizers": ("quantize_mxfp8", "quantize_mxfp4", "dequantize_mxfp4"),
     "nvfp4_quantizers": ("quantize_nvfp4", "dequantize_nvfp4"),
     "scale_tiles": ("tile_scales",),

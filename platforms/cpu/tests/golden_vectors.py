@@ -56,6 +56,11 @@ from interposer_ops.rotary import rotary_embedding
 from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.weight_quantizers import (
+    quantize_weight_int4,
+    quantize_weight_int4_asymmetric,
+    quantize_weight_int8,
+)
 
 _MAGIC = b"interposer golden 1\n"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -200,6 +205,9 @@ OPS = (
             _to_e4m3(case) and int(case.dims["hidden_size"]) % int(case.dims["block_size"]) == 0
         ),
     ),
+    Covered(quantize_weight_int8, strided=("weight",)),
+    Covered(quantize_weight_int4, strided=("weight",)),
+    Covered(quantize_weight_int4_asymmetric, strided=("weight",)),
     Covered(sample_tokens, strided=_LOGITS),
     Covered(gumbel_argmax, strided=_LOGITS),
     Covered(apply_penalties, strided=(*_LOGITS, "prompt_mask", "output_counts")),

@@ -18,8 +18,8 @@ from interposer_ops.small_floats import unpack_nibbles
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import number_of_groups
 from interposer_quantization.fp8_parameters import register
-from interposer_quantization.int_packing import kernel_codes
-from interposer_quantization.online_integer_linear import FormatOf, rounded_rows
+from interposer_quantization.integer_rounding import IntegerRounding
+from interposer_quantization.online_integer_linear import FormatOf
 from interposer_quantization.online_linear import check_finite
 
 __all__ = ["OnlineEmbedding"]
@@ -78,7 +78,9 @@ class OnlineEmbedding(EmbeddingMethod):
             self.lookup, self.product = site.bind_table(
                 w8a16_embedding, table, w8a16_linear, sizes, head
             )
-        register(layer, weight=torch.empty(vocab_size, hidden_size, dtype=site.dtype))
+        shape = vocab_size, hidden_size
+        self.rounding = IntegerRounding(self.chosen, site, shape, self.scale_dtype)
+        register(layer, weight=torch.empty(shape, dtype=site.dtype))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 table ``[V, H]`` that the codes and scales of ``weight`` mean."""
@@ -94,7 +96,6 @@ class OnlineEmbedding(EmbeddingMethod):
         Raises: CheckpointError: the weight holds what is no finite number.
         """
         weight = layer.get_parameter("weight").data
-        check_finite(weight, self.name)
         codes, scale = self._quantized(weight)
         # Before kernels prepare their own: it is not needed any more.
         register(layer, weight=None)
@@ -110,17 +111,7 @@ class OnlineEmbedding(EmbeddingMethod):
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and scales ``[V, G]`` as the ops take them."""
-        num_rows, width = weight.shape
-        columns, dtype = (width // 2, torch.uint8) if self.narrow else (width, torch.int8)
-        codes = torch.empty(num_rows, columns, dtype=dtype, device=weight.device)
-        groups = width // (self.chosen.inputs_per_scale or width)
-        scale = torch.empty(num_rows, groups, dtype=torch.float32, device=weight.device)
-        for start, rounded in rounded_rows(self.chosen, weight, self.scale_dtype):
-            signed = rounded["weight"]
-            rows = slice(start, start + len(signed))
-            scale[rows] = rounded["weight_scale"]
-            if self.narrow:
-                codes[rows] = kernel_codes((signed + _MIDDLE).view(torch.uint8), _NARROW)
-            else:
-                codes[rows] = signed
-        return codes, scale
+        rounded = self.rounding(weight)
+        if not rounded.finite:
+            check_finite(weight, self.name)
+        return rounded.codes, rounded.scale

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from interposer_ops.weight_quantizers import row_chunks
 from interposer_quantization.fp8_parameters import FORMAT
-from interposer_quantization.online_linear import chunks
 
 __all__ = ["quantized_blocks", "quantized_members", "quantized_rows"]
 
@@ -28,11 +28,11 @@ def quantized_rows(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Te
     scale = max|w_o| / max, 1 for a row of zeros; q = round(w / scale), ties to even.
     """
     codes, scales = torch.empty_like(weight, dtype=FORMAT), []
-    for rows, held in zip(chunks(weight), chunks(codes), strict=True):
+    for rows, start in row_chunks(weight):
         wide = rows.float()
         scale = _fitting(_peaks(wide, 1))
         scales.append(scale)
-        held.copy_(_rounded(wide / scale))
+        codes[start : start + len(rows)] = _rounded(wide / scale)
     return codes, torch.cat(scales)
 
 
@@ -42,11 +42,11 @@ def quantized_members(
     """Return codes ``[O, I]`` with a scale for each of the fused layers, ``[P]`` float32."""
     codes, scales = torch.empty_like(weight, dtype=FORMAT), []
     for member, held in zip(weight.split(list(sizes)), codes.split(list(sizes)), strict=True):
-        peaks = [_peaks(rows.float(), (0, 1)) for rows in chunks(member)]
+        peaks = [_peaks(rows.float(), (0, 1)) for rows, _ in row_chunks(member)]
         scale = _fitting(torch.cat(peaks).amax().reshape(1))
         scales.append(scale)
-        for rows, codes_of_rows in zip(chunks(member), chunks(held), strict=True):
-            codes_of_rows.copy_(_rounded(rows.float() / scale))
+        for rows, start in row_chunks(member):
+            held[start : start + len(rows)] = _rounded(rows.float() / scale)
     return codes, torch.cat(scales)
 
 
@@ -58,15 +58,15 @@ def quantized_blocks(block_rows: int, block_columns: int) -> Quantize:
 
     def quantize(weight: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = torch.empty_like(weight, dtype=FORMAT), []
-        pairs = zip(chunks(weight, block_rows), chunks(codes, block_rows), strict=True)
-        for rows, held in pairs:
+        for rows, start in row_chunks(weight, block_rows):
             num_rows, num_columns = rows.shape
             missing = (0, -num_columns % block_columns, 0, -num_rows % block_rows)
             padded = functional.pad(rows.float(), missing)
             blocks = padded.unflatten(1, (-1, block_columns)).unflatten(0, (-1, block_rows))
             scale = _fitting(_peaks(blocks, (1, 3)))
             scales.append(scale.flatten(2).flatten(0, 1))
-            held.copy_(_rounded(blocks / scale).flatten(2).flatten(0, 1)[:num_rows, :num_columns])
+            rounded = _rounded(blocks / scale).flatten(2).flatten(0, 1)
+            codes[start : start + num_rows] = rounded[:num_rows, :num_columns]
         return codes, torch.cat(scales)
 
     return quantize

@@ -5,27 +5,32 @@ Dimensions: I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from interposer import Site
+from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
+from interposer_ops.weight_quantizers import row_chunks
+from interposer_quantization.compressed_int_linear import IntLinear
 from interposer_quantization.compressed_tensors import CompressedTensors
+from interposer_quantization.compressed_w4a8_linear import W4A8Linear
 from interposer_quantization.fp8_parameters import Members
-from interposer_quantization.online_linear import OnlineLinear, chunks
+from interposer_quantization.integer_rounding import IntegerRounding
+from interposer_quantization.online_linear import OnlineLinear
+from interposer_quantization.paired_int_linear import PairedIntLinear
 from interposer_quantization.writing.integer_formats import IntegerFormat
 from interposer_quantization.writing.schemes import quantization_config
 
-__all__ = ["FormatOf", "OnlineIntegerLinear", "largest_group", "rounded_rows"]
+__all__ = ["FormatOf", "OnlineIntegerLinear", "largest_group"]
 
 FormatOf = Callable[[Site, int], IntegerFormat]
 """The format of the layer at a site, by its number of inputs."""
 
 
 class OnlineIntegerLinear(OnlineLinear):
-    """A layer that is held as one of compressed-tensors is.
+    """A layer whose product is that of one of compressed-tensors.
 
     Attributes:
         scale_dtype: that scales are rounded to before numbers are divided by them.
@@ -43,42 +48,55 @@ class OnlineIntegerLinear(OnlineLinear):
         Raises: ConfigError: groups do not divide the inputs.
         """
         self.chosen = self.format_of(site, in_features)
-        self.quantize = self._tensors
         scheme = CompressedTensors.parse(quantization_config(self.chosen, ()))
         parts = Members(layer, site, out_features).sizes
         method = scheme.linear_method(site.prefix, tuple(parts))
         assert method is not None, "the class of all linear layers is its target"
-        self.method = method
+        # Codes of four bits that do not fill bytes are held one a byte, which no op rounds to.
+        self.rounding: IntegerRounding | None = None
+        paired = self.chosen.bits == 4 and in_features % 2 == 0
+        self.method = _paired(method) if paired else method
         super().create_weights(layer, site, in_features, out_features, bias)
+        if paired or self.chosen.bits == 8:
+            sizes = out_features, in_features
+            self.rounding = IntegerRounding(self.chosen, site, sizes, self.scale_dtype)
 
-    def _tensors(self, weight: torch.Tensor, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint would hold, but for the dtype of scales.
+    def _tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return codes, ``weight_scale`` and, if asymmetric, ``weight_zero_point``.
 
         Rows are rounded one by one, so that layers may be fused before.
         """
+        if self.rounding is None:
+            self._check(weight)
+            return self._signed(weight)
+        rounded = self.rounding(weight)
+        if not rounded.finite:
+            self._check(weight)
+        names = "weight", "weight_scale", "weight_zero_point"
+        tensors = rounded.codes, rounded.scale, rounded.zero_points
+        pairs = zip(names, tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    def _signed(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint would hold, but for the dtype of scales."""
         stored: dict[str, torch.Tensor] = {}
-        for start, rounded in rounded_rows(self.chosen, weight, self.scale_dtype):
-            for name, tensor in rounded.items():
+        for rows, start in row_chunks(weight):
+            wide = rows.float()
+            grid = self.chosen.fitted(self.chosen.groups(wide), self.scale_dtype)
+            for name, tensor in self.chosen.stored(wide, grid, torch.float32).items():
                 if name not in stored:
                     stored[name] = tensor.new_empty((len(weight), *tensor.shape[1:]))
                 stored[name][start : start + len(tensor)] = tensor
         return stored
 
 
-def rounded_rows(
-    chosen: IntegerFormat, weight: torch.Tensor, scale_dtype: torch.dtype
-) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Yield where some rows of ``weight`` begin, and what they are rounded to, in bytes.
-
-    Args:
-        scale_dtype: that scales, which are float32, are exact in.
-    """
-    start = 0
-    for rows in chunks(weight):
-        wide = rows.float()
-        grid = chosen.fitted(chosen.groups(wide), scale_dtype)
-        yield start, chosen.stored(wide, grid, torch.float32)
-        start += len(rows)
+def _paired(method: LinearMethod) -> LinearMethod:
+    """Return the method that holds two codes of four bits in a byte."""
+    if isinstance(method, W4A8Linear):
+        method.stored = PairedIntLinear(method.stored.weights, None)
+        return method
+    assert isinstance(method, IntLinear)
+    return PairedIntLinear(method.weights, method.inputs)
 
 
 def largest_group(site: Site, in_features: int, sizes: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ Dimensions: I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,10 @@ from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization.fp8_parameters import Members, register
 
-__all__ = ["OnlineLinear", "check_finite", "chunks"]
+__all__ = ["OnlineLinear", "check_finite"]
 
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
-
-# Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is
-# small beside a weight. Four million at a time take four to seven times as long.
-_AT_A_TIME = 1 << 19
 
 
 class OnlineLinear(LinearMethod):
@@ -69,13 +65,17 @@ class OnlineLinear(LinearMethod):
 
     def _quantized(self, layer: nn.Module) -> nn.Module:
         """Return the parameters of a layer of ``method``."""
-        weight = layer.get_parameter("weight").data
-        self._check(weight)
         quantized = nn.Module()
-        register(quantized, **self.quantize(weight, tuple(self.members.sizes.values())))
+        register(quantized, **self._tensors(layer.get_parameter("weight").data))
         return quantized
 
+    def _tensors(self, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return what a layer of ``method`` holds of ``weight``."""
+        self._check(weight)
+        return self.quantize(weight, tuple(self.members.sizes.values()))
+
     def _check(self, weight: torch.Tensor) -> None:
+        """Raise CheckpointError if a number is not finite, naming its tensor."""
         sizes = self.members.sizes
         for member, part in zip(sizes, weight.split(list(sizes.values())), strict=True):
             check_finite(part, self.members.tensor(member, "weight"))
@@ -92,9 +92,3 @@ def check_finite(weight: torch.Tensor, name: str) -> None:
         f"holds {float(wrong[0])}, which no quantized number can stand for",
         "copy the checkpoint again",
     )
-
-
-def chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[torch.Tensor]:
-    """Yield views of some rows at a time, a multiple of ``multiple`` except for the last ones."""
-    rows = max(1, _AT_A_TIME // max(1, weight.shape[1] * multiple)) * multiple
-    yield from weight.split(rows)

@@ -79,6 +79,7 @@ _WRITERS = (
     "sample_out",
     "penalise_out",
     "route_out",
+    "round_out",
 )
 
 

@@ -112,6 +112,8 @@ _JUDGES = {
     "quantize_fp8_static": "native_quantizers:judge_format",
     "quantize_int8_static": "native_quantizers:judge_symmetric",
 }
+# Kernels of the compiled library that round weights while they are loaded.
+_ROUNDING = ("quantize_weight_int8", "quantize_weight_int4", "quantize_weight_int4_asymmetric")
 
 # Attention of the compiled library to keys in rows: op, predicate.
 _DENSE = (
@@ -226,6 +228,19 @@ def interposer_records() -> list[Record]:
         )
         for op, module, prepare in _ROWS
     ]
+    rounding = [
+        Kernel(
+            op,
+            f"{op}_native",
+            f"interposer_cpu.native_rounding:{op}",
+            "cpu",
+            _FLOATS,
+            predicate="interposer_cpu.native:judge",
+            score=15.0,
+            properties=frozenset({"deterministic", "traceable"}),
+        )
+        for op in _ROUNDING
+    ]
     dense = [
         Kernel(
             op,
@@ -279,6 +294,7 @@ def interposer_records() -> list[Record]:
         *experts,
         *tables,
         *rows,
+        *rounding,
         *dense,
         *blocks,
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
