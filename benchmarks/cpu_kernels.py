@@ -2,6 +2,8 @@
 
 Both are called in turns, so that whatever else the machine does falls on both alike. Look at the
 ratios: ``median`` is the ratio of medians, ``best`` that of minimums; above 1 the kernel wins.
+Products by quantized weights are measured by ``cpu_ops.py``, mixtures and samplers by benchmarks
+of their own.
 
     python benchmarks/cpu_kernels.py [--threads N] [--rounds N] [NAME ...]
 """
@@ -44,6 +46,18 @@ MEASURE_S = 5e-4
 # Larger than the last-level cache, so that weights come from memory as in a model.
 WEIGHTS_BYTES = 64 << 20
 
+# What `arguments` knows.
+OPS = (
+    "embedding",
+    "fused_add_rms_norm",
+    "gelu_and_mul",
+    "linear",
+    "reshape_and_cache",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+)
+
 Call = Callable[[], object]
 Arguments = dict[str, Any]
 Row = tuple[str, Call, Call]
@@ -82,11 +96,9 @@ def arguments(op: str, t: int, h: int, dtype: torch.dtype) -> tuple[Arguments, d
 
 
 def kernel_rows(registry: Registry, device: Device, wanted: Sequence[str]) -> Iterator[Row]:
-    for op_name, entry in registry.ops.items():
+    for op_name in wanted or OPS:
         kernels = [c for c in registry.candidates("kernel", op_name) if _is_ours(c.record)]
-        if not kernels or (wanted and op_name not in wanted):
-            continue
-        op = load_target(entry.target)
+        op = load_target(registry.ops[op_name].target)
         for dtype in DTYPES:
             for h in HIDDEN:
                 for t in TOKENS:
@@ -205,12 +217,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
+    if unknown := set(options.names) - {*OPS, "sdpa"}:
+        parser.error(f"unknown names: {', '.join(sorted(unknown))}; known: sdpa, {', '.join(OPS)}")
     torch.set_num_threads(options.threads)
     registry, device = current_registry(), CPUPlatform().devices()[0]
     print(f"{device.name}, {options.threads} threads, torch {torch.__version__}")
     with torch.inference_mode():
-        if options.names != ["sdpa"]:
-            for label, reference, kernel in kernel_rows(registry, device, options.names):
+        names = [name for name in options.names if name != "sdpa"]
+        if names or not options.names:
+            for label, reference, kernel in kernel_rows(registry, device, names):
                 print(label, compare(reference, kernel, options.rounds), flush=True)
         if not options.names or "sdpa" in options.names:
             for label, reference, kernel in attention_rows(registry, device):

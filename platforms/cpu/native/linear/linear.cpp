@@ -15,6 +15,9 @@ namespace {
 constexpr int64_t kFewRows = 8;
 // Rows that a thread takes at a time where there are fewer blocks than threads need.
 constexpr int64_t kRowShare = 48;
+// From so many rows on, a block takes long enough for whoever is free to take the next one: then
+// nobody waits for a thread that something else held up. Fewer are read as they follow each other.
+constexpr int64_t kManyRows = 32;
 
 struct Job {
   const interposer_product* product;
@@ -23,7 +26,8 @@ struct Job {
   char* data;
   int64_t row_bytes;
   int32_t* sums;
-  std::atomic<bool> failed;
+  std::atomic<bool> failed{false};
+  std::atomic<int64_t> next{0};
 };
 
 void prepare_some(void* argument, int thread, int threads) {
@@ -33,24 +37,42 @@ void prepare_some(void* argument, int thread, int threads) {
                             rows * (thread + 1) / threads);
 }
 
+// Whole blocks for every thread, unless that leaves some of them without work for long.
+struct Tasks {
+  int64_t blocks, shares;
+
+  Tasks(const interposer_product& product, int threads)
+      : blocks(num_blocks(product.weight->outputs)), shares(1) {
+    while (blocks * shares < 4 * threads && product.rows / (shares + 1) >= kRowShare) ++shares;
+  }
+
+  int64_t count() const { return blocks * shares; }
+
+  // Those from `task` to before `end`.
+  void run(Job& job, int64_t task, int64_t end) const {
+    const int64_t rows = job.product->rows;
+    while (task < end) {
+      const int64_t share = task / blocks, block = task % blocks;
+      const int64_t count = blocks - block < end - task ? blocks - block : end - task;
+      if (!job.kernels->multiply(*job.product, job.prepared, block, block + count,
+                                 rows * share / shares, rows * (share + 1) / shares)) {
+        job.failed = true;
+      }
+      task += count;
+    }
+  }
+};
+
 void multiply_some(void* argument, int thread, int threads) {
   Job& job = *static_cast<Job*>(argument);
-  const int64_t rows = job.product->rows;
-  const int64_t blocks = num_blocks(job.product->weight->outputs);
-  // Whole blocks for every thread, unless that leaves some of them without work for long.
-  int64_t shares = 1;
-  while (blocks * shares < 4 * threads && rows / (shares + 1) >= kRowShare) ++shares;
-  const int64_t tasks = blocks * shares;
-  int64_t task = tasks * thread / threads;
-  const int64_t end = tasks * (thread + 1) / threads;
-  while (task < end) {
-    const int64_t share = task / blocks, block = task % blocks;
-    const int64_t count = blocks - block < end - task ? blocks - block : end - task;
-    if (!job.kernels->multiply(*job.product, job.prepared, block, block + count,
-                               rows * share / shares, rows * (share + 1) / shares)) {
-      job.failed = true;
-    }
-    task += count;
+  const Tasks tasks(*job.product, threads);
+  if (threads == 1 || job.product->rows < kManyRows) {
+    return tasks.run(job, tasks.count() * thread / threads, tasks.count() * (thread + 1) / threads);
+  }
+  for (;;) {
+    const int64_t task = job.next.fetch_add(1, std::memory_order_relaxed);
+    if (task >= tasks.count()) return;
+    tasks.run(job, task, task + 1);
   }
 }
 
@@ -69,7 +91,7 @@ extern "C" int32_t interposer_linear(const interposer_product* product) {
   if (chosen == nullptr) return kNoKernels;
   if (product->rows == 0) return kDone;
 
-  Job job = {product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr, {false}};
+  Job job{product, chosen, {}, nullptr, chosen->prepared_row_bytes(*product), nullptr};
   job.prepared.data = product->x;
   job.prepared.stride = product->x_stride * size_of(product->x_type);
   job.prepared.num_groups = groups;

@@ -131,7 +131,9 @@ const T* at(const interposer_packed* packed, int64_t offset) {
 struct Prepared {
   const void* data;   // of the form that the product wants
   int64_t stride;     // bytes
-  const int32_t* sums;  // [rows][groups] of int8 codes, or null
+  // [rows][groups] of int8 codes, or null. Where a weight has no zero points, these are times minus
+  // what its codes are raised by.
+  const int32_t* sums;
   int64_t num_groups;
 };
 
