@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from golden_blocks import Block, blocks
 
 from interposer import Case, CustomOp
 from interposer.cases import planned_cases
@@ -226,7 +227,8 @@ OPS = (
 
 def write(path: Path) -> int:
     """Write all cases to ``path``, and return how many there are."""
-    cases = [_case(covered, case) for covered in OPS for case in _cases(covered)]
+    cases = [_block(block) for block in blocks()]
+    cases += [_case(covered, case) for covered in OPS for case in _cases(covered)]
     path.write_bytes(_MAGIC + _count(len(cases)) + b"".join(cases))
     return len(cases)
 
@@ -263,8 +265,17 @@ def _case(covered: Covered, case: Case) -> bytes:
             numbers.append(_text(name) + struct.pack("<d", value))
     parts = _text(op.name), _text(case.label), _count(exact)
     results = [_result(op, case, *result) for result in _expected(op, case)]
-    lists = (_count(len(part)) + b"".join(part) for part in (texts, numbers, arrays, results))
-    return b"".join((*parts, *lists))
+    return b"".join((*parts, *map(_list, (texts, numbers, arrays, results))))
+
+
+def _block(block: Block) -> bytes:
+    """Return a whole decoder block as golden.h has cases of ops."""
+    texts = [_text(name) + _text(value) for name, value in block.texts.items()]
+    numbers = [_text(name) + struct.pack("<d", value) for name, value in block.numbers.items()]
+    arrays = [_text(name) + _array(value.contiguous()) for name, value in block.arrays.items()]
+    results = [_numbers(*result) for result in block.results]
+    parts = _text("decoder_block"), _text(block.label), _count(0)
+    return b"".join((*parts, *map(_list, (texts, numbers, arrays, results))))
 
 
 def _expected(op: CustomOp[..., Any], case: Case) -> Iterator[tuple[torch.dtype, torch.Tensor]]:
@@ -283,7 +294,11 @@ def _forms(op: CustomOp[..., Any], fake: Any, arguments: Mapping[str, Any]) -> l
 def _result(
     op: CustomOp[..., Any], case: Case, dtype: torch.dtype, expected: torch.Tensor
 ) -> bytes:
-    bound = op.tolerance.bound(expected, dtype, case)
+    return _numbers(dtype, expected, op.tolerance.bound(expected, dtype, case))
+
+
+def _numbers(dtype: torch.dtype, expected: torch.Tensor, bound: torch.Tensor) -> bytes:
+    """Return a result with the largest errors that are allowed."""
     head = _text(_name(dtype)) + struct.pack("<q", expected.numel())
     return head + _bytes(expected.double()) + _bytes(bound.double())
 
@@ -315,6 +330,10 @@ def _array(tensor: torch.Tensor) -> bytes:
 def _bytes(tensor: torch.Tensor) -> bytes:
     assert sys.byteorder == "little", "files are written on little-endian machines"
     return tensor.contiguous().numpy().tobytes()
+
+
+def _list(parts: Sequence[bytes]) -> bytes:
+    return _count(len(parts)) + b"".join(parts)
 
 
 def _text(text: str) -> bytes:

@@ -5,14 +5,11 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from interposer import (
-    AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     Capability,
@@ -21,6 +18,7 @@ from interposer import (
     Verdict,
 )
 from interposer_cpu import native
+from interposer_cpu.native_paged import NativePagedBackend, facts_of
 
 __all__ = ["NativeBackend", "Plan"]
 
@@ -46,7 +44,7 @@ class Plan:
     batch: AttentionBatch
 
 
-class NativeBackend(AttentionBackend):
+class NativeBackend(NativePagedBackend):
     """Blocks of queries over tiles of 16 keys, long contexts in parts of 512."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
@@ -56,17 +54,8 @@ class NativeBackend(AttentionBackend):
         self._cache_size = spec.cache_dtype.itemsize
         # Strides of a query, key or value whose heads follow each other.
         self._rest = (spec.head_size, 1)
-        self._facts = (
-            _TYPES[spec.dtype],
-            _CACHE_TYPES[spec.cache_dtype],
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.page_size,
-            _bits(spec.scale),
-            _bits(spec.softcap or 0.0),
-            spec.window_tokens or 0,
-        )
+        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
+        self._facts = facts_of(spec, *types)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -119,58 +108,6 @@ class NativeBackend(AttentionBackend):
         address = blocks.data_ptr()
         self._plan(*step, address)
         return Plan(blocks, address, batch)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Plan,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._forward(query, key, value, cache, plan)
-
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Plan,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks)
-
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scales as one block of memory ``[2, 1]`` or ``[2, K]``."""
-        return torch.stack((key_scale, value_scale)).float()
-
-    def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Plan,
-        scales: torch.Tensor,
-    ) -> torch.Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._forward(query, key, value, cache, plan, scales=scales)
-
-    def forward_quantized_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Plan,
-        scales: torch.Tensor,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales)
 
     def _forward(
         self,
@@ -228,9 +165,3 @@ class NativeBackend(AttentionBackend):
 def _contiguous(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     x = x.contiguous()
     return x, x.stride()
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float64, as an int64."""
-    (bits,) = struct.unpack("=q", struct.pack("=d", number))
-    return int(bits)

@@ -5,22 +5,19 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from interposer import (
-    AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     Capability,
-    KVCacheLayout,
     Site,
     Verdict,
 )
 from interposer_cpu import native
+from interposer_cpu.native_paged import NativePagedBackend, facts_of
 
 __all__ = ["NativeRowsBackend"]
 
@@ -29,24 +26,15 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
 
 
-class NativeRowsBackend(AttentionBackend):
+class NativeRowsBackend(NativePagedBackend):
     """Blocks of queries over rows of keys, which are brought into order where they are used."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._attend = native.library().page_attention
         self._rest = (spec.head_size, 1)
-        self._facts = (
-            _TYPES[spec.dtype],
-            _CACHE_TYPES[spec.cache_dtype],
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.page_size,
-            _bits(spec.scale),
-            _bits(spec.softcap or 0.0),
-            spec.window_tokens or 0,
-        )
+        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
+        self._facts = facts_of(spec, *types)
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -65,68 +53,10 @@ class NativeRowsBackend(AttentionBackend):
         verdict = plain.judge_plain_decoder()
         return native.judge_device(capability) if verdict else verdict
 
-    def kv_layout(self) -> KVCacheLayout:
-        """Return ``[K, P, 2, S, D]``: what one kv head reads lies together."""
-        spec = self.spec
-        page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
-
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch, in memory without gaps."""
         pages = batch.page_table
         return batch if pages.stride(-1) == 1 else replace(batch, page_table=pages.contiguous())
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._forward(query, key, value, cache, plan)
-
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks)
-
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scales as one block of memory ``[2, 1]`` or ``[2, K]``."""
-        return torch.stack((key_scale, value_scale)).float()
-
-    def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        scales: torch.Tensor,
-    ) -> torch.Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._forward(query, key, value, cache, plan, scales=scales)
-
-    def forward_quantized_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        scales: torch.Tensor,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
-        return self._forward(query, key, value, cache, plan, sinks=sinks, scales=scales)
 
     def _forward(
         self,
@@ -192,9 +122,3 @@ class NativeRowsBackend(AttentionBackend):
             0 if scales is None or scales.shape[1] == 1 else 1,
         )
         return out
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float64, as an int64."""
-    (bits,) = struct.unpack("=q", struct.pack("=d", number))
-    return int(bits)
