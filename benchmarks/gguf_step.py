@@ -4,14 +4,13 @@
 
 The file is loaded twice, the second time with both dequantized while they are read. Steps of the
 two take turns, so that whatever else the machine does falls on both alike; of one thread, processor
-time counts. ``held`` is all memory that layers hold, each once; ``peak`` is by how much a process
-of its own grew at most while it loaded.
+time counts. ``held`` is all memory that layers hold, each once; benchmarks/loading.py measures what
+loading takes.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
@@ -56,23 +55,6 @@ def held_bytes(lm: LanguageModel) -> int:
     return sum(found.values())
 
 
-def growth(path: Path, in_blocks: bool) -> int:
-    """Return by how many bytes the process grew at most while it loaded."""
-    loaded(path, in_blocks)  # what is imported for it is not the file's
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the peak
-    lm = loaded(path, in_blocks)
-    grown = status("VmHWM") - before
-    del lm
-    return grown
-
-
-def status(name: str) -> int:
-    """Return the bytes that Linux tells of this process under a name."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) << 10
-
-
 class Decoding:
     """A request that is decoded step by step; a new one begins where it has become too long."""
 
@@ -101,9 +83,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kinds = {"in their blocks": True, "in 16 bits": False}
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        peaks = pool.starmap(growth, [(options.file, kind) for kind in kinds.values()], 1)
     models = [loaded(options.file, kind) for kind in kinds.values()]
     taken: list[list[float]] = [[] for _ in models]
     with torch.inference_mode():
@@ -111,8 +90,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for decoding, times in zip(decodings, taken, strict=True):
                 times.append(decoding.step())
-    print("embedding and output   held MiB   peak MiB   step ms (lowest)")
-    for name, lm, peak, times in zip(kinds, models, peaks, taken, strict=True):
+    print("embedding and output   held MiB   step ms (lowest)")
+    for name, lm, times in zip(kinds, models, taken, strict=True):
         median, best = statistics.median(times) * 1e3, min(times) * 1e3
         print(
             f"{name:20}{held_bytes(lm) / 2**20:11.1f}{peak / 2**20:11.1f}{median:9.2f} ({best:.2f})"
