@@ -93,9 +93,7 @@ def main() -> None:
     print("embedding and output   held MiB   step ms (lowest)")
     for name, lm, times in zip(kinds, models, taken, strict=True):
         median, best = statistics.median(times) * 1e3, min(times) * 1e3
-        print(
-            f"{name:20}{held_bytes(lm) / 2**20:11.1f}{peak / 2**20:11.1f}{median:9.2f} ({best:.2f})"
-        )
+        print(f"{name:20}{held_bytes(lm) / 2**20:11.1f}{median:9.2f} ({best:.2f})")
 
 
 if __name__ == "__main__":
