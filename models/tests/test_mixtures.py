@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, Qwen3MoeConfig
 
-from interposer import Config
+from interposer import Config, explain
 from interposer.errors import CheckpointError
 from interposer_models import load
 from interposer_models.decoder_config import DecoderConfig
 from interposer_models.loader import plan
+from interposer_models.quantizing.quantizer import quantize
 from interposer_ops.layers.experts import Experts
 
 SIZES: dict[str, Any] = {
@@ -169,3 +170,15 @@ def test_experts_are_exchanged_in_place(copied: Path, dtype: str) -> None:
     assert torch.equal(lm.logits(ids), before)
     with pytest.raises(CheckpointError, match="goes together with"):
         lm.update_weights({f"{EXPERT}.up_proj.weight": first[f"{EXPERT}.up_proj.weight"]})
+
+
+def test_around_experts_linear_layers_are_quantized(qwen3_moe: Path, tmp_path: Path) -> None:
+    """What is written says that routers and experts are plain, to whom they are linear layers."""
+    done = quantize(qwen3_moe, tmp_path / "out", "int8")
+    settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
+    assert settings["ignore"] == ["lm_head", r"re:.*\.gate$", r"re:.*\.experts\."]
+    lm = load(done.path, dtype="float32", cache_tokens=1024)
+    names = {row.choice.request.name for row in explain(lm).rows}
+    assert {"fused_experts", "int8_linear"} <= names
+    expected = load(qwen3_moe, dtype="float32", cache_tokens=1024).logits(token_ids(9))
+    assert (lm.logits(token_ids(9)) - expected).norm() < 0.1 * expected.norm()

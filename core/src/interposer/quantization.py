@@ -140,7 +140,10 @@ class ExpertsMethod(ABC):
         """Register the parameters under the names that checkpoints use.
 
         Attributes of parameters mean what ``LinearMethod.create_weights`` says, but for those of
-        layers that are fused.
+        layers that are fused. Where checkpoints store every matrix by itself, ``expert_parts`` of a
+        parameter ``[E, rows, ...]`` states the names of an expert's matrices that it holds, in
+        order, with the rows of each, and ``expert_tensor`` which of their tensors, if that is not
+        ``weight``.
 
         Raises: ConfigError: experts of these sizes cannot be stored that way.
         """

@@ -137,10 +137,11 @@ def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple
 
 
 def _matrices(layer: PluggableLayer, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the place of each expert's matrices, which are stored one by one."""
+    """Yield the place of what each expert's matrices have, which are stored one by one."""
+    stored = getattr(parameter, "expert_tensor", "weight")
     for expert in range(parameter.shape[0]):
         start = 0
         for part, size in parameter.expert_parts.items():  # type: ignore[attr-defined]
             place = TensorPlace(parameter, 0, start, start + size, expert)
-            yield f"{layer.prefix}.{expert}.{part}.weight", place
+            yield f"{layer.prefix}.{expert}.{part}.{stored}", place
             start += size

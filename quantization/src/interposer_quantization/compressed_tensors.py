@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
 from interposer.quantization import CacheFormat
+from interposer_quantization.compressed_experts import experts_of
 from interposer_quantization.compressed_fp8_linear import Fp8WeightLinear
 from interposer_quantization.compressed_int8_linear import Int8Linear
 from interposer_quantization.compressed_int_linear import IntLinear, PlainIntLinear
@@ -22,6 +23,7 @@ from interposer_quantization.fp8_block_linear import Fp8BlockLinear
 from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization.fp8_parameters import FORMAT
 from interposer_quantization.fused_layers import stored_alike
+from interposer_quantization.stored_experts import StoredExperts
 
 __all__ = ["CompressedTensors"]
 
@@ -52,6 +54,10 @@ class CompressedTensors(QuantizationScheme):
         """
         stored = stored_alike(prefix, parts, self.settings.stored, _MEND)
         return None if stored is None else _method(stored)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.stored, experts_of, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head with a weight of its own, or None to leave it plain."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer.errors import ConfigError
 from interposer_quantization.fp8_block_linear import Fp8BlockLinear
 from interposer_quantization.fp8_config import FbgemmSettings, Fp8Settings
+from interposer_quantization.fp8_experts import Fp8Experts
 from interposer_quantization.fp8_linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization.fused_layers import stored_alike
+from interposer_quantization.stored_experts import StoredExperts
 
 __all__ = ["FbgemmFp8", "Fp8"]
 
@@ -48,6 +51,22 @@ class Fp8(QuantizationScheme):
             return Fp8BlockLinear(rows, columns, power_of_two, weight_scale)
         static = self.settings.activation_scheme == "static"
         return Fp8TensorLinear(weight_scale, input_scale if static else None, mend=_SAME_INPUT)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out if all are quantized."""
+        return StoredExperts(self.settings.stored, self._experts, _MEND)
+
+    def _experts(self, prefix: str, _: str) -> ExpertsMethod:
+        settings = self.settings
+        if settings.activation_scheme == "static":
+            raise ConfigError(
+                f"{prefix}: no op multiplies experts by inputs with scales that are stored. "
+                "Try: quantize with activation_scheme 'dynamic', or leave the experts plain"
+            )
+        block = settings.weight_block_size
+        return Fp8Experts(
+            "tensor" if block is None else (block[0], block[1]), settings.scale_names[0]
+        )
 
 
 class FbgemmFp8(QuantizationScheme):

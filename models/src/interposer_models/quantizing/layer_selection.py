@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from interposer.errors import ConfigError, UnknownNameError, nearest_first
+from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing.weight_format import WeightFormat
 
-__all__ = ["Layer", "check_groups", "layers_of", "selected"]
+__all__ = ["Layer", "check_groups", "layers_of", "mixture_patterns", "selected"]
 
 _REGEX = "re:"
 _MOST_NAMED = 8
@@ -44,6 +45,20 @@ def layers_of(model: nn.Module) -> list[Layer]:
                 for part, size in module.parts.items()
             ]
     return found
+
+
+def mixture_patterns(model: nn.Module) -> list[str]:
+    """Return patterns for the routers and experts of a model, which stay plain.
+
+    To others they are linear layers too, one for each matrix.
+    """
+    found = []
+    for module in model.modules():
+        if isinstance(module, Experts | Router):
+            name = re.escape(module.prefix.rpartition(".")[2])
+            end = "$" if isinstance(module, Router) else r"\."
+            found.append(rf"{_REGEX}.*\.{name}{end}")
+    return list(dict.fromkeys(found))
 
 
 def selected(layers: Sequence[Layer], ignore: Sequence[str]) -> list[Layer]:

@@ -15,7 +15,12 @@ from interposer_models.checkpoint import Checkpoint
 from interposer_models.loader import plan
 from interposer_models.quantizing.calibration_text import calibration_sequences
 from interposer_models.quantizing.copy_writer import CopyWriter
-from interposer_models.quantizing.layer_selection import check_groups, layers_of, selected
+from interposer_models.quantizing.layer_selection import (
+    check_groups,
+    layers_of,
+    mixture_patterns,
+    selected,
+)
 from interposer_models.quantizing.rounded_layers import Progress, RoundedLayers
 from interposer_models.quantizing.tensor_source import TensorSource
 from interposer_models.quantizing.work_folder import WorkFolder
@@ -124,7 +129,7 @@ def quantize(
     if sequences is not None:
         rounded.calibrate(folder.layers, planned, sequences, act_order, told)
     writer.write_weights(folder, told)
-    plain = [*dict.fromkeys(("lm_head", *ignore))]
+    plain = [*dict.fromkeys(("lm_head", *ignore, *mixture_patterns(planned.model)))]
     writer.write_rest(folder, quantization_config(chosen, plain))
     folder.finish()
     return Quantized(

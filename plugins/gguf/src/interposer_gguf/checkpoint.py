@@ -19,7 +19,7 @@ from interposer_gguf.tokenizer import end_tokens, tokenizer_json
 __all__ = ["GGUFCheckpoint"]
 
 # Ends of the names of matrices that are held as they are stored.
-_IN_BLOCKS = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
+_IN_BLOCKS: tuple[str, ...] = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
 
 
 class GGUFCheckpoint(CheckpointFile):
