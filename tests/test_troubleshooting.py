@@ -22,7 +22,7 @@ def templates() -> frozenset[str]:
     """Return all texts in the sources, docstrings apart, with NUL for what is filled in."""
     found = set()
     folders = [ROOT / name for name in ("core", "models", "ops", "quantization")]
-    for folder in (*folders, *ROOT.glob("plugins/*")):
+    for folder in (*folders, *ROOT.glob("platforms/*"), *ROOT.glob("plugins/*")):
         for file in (folder / "src").rglob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))
             prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -113,6 +113,20 @@ def test_the_best_that_accepts_is_taken_with_its_first_device(installed: Install
     assert current_platform() is found.platform
 
 
+def test_torch_is_not_asked_for_devices_while_every_plugin_works(
+    installed: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def current_accelerator(check_available: bool = False) -> None:
+        asked.append(check_available)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    installed(entry(Host, 0.0), entry(Absent, 20.0))
+    assert place().platform.name == "host"
+    assert asked == []
+
+
 def test_asking_again_gives_the_same(installed: Install) -> None:
     installed(entry(Host))
     assert place() is place()

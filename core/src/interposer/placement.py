@@ -142,9 +142,10 @@ def _refuse_silent_fallback(
         if any(score >= chosen.score for _, score in f.platforms)
     ]
     failures += [refusal for refusal in plugin_failures if refusal.provider in failed]
-    visible = torch.accelerator.current_accelerator(check_available=True)
-    if visible is not None and visible.type != placement.platform.device_type:
-        failures += [refusal for refusal in plugin_failures if refusal not in failures]
+    if plugin_failures:  # asked only then, as torch may initialise the driver to answer
+        visible = torch.accelerator.current_accelerator(check_available=True)
+        if visible is not None and visible.type != placement.platform.device_type:
+            failures += [refusal for refusal in plugin_failures if refusal not in failures]
     if failures:
         raise PlatformUnavailableError(
             f"automatic platform: {chosen.name!r} would be a silent fallback, for others failed",

@@ -129,6 +129,7 @@ int cuGetErrorString(int code, const char **text) {
 int cuDriverGetVersion(int *version) { *version = CUDA; return 0; }
 int cuInit(unsigned flags) {
     note("cuInit");
+    sleep(CU_INIT_SECONDS);
     if (CU_INIT) return CU_INIT;
     if (CU_INIT_CRASHES) abort();
     initialised = flags == 0;

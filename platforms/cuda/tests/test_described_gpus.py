@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,15 @@ import torch
 from hatchling.builders.wheel import WheelBuilder
 
 import interposer_cuda
-from interposer import DeviceDescription, explain
-from interposer.records import DeviceEntry, PlatformEntry, resource_path
+from interposer import DeviceDescription, Request, explain
+from interposer.records import (
+    AttentionEntry,
+    DeviceEntry,
+    Kernel,
+    PlatformEntry,
+    load_target,
+    resource_path,
+)
 from interposer_cuda.abilities import bandwidth_features, fixed_features
 from interposer_cuda.architectures import architecture_of
 from interposer_cuda.platform import CUDAPlatform
@@ -69,6 +77,26 @@ def test_portable_triton_kernels_are_candidates(name: str) -> None:
     }
     assert len(options) > 60
     assert [kernel for kernel, verdict in options.items() if not verdict] == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [r for r in interposer_records() if isinstance(r, AttentionEntry | Kernel | PlatformEntry)],
+    ids=lambda record: record.name,
+)
+def test_every_record_resolves(record: AttentionEntry | Kernel | PlatformEntry) -> None:
+    assert callable(load_target(record.target))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [r for r in interposer_records() if isinstance(r, AttentionEntry | Kernel)],
+    ids=lambda record: record.name,
+)
+def test_every_requirement_is_met_by_some_gpu(record: AttentionEntry | Kernel) -> None:
+    known = [described(name).device().capability for name in ENTRIES]
+    wanted = replace(record.requires, dtypes=(), dims={})
+    assert any(wanted.judge(Request("kernel", "any", capability=can)) for can in known)
 
 
 def test_the_wheel_holds_the_descriptions(tmp_path: Path) -> None:

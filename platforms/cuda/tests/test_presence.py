@@ -78,8 +78,11 @@ root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 build["targets"] = tuple(build.get("targets", ()))
 presence = Presence(system.look(root), TorchBuild(**build), variables())
 if wanted == "probe":
-    verdict = presence.judge()
-    said = {"accepted": verdict.accepted, "reason": verdict.reason}
+    try:
+        verdict = presence.judge()
+        said = {"accepted": verdict.accepted, "reason": verdict.reason}
+    except driver.DriverLostError as error:
+        said = {"raised": str(error)}
 else:
     try:
         answer = driver.ask(presence.libraries())
@@ -127,6 +130,7 @@ class Machine:
             "NVML_INIT": 0,
             "CU_INIT": 0,
             "CU_INIT_CRASHES": 0,
+            "CU_INIT_SECONDS": 0,
             "NEWEST_ATTRIBUTE": 159,
             **values,
         }
@@ -149,7 +153,7 @@ class Machine:
 
     def ask(self, wanted: str = "probe", build: Any = BUILD, **variables: str) -> dict[str, Any]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("CUDA_")}
-        environment |= {"LD_LIBRARY_PATH": str(self.libraries), "FAKE_DRIVER_LOG": str(self.log)}
+        environment |= self.variables()
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(self.root), json.dumps(build), wanted],
             env={**environment, **variables},
@@ -162,6 +166,9 @@ class Machine:
         assert said["torch"] is False
         self.assert_untouched(said["pid"])
         return said
+
+    def variables(self) -> dict[str, str]:
+        return {"LD_LIBRARY_PATH": str(self.libraries), "FAKE_DRIVER_LOG": str(self.log)}
 
     def calls(self) -> list[tuple[int, str]]:
         lines = (line.split(" ", 1) for line in self.log.read_text().splitlines())
@@ -415,7 +422,6 @@ def test_without_any_library_both_are_named(workstation: Machine) -> None:
     [
         ({"CU_INIT": 802}, "cuInit: system not yet initialized (code 802); the fabric of the GPUs"),
         ({"CU_INIT": 999}, "/dev/nvidia-uvm may be missing"),
-        ({"CU_INIT_CRASHES": 1}, "the process that asks it ended with -6"),
     ],
 )
 def test_a_driver_that_fails_is_told(
@@ -424,6 +430,40 @@ def test_a_driver_that_fails_is_told(
     workstation.install(GPU(), nvml=False, **values)
     assert expected in workstation.ask("driver")["error"]
     assert expected in reason(workstation.ask())
+
+
+def test_a_driver_that_crashes_is_not_taken_for_none(workstation: Machine) -> None:
+    workstation.install(GPU(), nvml=False, CU_INIT_CRASHES=1)
+    expected = "the process that asks CUDA's driver ended with -6"
+    assert expected in workstation.ask("driver")["error"]
+    assert expected in workstation.ask()["raised"]
+
+
+def test_a_driver_that_hangs_is_given_up(workstation: Machine) -> None:
+    workstation.install(GPU(), nvml=False, CU_INIT_SECONDS=60)
+    assert "CUDA's driver gave no answer in 4 s" in workstation.ask()["raised"]
+
+
+def test_the_platform_lists_what_the_driver_shows(workstation: Machine) -> None:
+    workstation.install(GPU(peers=[1]), GPU())
+    program = """
+import json, os, torch
+from interposer_cuda.platform import CUDAPlatform
+found = [(d.torch_device, d.name, d.capability.architecture) for d in CUDAPlatform().devices()]
+print(json.dumps([found, torch.cuda.is_initialized(), os.getpid()]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **workstation.variables()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found, initialised, process = json.loads(done.stdout)
+    assert found == [[f"cuda:{n}", "NVIDIA H100 80GB HBM3", "sm_90"] for n in (0, 1)]
+    assert not initialised
+    workstation.assert_untouched(process)
 
 
 def test_the_driver_describes_its_devices(workstation: Machine) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from interposer_cuda import driver_inquiry
 
-__all__ = ["Answer", "CUDADevice", "DriverError", "ask"]
+__all__ = ["Answer", "CUDADevice", "DriverError", "DriverLostError", "ask"]
 
 _NAME = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
@@ -40,6 +40,13 @@ class DriverError(Exception):
         said = f"{call}: {text} (code {code})" if code else f"{call}: {text}" if call else text
         meaning = _MEANINGS.get(code)
         super().__init__(f"{said}; {meaning}" if meaning else said)
+
+
+class DriverLostError(DriverError):
+    """The process that asks the driver crashed or hung in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("", 0, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,9 @@ def ask(libraries: Iterable[str] = (_NAME,), limit_seconds: float = _LIMIT_SECON
 
     Args:
         libraries: what to load the driver by; the first that loads is asked.
-    Raises: DriverError: it cannot be loaded, answers with an error, or not at all.
+    Raises:
+        DriverError: it cannot be loaded, or answers with an error.
+        DriverLostError: it crashes, or does not answer in time.
     """
     program = str(Path(driver_inquiry.__file__))
     command = [sys.executable, "-I", "-S", program, *libraries]
@@ -110,14 +119,17 @@ def ask(libraries: Iterable[str] = (_NAME,), limit_seconds: float = _LIMIT_SECON
             command, capture_output=True, text=True, timeout=limit_seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        text = f"gave no answer in {limit_seconds:g} s"
-        raise DriverError("the driver", 0, text) from None
+        raise DriverLostError(
+            f"CUDA's driver gave no answer in {limit_seconds:g} s. If it takes long to wake, "
+            "nvidia-persistenced keeps it awake"
+        ) from None
     try:
         facts = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        text = f"the process that asks it ended with {done.returncode}: {said[0]}"
-        raise DriverError("the driver", 0, text) from None
+        raise DriverLostError(
+            f"the process that asks CUDA's driver ended with {done.returncode}: {said[0]}"
+        ) from None
     if "devices" not in facts:
         raise DriverError(facts["call"], facts["code"], facts["text"])
     major, minor = facts["cuda"]

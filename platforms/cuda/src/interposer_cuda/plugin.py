@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import DeviceEntry, PlatformEntry, Record
+from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -16,8 +17,32 @@ _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the platform and the described GPUs."""
+    """Return the platform, what it brings besides portable kernels, and the described GPUs."""
+    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
+    sdpa = AttentionEntry(
+        "sdpa_gathered",
+        "interposer_cuda.sdpa:SdpaBackend",
+        "cuda",
+        Requires(dtypes=("float32", "bfloat16", "float16")),
+        score=-1.0,
+    )
+    # On others torch multiplies group by group, for which the host has to know their sizes.
+    grouped = Kernel(
+        "grouped_linear",
+        "grouped_linear_grouped_mm",
+        "interposer_cuda.grouped_linear:grouped_linear",
+        "cuda",
+        Requires(
+            architectures=frozenset({"sm_90", "sm_100"}),
+            dtypes=("bfloat16",),
+            dims={"in_features": Dim(multiple_of=8), "out_features": Dim(multiple_of=8)},
+        ),
+        score=5.0,
+        properties=frozenset({"graph_safe", "opaque"}),
+    )
     return [
+        sdpa,
+        grouped,
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
     ]

@@ -36,7 +36,10 @@ class Presence:
     variables: Mapping[str, str]
 
     def judge(self) -> Verdict:
-        """Say whether there is a GPU to use, cheapest questions first."""
+        """Say whether there is a GPU to use, cheapest questions first.
+
+        Raises: DriverLostError: there may be one, but its driver crashes or hangs.
+        """
         if sys.platform != "linux":
             return Verdict.refuse(
                 f"finds GPUs on Linux, and in Windows inside WSL; this is {sys.platform}"
@@ -92,6 +95,8 @@ class Presence:
             )
         try:
             answer = driver.ask(self.libraries(), _LIMIT_SECONDS)
+        except driver.DriverLostError:
+            raise  # not to be taken for a machine that has no GPU
         except driver.DriverError as failure:
             return Verdict.refuse(f"there is {self._seen()}, but {failure}; NVML says {error}")
         verdict = self.build.judge_driver(self.system.driver, answer.cuda)
