@@ -42,7 +42,9 @@ def _writing(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Ca
     num_pages = max(4, -(-num_tokens // page_size))
     slots = torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
     sizes = (num_pages, page_size, kv_heads, head_size)
-    return _stored(sizes, slots, point["numbers"], dtype, generator, per_head=point["scale"])
+    per_head, deviation = point["scale"], point["numbers"]
+    scales = _scales(kv_heads if per_head else 1, deviation, generator)
+    return _stored(sizes, slots, scales, deviation, dtype, generator, per_head=per_head)
 
 
 reshape_and_cache_int8_cases = CaseSpace(
@@ -83,19 +85,21 @@ reshape_and_cache_int8_cases = CaseSpace(
 def reshape_and_cache_int8_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return a typical step."""
+    """Return a typical step; the scales are drawn first."""
     generator = torch.Generator().manual_seed(seed)
     page_size = int(dims["page_size"])
+    per_head, deviation = bool(dims["per_head"]), _NUMBERS[""]
+    scales = _scales(int(dims["num_kv_heads"]) if per_head else 1, deviation, generator)
     num_pages, slots = step_slots(num_tokens, page_size, generator)
     sizes = (num_pages, page_size, int(dims["num_kv_heads"]), int(dims["head_size"]))
-    per_head = bool(dims["per_head"])
-    case = _stored(sizes, slots, _NUMBERS[""], dtype, generator, per_head=per_head)
+    case = _stored(sizes, slots, scales, deviation, dtype, generator, per_head=per_head)
     return replace(case, label=f"{num_tokens} tokens")
 
 
 def _stored(
     sizes: tuple[int, int, int, int],
     slots: torch.Tensor,
+    scales: list[torch.Tensor],
     deviation: float,
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -104,8 +108,6 @@ def _stored(
 ) -> Case:
     """Return tokens for ``slots`` of a cache ``[P, S, K, D]``; ties where ``deviation`` is 0."""
     _, page_size, kv_heads, head_size = sizes
-    count = kv_heads if per_head else 1
-    scales = [_scale(count, generator, is_power=deviation == 0) for _ in range(2)]
     shape = (len(slots), kv_heads, head_size)
     key, value = (_clear(shape, scale, deviation, dtype, generator) for scale in scales)
     keys, values = caches(sizes, torch.int8, paired=False)
@@ -171,6 +173,11 @@ def _scaled(
 ) -> dict[str, object]:
     num_tokens = gathered.pop("num_tokens")
     return {**gathered, "scale": scale, "num_tokens": num_tokens, "out_dtype": dtype}
+
+
+def _scales(count: int, deviation: float, generator: torch.Generator) -> list[torch.Tensor]:
+    """Return scales of keys and of values for numbers of ``deviation``, or for ties."""
+    return [_scale(count, generator, is_power=deviation == 0) for _ in range(2)]
 
 
 def _scale(count: int, generator: torch.Generator, *, is_power: bool) -> torch.Tensor:
