@@ -55,13 +55,15 @@ class LayerGroup:
         """Take over the weights and prepare for inference."""
         for layer, state in zip(self.layers, self._filled(filling), strict=True):
             vars(layer).update(state)
-        for layer in self.layers:
+        # The last ones first: a head gives the table up that its embedding shares before that packs
+        # it, so that the plain one is not held besides.
+        for layer in reversed(self.layers):
             layer.finalize()
 
     def finalized(self, filling: Filling) -> list[State]:
         """Return what each layer would hold with these weights; nothing is changed."""
         copies = [_copied(*pair) for pair in zip(self.layers, self._filled(filling), strict=True)]
-        for copy in copies:
+        for copy in reversed(copies):
             copy.finalize()
         return [_state(copy) for copy in copies]
 
