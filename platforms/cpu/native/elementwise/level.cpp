@@ -198,8 +198,8 @@ constexpr float largest_code(int32_t type) { return type == kInt8 ? 127.0f : 448
 // The nearest whole number; numbers are far from where that has no bits left.
 INTERPOSER_INLINE Ints rounded(Floats x) { return (Ints)(x + kRound) - 0x4b400000; }
 
-// x / scale as a division rounds it, in a third of its time: with `inverse` rounded from 1 / scale,
-// the first correction leaves less than a unit of the last place, the second nothing (Markstein's
+// x / scale as a division rounds it, in less time: with `inverse` rounded from 1 / scale, the first
+// correction leaves less than a unit of the last place, the second nothing (Markstein's
 // theorem; its terms are fused, and tiny quotients, where they are not exact, round to 0 anyway).
 INTERPOSER_INLINE Floats divided(Floats x, float scale, float inverse) {
   Floats quotient = x * inverse;
