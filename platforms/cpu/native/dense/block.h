@@ -59,11 +59,12 @@ struct Block {
   int32_t* first;     // keys that it sees: from here,
   int32_t* end;       // to before here
 
-  // Returns the bytes that it takes.
+  // Returns the bytes that it takes. Words of a row are a multiple of `multiple`.
   template <class F>
-  int64_t lay(char* scratch, int64_t most_rows, const interposer_dense_call& call) {
+  int64_t lay(char* scratch, int64_t most_rows, const interposer_dense_call& call,
+              int64_t multiple = 1) {
     const int64_t padded = rounded_up(most_rows, kLanes);
-    key_words = (call.head_size + F::kInputs - 1) / F::kInputs;
+    key_words = rounded_up((call.head_size + F::kInputs - 1) / F::kInputs, multiple);
     columns = rounded_up(call.value_size, kLanes);
     char* at = scratch;
     auto take = [&](auto*& pointer, int64_t words) {
@@ -220,12 +221,19 @@ void soften(const Block& block, const Scoring& scoring, bool is_biased, int64_t 
   store(block.factor + row, factor);
 }
 
+// Words of weights: those of rows, and those of keys that follow, so many bytes apart.
+struct Weights {
+  const char* data;
+  int64_t row, step;
+};
+
+// Of weights from `from` on.
 template <class F, int M, int T>
-void weigh_rows(const Block& block, int64_t row, int64_t number, int64_t column, int64_t from,
+void weigh_rows(const Block& block, int64_t row, Weights weights, int64_t column, int64_t from,
                 int64_t to) {
   const int64_t row_bytes = block.columns * 4;
   const char* words = block.values + from * row_bytes + column * 4;
-  const char* x = reinterpret_cast<const char*>(block.scores + from * kGroupRows + number);
+  const char* x = weights.data;
   float* result = block.result + row * block.columns + column;
   Floats sums[M][T];
   for (int m = 0; m < M; ++m) {
@@ -238,10 +246,10 @@ void weigh_rows(const Block& block, int64_t row, int64_t number, int64_t column,
     for (int t = 0; t < T; ++t) {
       typename F::Part part[1];
       F::decode(load<Words>(words + t * kLanes * 4), part);
-      for (int m = 0; m < M; ++m) F::add(sums[m][t], part[0], x + m * 4);
+      for (int m = 0; m < M; ++m) F::add(sums[m][t], part[0], x + m * weights.row);
     }
     words += row_bytes;
-    x += kGroupRows * 4;
+    x += weights.step;
   }
   for (int m = 0; m < M; ++m) {
     for (int t = 0; t < T; ++t) store(result + m * block.columns + t * kLanes, sums[m][t]);
@@ -251,17 +259,21 @@ void weigh_rows(const Block& block, int64_t row, int64_t number, int64_t column,
 template <class F, int T>
 void weigh_columns(const Block& block, int64_t row, int64_t rows, int64_t column, int64_t from,
                    int64_t to) {
+  const char* data = reinterpret_cast<const char*>(block.scores + from * kGroupRows);
+  const auto of = [&](int64_t number) { return Weights{data + number * 4, 4, kGroupRows * 4}; };
   int64_t done = 0;
   for (; done + kMostRows <= rows; done += kMostRows) {
-    weigh_rows<F, kMostRows, T>(block, row + done, done, column, from, to);
+    weigh_rows<F, kMostRows, T>(block, row + done, of(done), column, from, to);
   }
   if constexpr (kMostRows > 4) {
     if (done + 4 <= rows) {
-      weigh_rows<F, 4, T>(block, row + done, done, column, from, to), done += 4;
+      weigh_rows<F, 4, T>(block, row + done, of(done), column, from, to), done += 4;
     }
   }
   // A last row has one beside it where it is padded.
-  for (; done < rows; done += 2) weigh_rows<F, 2, T>(block, row + done, done, column, from, to);
+  for (; done < rows; done += 2) {
+    weigh_rows<F, 2, T>(block, row + done, of(done), column, from, to);
+  }
 }
 
 // Add weights times values of the group of `rows` rows that begins at `row`.
