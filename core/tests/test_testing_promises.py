@@ -145,6 +145,51 @@ def write(cache: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> None
     cache[places] = rows
 
 
+# An op on sequences that lie one after the other, and kernels of it.
+
+
+def raised_case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    lengths = torch.tensor(point["lengths"])
+    x = normal((int(lengths.sum()), 4), dtype, generator)
+    starts = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
+    by = normal((len(lengths),), dtype, generator)
+    return Case("", {"x": x, "starts": starts, "by": by}, magnitude=16.0)
+
+
+LENGTHS = {"three": (2, 4, 3), "one": (5,), "none": ()}
+
+
+@custom_op(
+    "raised",
+    cases=CaseSpace(raised_case, Axis("lengths", LENGTHS), strided={"x": "rows"}),
+    batched=("by",),
+    ragged={"x": "starts"},
+)
+def raised(x: torch.Tensor, starts: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    tokens = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.bucketize(tokens, starts[1:], right=True)
+    return x + by[sequence][:, None]
+
+
+def raised_in_order(x: torch.Tensor, starts: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return raised.reference(x, starts, by)
+
+
+def raised_one_by_one(x: torch.Tensor, starts: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    tokens, out = torch.arange(x.shape[0], device=x.device), x.clone()
+    for number in range(by.shape[0]):
+        inside = (tokens >= starts[number]) & (tokens < starts[number + 1])
+        out = torch.where(inside[:, None], x + by[number], out)
+    return out
+
+
+def raised_less_at_the_end(x: torch.Tensor, starts: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Treat the last of several sequences in another way."""
+    y = raised.reference(x, starts, by)
+    last = torch.arange(x.shape[0]) >= starts[-2] if len(starts) > 2 else torch.tensor(False)
+    return torch.where(last.view(-1, 1), lower(y), y)
+
+
 # Kernels of ``scaled`` that are right.
 
 
@@ -304,6 +349,29 @@ def test_a_broken_promise_is_found_by_its_own_aspect(
     assert aspect in found
     # A graph break is one for any number of rows.
     assert found - {aspect} <= ({"compile dynamic"} if aspect == "compile static" else set())
+    assert blamed(trials, "reference") == set()
+
+
+@pytest.mark.parametrize(
+    ("target", "compiles", "aspect"),
+    [
+        ("raised_in_order", "traceable", None),
+        ("raised_one_by_one", "traceable", "compile dynamic"),
+        ("raised_less_at_the_end", "opaque", "batch invariance"),
+    ],
+)
+def test_promises_of_sequences_one_after_the_other(
+    tried: Tried, target: str, compiles: str, aspect: Aspect | None
+) -> None:
+    properties = frozenset({"batch_invariant", compiles})
+    found = Kernel(
+        "raised", target, f"{__name__}:{target}", requires=FLOAT32, properties=properties
+    )
+    entry = OpEntry("raised", f"{__name__}:raised", frozenset({"batch_invariant", "traceable"}))
+    trials = tried(entry, found)
+    assert aspects(trials, target) >= {"compile dynamic", "batch invariance"}
+    assert not any(trial.not_run for trial in trials)
+    assert blamed(trials, target) == ({aspect} if aspect else set())
     assert blamed(trials, "reference") == set()
 
 

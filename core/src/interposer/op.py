@@ -105,6 +105,10 @@ class CustomOp(Generic[P, R]):
             treats one by one, or is 1 where one is for all of them; dimension 0 of every output
             counts the same. Empty where the op has no such dimension, or treats its indices
             together.
+        ragged: names of the arguments whose dimension 0 counts the tokens of sequences that lie one
+            after the other, each with the name of the int64 argument that says where these start
+            and, last, end. Then ``batched`` names what has a row for each sequence, and dimension 0
+            of every output counts the tokens of the first of these arguments.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class CustomOp(Generic[P, R]):
         tolerance: Tolerance,
         sample: CaseSampler | None = None,
         batched: tuple[str, ...] = (),
+        ragged: Mapping[str, str] | None = None,
     ) -> None:
         self.reference = reference
         self.name = name
@@ -126,8 +131,10 @@ class CustomOp(Generic[P, R]):
         self.tolerance = tolerance
         self.sample = sample
         self.batched = batched
+        self.ragged = dict(ragged or {})
         self.signature = inspect.signature(reference)
-        unknown = sorted({*mutates, *constants, *batched} - set(self.signature.parameters))
+        named = {*mutates, *constants, *batched, *self.ragged, *self.ragged.values()}
+        unknown = sorted(named - set(self.signature.parameters))
         if unknown:
             raise RecordError(
                 f"op {name!r} declares {unknown}, which are not its parameters; "
@@ -167,11 +174,12 @@ def custom_op(
     tolerance: Tolerance | None = None,
     sample: CaseSampler | None = None,
     batched: tuple[str, ...] = (),
+    ragged: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """Turn a plain PyTorch function into the definition of the op ``name``."""
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:
         bounds = tolerance or Tolerance()
-        return CustomOp(reference, name, mutates, constants, cases, bounds, sample, batched)
+        return CustomOp(reference, name, mutates, constants, cases, bounds, sample, batched, ragged)
 
     return define

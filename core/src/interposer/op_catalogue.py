@@ -20,6 +20,7 @@ __all__ = ["OpCatalogue", "OpFacts"]
 
 _SECTION = re.compile(r"^(Args|Dims|Returns|Raises|Source):\s*(.*)$")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
+_SHOWN = ("mutates", "constants", "batched", "ragged", "properties", "dtypes", "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class OpFacts:
     mutates: tuple[str, ...]
     constants: tuple[str, ...]
     batched: tuple[str, ...]
+    ragged: tuple[str, ...]
     properties: tuple[str, ...]
     dtypes: tuple[str, ...]
     cases: int
@@ -69,6 +71,7 @@ class OpFacts:
             op.mutates,
             op.constants,
             op.batched,
+            tuple(op.ragged),
             tuple(sorted(entry.properties)),
             tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
             sum(1 for _ in planned_cases(op, seed=0)),
@@ -79,7 +82,7 @@ class OpFacts:
         """Yield what a reader wants to know, line by line."""
         yield f"{self.schema}  ({self.provider})"
         yield from ("", *self.description.splitlines(), "")
-        for label in ("mutates", "constants", "batched", "properties", "dtypes", "kernels"):
+        for label in _SHOWN:
             values = getattr(self, label)
             if values:
                 yield f"{label}: {', '.join(values)}"
@@ -95,6 +98,7 @@ class OpFacts:
                 ("writes", self.mutates),
                 ("constants:", self.constants),
                 ("treats one by one the first dimension of", self.batched),
+                ("treats one by one the sequences in", self.ragged),
             )
             if values
         ]

@@ -20,6 +20,8 @@ __all__ = ["paged_attention"]
     cases=paged_attention_cases,
     tolerance=Tolerance(roundings=6),
     sample=paged_attention_sample,
+    batched=("page_table", "seq_lens", "prefix_lens"),
+    ragged={"query": "query_starts"},
 )
 def paged_attention(
     query: torch.Tensor,
@@ -54,7 +56,7 @@ def paged_attention(
         page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
         query_starts: ``[B + 1]`` int64, ascending, the last is T.
         seq_lens: ``[B]`` int64, each at least the query length.
-        max_query_tokens: Q, at least 1; the longest query.
+        max_query_tokens: Q, at least 1; no query is longer.
         scale: factor of the scores.
         causal: a token sees itself and what is before it; False sees the whole sequence.
         window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.

@@ -25,6 +25,8 @@ __all__ = ["latent_attention_decode", "sparse_latent_attention"]
     cases=latent_attention_decode_cases,
     tolerance=Tolerance(roundings=6),
     sample=latent_attention_decode_sample,
+    batched=("page_table", "seq_lens"),
+    ragged={"query": "query_starts"},
 )
 def latent_attention_decode(
     query: torch.Tensor,
@@ -50,7 +52,7 @@ def latent_attention_decode(
         page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
         query_starts: ``[B + 1]`` int64, ascending, the last is T.
         seq_lens: ``[B]`` int64, each at least the query length.
-        max_query_tokens: Q, at least 1; the longest query.
+        max_query_tokens: Q, at least 1; no query is longer.
         latent_size: C.
         scale: factor of the scores.
         cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.

@@ -20,6 +20,7 @@ __all__ = ["ragged_attention", "ragged_attention_with_lse"]
     cases=ragged_attention_cases,
     tolerance=Tolerance(roundings=6),
     sample=ragged_attention_sample,
+    ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention(
     query: torch.Tensor,
@@ -49,8 +50,8 @@ def ragged_attention(
         value: ``[U, K, E]``, dtype of ``query``.
         query_starts: ``[B + 1]`` int64, ascending, the last is T.
         key_starts: ``[B + 1]`` int64, ascending, the last is U.
-        max_query_tokens: Q, at least 1; the longest query.
-        max_key_tokens: L, at least 1; the most keys of a sequence.
+        max_query_tokens: Q, at least 1; no query is longer.
+        max_key_tokens: L, at least 1; no sequence has more keys.
         scale: factor of the scores.
         causal: a query sees the key where it stands and what is before it; False sees all.
         window_tokens: keys are seen that are less than this away, on either side; None sees all.
@@ -74,6 +75,7 @@ def ragged_attention(
     cases=ragged_attention_cases,
     tolerance=Tolerance(roundings=6),
     sample=ragged_attention_sample,
+    ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention_with_lse(
     query: torch.Tensor,

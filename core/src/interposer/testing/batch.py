@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from interposer.op import Case
+from interposer.op import Case, CustomOp
 from interposer.testing.call import Subject, differences, tensors_of
 from interposer.testing.exemplar import Exemplar, num_rows, rows_of
 from interposer.testing.fault import Fault
@@ -41,7 +42,8 @@ def _faults(subject: Subject, case: Case) -> Iterator[Fault]:
                 yield Fault("batch", where, f"among {rows} rows and {name} it is {how}")
     moved = _values(subject, _rolled(subject, case), rows, rows)
     shared = _shared(subject)
-    back = {where: v if where in shared else v.roll(-1, 0) for where, v in moved.items()}
+    by = _last(subject.op, case)
+    back = {where: v if where in shared else v.roll(-by, 0) for where, v in moved.items()}
     for where, how in differences(whole, back):
         yield Fault("batch", where, f"one row further on it is {how}")
 
@@ -64,13 +66,21 @@ def _values(subject: Subject, case: Case, rows: int, size: int) -> dict[str, tor
 
 def _rolled(subject: Subject, case: Case) -> Case:
     """Return the case with every row one further on, in memory of the same strides."""
-    given = subject.given(case)
-    moved = {
-        name: given.operands[name].tensor.copy_(case.arguments[name].roll(1, 0))
-        for name in subject.op.batched
-        if name in given.operands
-    }
-    return replace(case, arguments={**case.arguments, **moved})
+    op, given, arguments = subject.op, subject.given(case), case.arguments
+    rolled = {name: arguments[name].roll(1, 0) for name in op.batched if name in given.operands}
+    for name, starts in op.ragged.items():
+        lengths = arguments[starts].diff()
+        rolled[name] = arguments[name].roll(int(lengths[-1]), 0)
+        rolled[starts] = functional.pad(lengths.roll(1).cumsum(0), (1, 0))
+    moved = {name: given.operands[name].tensor.copy_(value) for name, value in rolled.items()}
+    return replace(case, arguments={**arguments, **moved})
+
+
+def _last(op: CustomOp[..., Any], case: Case) -> int:
+    """Return how much of every output is of the last row."""
+    for starts in op.ragged.values():
+        return int(case.arguments[starts].diff()[-1])
+    return 1
 
 
 def _shared(subject: Subject) -> set[str]:

@@ -39,7 +39,7 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
     The second size must be served by what was compiled for the first.
     """
     op, case = subject.op, exemplar.build()
-    rows = num_rows(op, case)
+    rows, varying = num_rows(op, case), tuple(rows_of(op, case.arguments, slice(None)))
     first, second = case, with_rows(op, case, rows - 1)
     with _compiled(subject, backend) as compiled:
 
@@ -48,7 +48,7 @@ def check_dynamic(subject: Subject, exemplar: Exemplar, backend: str) -> list[Fa
             given = dict.fromkeys(op.batched) | dict(
                 zip(op.signature.parameters, arguments, strict=False)
             )
-            for name in rows_of(op, given, slice(None)):
+            for name in varying:
                 torch._dynamo.mark_dynamic(given[name], 0)
             return compiled(*arguments)
 

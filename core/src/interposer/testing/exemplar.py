@@ -12,7 +12,16 @@ from interposer.cases.axis import ORDINARY
 from interposer.cases.space import CaseSpace, PlannedCase, planned_cases
 from interposer.op import Case, CustomOp, Dims
 
-__all__ = ["Exemplar", "chosen", "exemplar_of", "exemplars", "num_rows", "rows_of", "with_rows"]
+__all__ = [
+    "Exemplar",
+    "chosen",
+    "exemplar_of",
+    "exemplars",
+    "has_rows",
+    "num_rows",
+    "rows_of",
+    "with_rows",
+]
 
 # In a batch of three there is a first row, a last one, and one that is neither.
 _ENOUGH_ROWS = 3
@@ -23,7 +32,7 @@ class Exemplar:
     """A case that is not empty, has no special values, and can be built with other numbers.
 
     Attributes:
-        num_rows: what the op's batched arguments count; 0 where it has none.
+        num_rows: how many tokens or sequences the op treats one by one; 0 where it has none.
     """
 
     op: CustomOp[..., Any]
@@ -86,13 +95,20 @@ def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[l
     ]
 
 
+def has_rows(op: CustomOp[..., Any]) -> bool:
+    """Say whether the op declares that it treats tokens or sequences one by one."""
+    return bool(op.batched or op.ragged)
+
+
 def num_rows(op: CustomOp[..., Any], case: Case) -> int:
-    """Return what the batched arguments count, 0 where there are none."""
+    """Return how many tokens or sequences are treated one by one, 0 where none are."""
+    for starts in op.ragged.values():
+        return len(case.arguments[starts]) - 1
     return max(map(len, rows_of(op, case.arguments, slice(None)).values()), default=0)
 
 
 def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
-    """Return the case with the first ``num`` rows of its batched arguments."""
+    """Return the case with the first ``num`` of its tokens or sequences."""
     rows = rows_of(op, case.arguments, slice(num))
     return replace(case, arguments={**case.arguments, **rows})
 
@@ -100,11 +116,21 @@ def with_rows(op: CustomOp[..., Any], case: Case, num: int) -> Case:
 def rows_of(
     op: CustomOp[..., Any], arguments: Mapping[str, Any], chosen_rows: slice
 ) -> dict[str, torch.Tensor]:
-    """Return these rows of the batched arguments; one row among many is there for all of them."""
+    """Return the arguments that these rows have of their own.
+
+    One row among many is there for all of them. Sequences that lie one after the other come with
+    the places where they then start.
+    """
     tensors = {n: v for n in op.batched if isinstance(v := arguments[n], torch.Tensor) and v.ndim}
     most = max(map(len, tensors.values()), default=0)
-    return {name: value[chosen_rows] for name, value in tensors.items() if len(value) == most}
+    rows = {name: value[chosen_rows] for name, value in tensors.items() if len(value) == most}
+    for name, starts_name in op.ragged.items():
+        starts = arguments[starts_name]
+        first, last, _ = chosen_rows.indices(len(starts) - 1)
+        rows[starts_name] = starts[first : last + 1] - starts[first]
+        rows[name] = arguments[name][starts[first] : starts[last]]
+    return rows
 
 
 def _lacks_rows(exemplar: Exemplar) -> bool:
-    return bool(exemplar.op.batched) and exemplar.num_rows < _ENOUGH_ROWS
+    return has_rows(exemplar.op) and exemplar.num_rows < _ENOUGH_ROWS

@@ -26,7 +26,7 @@ from interposer.testing.compilation import (
     check_static,
     why_no_compiler,
 )
-from interposer.testing.exemplar import Exemplar, chosen
+from interposer.testing.exemplar import Exemplar, chosen, has_rows
 from interposer.testing.fault import Fault
 from interposer.testing.graph import check_capture, check_no_waiting
 from interposer.testing.registered_op import check_opcheck
@@ -93,7 +93,7 @@ class Promises:
     ) -> Iterator[Trial]:
         absent = self.no_compiler if backend == _COMPILER else ""
         fixed = ""
-        if not self.op.batched:
+        if not has_rows(self.op):
             fixed = "the op declares no batched arguments, whose number could vary"
         elif exemplar.num_rows < MIN_DYNAMIC_ROWS:
             fixed = f"no small case of the op has {MIN_DYNAMIC_ROWS} rows"
@@ -108,7 +108,7 @@ class Promises:
 
     def _batch_trial(self, candidate: Candidate, exemplar: Exemplar) -> Trial:
         missing = ""
-        if not self.op.batched:
+        if not has_rows(self.op):
             missing = "the op declares no batched arguments, so that it says nothing of rows"
         elif exemplar.num_rows < 2:
             missing = "no small case of the op has two rows"
