@@ -167,8 +167,11 @@ def test_the_method_states_what_is_held() -> None:
 @pytest.mark.parametrize(
     ("asked", "ops"),
     [
-        ("int4", {"w8a16_embedding", "w8a16_linear"}),
-        ({"quant_method": "fp8", "head": "int4"}, {"w4a16_embedding", "w4a16_linear"}),
+        ("int4", {"quantize_weight_int8", "w8a16_embedding", "w8a16_linear"}),
+        (
+            {"quant_method": "fp8", "head": "int4"},
+            {"quantize_weight_int4", "w4a16_embedding", "w4a16_linear"},
+        ),
         ({"quant_method": "int4", "head": "plain"}, {"embedding", "linear"}),
         ({"quant_method": "int8", "modules_to_not_convert": ["lm_head"]}, {"embedding", "linear"}),
     ],
