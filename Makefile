@@ -9,7 +9,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-foreign test-gpu lint format bench clean
+.PHONY: help install demo test test-slow test-foreign test-torch test-gpu lint format bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -20,7 +20,7 @@ demo: $(INSTALLED) ## Run the example of the README.
 	$(BIN)/python examples/demo.py
 
 test: lint ## Run the linters and every test that needs neither long, nor a GPU, nor another program.
-	$(PYTEST) -m "not slow and not gpu and not foreign"
+	$(PYTEST) -m "not slow and not gpu and not foreign and not versions"
 
 test-slow: $(INSTALLED) ## Run the slow tests.
 	$(PYTEST) -m "slow and not gpu"
@@ -29,6 +29,9 @@ test-slow: $(INSTALLED) ## Run the slow tests.
 test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels of ARM and s390x in emulators. An hour.
 	$(BIN)/python -m pip install --quiet "llama-cpp-python==0.3.36"
 	$(BIN)/python -m pytest -m foreign -s
+
+test-torch: $(INSTALLED) ## Install every version of torch that is declared, one by one, and run what was built once.
+	$(BIN)/python -m pytest tests/test_torch_versions.py -s
 
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu
