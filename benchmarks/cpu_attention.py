@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import AttentionEntry
 from interposer_cpu.platform import CPUPlatform
 
-__all__ = ["AttentionWork", "attention_requests", "backends"]
+__all__ = ["CACHES", "AttentionWork", "attention_requests", "backends"]
 
 PAGE_SIZE = 16
 SPEC = AttentionSpec(
@@ -37,6 +37,13 @@ SPEC = AttentionSpec(
     page_size=PAGE_SIZE,
     scale=128**-0.5,
 )
+CACHES = {
+    "attention": torch.bfloat16,
+    "attention-fp8": torch.float8_e4m3fn,
+    "attention-int8": torch.int8,
+}
+# Of what a cache of 8 bits holds; its scales bring that to 1.
+_DEVIATION = {torch.bfloat16: 1.0, torch.float8_e4m3fn: 100.0, torch.int8: 40.0}
 Call = Callable[[], object]
 
 
@@ -52,27 +59,41 @@ class AttentionWork:
 
 
 def attention_requests(
-    registry: Registry, contexts: list[int], batches: list[int], prefill: int, room_bytes: int
+    registry: Registry,
+    name: str,
+    contexts: list[int],
+    batches: list[int],
+    prefill: int,
+    room_bytes: int,
 ) -> Iterator[AttentionWork]:
-    """Yield decode steps at each context and batch, then a prompt of ``prefill`` tokens."""
-    heads, size = SPEC.num_heads, SPEC.head_size
-    per_token = 2 * SPEC.num_kv_heads * size * SPEC.cache_dtype.itemsize
-    found = dict(backends(registry, SPEC))
+    """Yield decode steps at each context and batch, then a prompt of ``prefill`` tokens.
+
+    Args:
+        name: of ``CACHES``.
+        room_bytes: what no cache of the processor holds.
+    """
+    spec = replace(SPEC, cache_dtype=CACHES[name])
+    heads, size = spec.num_heads, spec.head_size
+    per_token = 2 * spec.num_kv_heads * size * spec.cache_dtype.itemsize
+    found = dict(backends(registry, spec))
     for num_seqs, context in itertools.product(batches, contexts):
         read = num_seqs * context * per_token
         # As many caches as a model has layers, or as few as are not held by any cache.
         copies = max(1, -(-room_bytes // read))
         calls = {
-            name: _call(backend, num_seqs, 1, context, copies) for name, backend in found.items()
+            kernel: _call(backend, spec, (num_seqs, 1, context), copies)
+            for kernel, backend in found.items()
         }
         what = f"decode, {num_seqs} x {context}"
         flops = 4.0 * num_seqs * heads * size * context
-        yield AttentionWork("attention", what, read, flops, calls)
-    calls = {name: _call(backend, 1, prefill, prefill, 4) for name, backend in found.items()}
+        yield AttentionWork(name, what, read, flops, calls)
+    calls = {
+        kernel: _call(backend, spec, (1, prefill, prefill), 4) for kernel, backend in found.items()
+    }
     # Half of the scores are masked.
     flops = 2.0 * heads * size * prefill**2
-    read = prefill * (per_token + 2 * heads * size * SPEC.dtype.itemsize)
-    yield AttentionWork("attention", f"prefill, {prefill}", read, flops, calls)
+    read = prefill * (per_token + 2 * heads * size * spec.dtype.itemsize)
+    yield AttentionWork(name, f"prefill, {prefill}", read, flops, calls)
 
 
 def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any]]:
@@ -97,15 +118,24 @@ def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any
                 print(f"{candidate.name}: {described(error)}")
 
 
-def _call(backend: Any, num_seqs: int, query_tokens: int, context: int, copies: int) -> Call:
+def _call(backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies: int) -> Call:
+    """Return a call for so many sequences, tokens of each query and of each context."""
+    num_seqs, query_tokens, context = sizes
     batch = _batch(num_seqs, query_tokens, context)
-    heads = (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rows = num_seqs * query_tokens
-    given = torch.randn(rows, sum(heads), SPEC.head_size).to(SPEC.dtype).split(heads, dim=1)
+    given = torch.randn(rows, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
     caches = backend.kv_layout().allocate(copies, batch.page_table.numel(), "cpu")
+    deviation = _DEVIATION[spec.cache_dtype]
+    for cache in caches:
+        # What nobody wrote to takes no memory, and would be read from a cache of the processor.
+        cache.copy_(torch.randn(cache.shape).mul_(deviation).clamp_(-127, 127))
     plan = backend.plan(batch)
     turn = itertools.cycle(caches)
-    return lambda: backend.forward(*given, next(turn), plan)
+    if not spec.is_quantized:
+        return lambda: backend.forward(*given, next(turn), plan)
+    scales = backend.prepare_scales(*torch.full((2, 1), 1 / deviation).unbind())
+    return lambda: backend.forward_quantized(*given, next(turn), plan, scales)
 
 
 def _batch(num_seqs: int, query_tokens: int, context: int) -> AttentionBatch:

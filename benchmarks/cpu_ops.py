@@ -3,10 +3,10 @@
     python benchmarks/cpu_ops.py [--threads 2,1] [--rounds 15] [--json FILE] [NAME ...]
 
 Products at the shapes of Qwen3-0.6B, by plain weights and by those of 8 and 4 bits, for 1 to 512
-rows; attention over a cache, and prompts of 1024 tokens. Weights and caches take turns, so that
-they come from memory. All kernels for a request take turns as well; figures are medians, and
-shares those of the bandwidth and of the bf16 product measured before. The reference is the op's
-definition in torch; where it unpacks codes, it is left out of large shapes.
+rows; attention over a cache of 16 bits, of e4m3 or of int8, and prompts of 1024 tokens. Weights and
+caches take turns, so that they come from memory. All kernels for a request take turns as well;
+figures are medians, and shares those of the bandwidth and of the bf16 product measured before. The
+reference is the op's definition in torch; where it unpacks codes, it is left out of large shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cpu_attention import attention_requests
+from cpu_attention import CACHES, attention_requests
 from cpu_roofs import READ_BYTES, Roofs, measured_roofs
 from interposer import CustomOp, Kernel, Registry, Request, current_registry
 from interposer.errors import FOREIGN_ERRORS, described
@@ -233,11 +233,11 @@ def all_work(registry: Registry, options: argparse.Namespace) -> Iterator[Work |
         for shape in (SHAPES[label] for label in options.shapes):
             if not options.names or name in options.names:
                 yield from linear_work(registry, name, shape, options.rows)
-    if not options.names or "attention" in options.names:
-        for found in attention_requests(
-            registry, options.contexts, options.batches, options.prefill, OUT_OF_CACHE_BYTES
-        ):
-            yield Work(found.name, found.what, found.num_bytes, found.flops, found.calls)
+    for name in CACHES:
+        if not options.names or name in options.names:
+            sizes = (options.contexts, options.batches, options.prefill)
+            for found in attention_requests(registry, name, *sizes, OUT_OF_CACHE_BYTES):
+                yield Work(found.name, found.what, found.num_bytes, found.flops, found.calls)
 
 
 def parsed() -> argparse.Namespace:
@@ -245,7 +245,7 @@ def parsed() -> argparse.Namespace:
         return [int(part) for part in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(FORMATS)}, attention; or all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join([*FORMATS, *CACHES])}; or all")
     parser.add_argument("--threads", type=numbers, default=[2, 1])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", type=numbers, default=list(ROWS))
@@ -256,7 +256,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--read-mib", type=int, default=READ_BYTES >> 20)
     parser.add_argument("--json", type=Path, help="write every figure there")
     options = parser.parse_args()
-    unknown = set(options.names) - {*FORMATS, "attention"}
+    unknown = set(options.names) - {*FORMATS, *CACHES}
     if unknown:
         parser.error(f"unknown names: {', '.join(sorted(unknown))}")
     return options
