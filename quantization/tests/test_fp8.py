@@ -31,6 +31,8 @@ WEIGHTS = "model.safetensors"
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 TEXT = "import os\nimport sys\n\n\ndef main(path: str) -> int:\n    "
+# What a kernel prepares is its own affair; the reference takes weights as they are.
+AS_STORED = Config(kernels={"*": "reference"})
 NUM_LINEARS = 24  # four products in each of six blocks
 
 Tensors = dict[str, torch.Tensor]
@@ -266,11 +268,8 @@ def test_weights_are_those_that_transformers_dequantizes(
 ) -> None:
     tensors = load_file(checkpoint(kind) / WEIGHTS)
     dequantize = Fp8Dequantize(None).convert
-    layers = [
-        layer
-        for layer in linears(load(checkpoint(kind), dtype="float32")).values()
-        if not isinstance(layer.method, PlainLinear)
-    ]
+    lm = load(checkpoint(kind), dtype="float32", config=AS_STORED)
+    layers = [layer for layer in linears(lm).values() if not isinstance(layer.method, PlainLinear)]
     assert len(layers) == (NUM_LINEARS if "16" in kind else NUM_LINEARS // 2)
     for layer in layers:
         parent = layer.prefix.rpartition(".")[0]
@@ -287,9 +286,7 @@ def test_weights_are_those_that_transformers_dequantizes(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_held_once_in_8_bits(kind: str, checkpoint: Callable[[str], Path]) -> None:
-    # What a kernel prepares is its own affair; the reference takes weights as they are.
-    plain = Config(kernels={"*": "reference"})
-    layers = linears(load(checkpoint(kind), dtype="bfloat16", config=plain))
+    layers = linears(load(checkpoint(kind), dtype="bfloat16", config=AS_STORED))
     for layer in layers.values():
         if not isinstance(layer.method, PlainLinear):
             tensors = [o for o in layer.operands if isinstance(o, torch.Tensor)]
@@ -385,7 +382,8 @@ def test_scales_that_are_stored_as_exponents_are_read(tmp_path: Path) -> None:
     tensors = quantized("powers of two")
     for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
         tensors[name] = tensors[name].to(torch.float8_e8m0fnu)
-    layers = linears(load(write(tmp_path, KINDS["powers of two"][0], tensors), dtype="float32"))
+    path = write(tmp_path, KINDS["powers of two"][0], tensors)
+    layers = linears(load(path, dtype="float32", config=AS_STORED))
     scale = layers["model.layers.0.self_attn.o_proj"].get_parameter("weight_scale_inv")
     exponents = tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"].view(torch.uint8)
     assert torch.equal(scale, 2.0 ** (exponents.float() - 127))

@@ -282,7 +282,10 @@ class Recorded(torch.nn.Module):
 
 def attended(kind: str, path: Path) -> torch.Tensor:
     """Return what attention makes of the projections that the library recorded ``[T, N D]``."""
-    lm, recorded = load(copied(kind, path), dtype="float32"), load_file(RECORDED[kind])
+    # One call for all of a block would not come by the projections that are put in their place.
+    parts = Config(layers={"decoder_block": "standard", "self_attention": "standard"})
+    lm = load(copied(kind, path), dtype="float32", config=parts)
+    recorded = load_file(RECORDED[kind])
     block: Any = lm.engine.model.model.layers[0].self_attn
     projected = [recorded[f"{ATTENTION}.{name}.out"] for name in ("q_proj", "k_proj", "v_proj")]
     block.qkv_proj = Recorded(torch.cat(projected, -1))

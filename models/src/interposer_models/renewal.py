@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from interposer_models.layer_group import LayerGroup, State
+from interposer_ops.coded_product import CodedProduct
 
 __all__ = ["Renewal"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 # Kinds of which equal ones are as good as the same one.
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType)
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, CodedProduct)
 
 
 @dataclass(frozen=True, slots=True)

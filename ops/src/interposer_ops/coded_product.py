@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ import torch
 __all__ = ["CodedProduct", "StaticProduct"]
 
 
+@dataclass(frozen=True, slots=True)
 class CodedProduct:
     """What a ``LinearMethod`` returns as kernel where every token is quantized, then multiplied.
 
     It computes ``multiply(*quantize(x, *options), *operands)``, and says what both steps are made
-    of, so that whoever computes several layers at once can do the same.
+    of, so that whoever computes several layers at once can do the same. Equal ones compute the
+    same.
 
     Attributes:
         quantize: the bound kernel that returns the codes ``[T, I]`` and the scales, one or several
@@ -27,19 +30,10 @@ class CodedProduct:
         options: what ``quantize`` takes behind ``x``.
     """
 
-    __slots__ = ("multiply", "options", "product", "quantize")
-
-    def __init__(
-        self,
-        quantize: Callable[..., Any],
-        product: Callable[..., torch.Tensor],
-        multiply: Callable[..., torch.Tensor],
-        options: tuple[Any, ...] = (),
-    ) -> None:
-        self.quantize = quantize
-        self.product = product
-        self.multiply = multiply
-        self.options = options
+    quantize: Callable[..., Any]
+    product: Callable[..., torch.Tensor]
+    multiply: Callable[..., torch.Tensor]
+    options: tuple[Any, ...] = ()
 
     def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         """Return ``[T, O]`` of ``x`` ``[T, I]``."""

@@ -207,23 +207,16 @@ INTERPOSER_INLINE Floats divided(Floats x, float scale, float inverse) {
   return quotient + (x - quotient * scale) * inverse;
 }
 
-// With kFits no quotient is beyond the largest code.
-template <int32_t kCode, bool kFits>
+template <int32_t kCode>
 INTERPOSER_INLINE void store_codes(char* to, Floats quotient, int count) {
   if constexpr (kCode == kInt8) {
-    Ints whole;
-    if constexpr (kFits) {
-      whole = rounded(quotient);
-    } else {
-      // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
-      whole = rounded(limited(quotient, 128.0f));
-      whole -= (whole >> 7) & ~(whole >> 31);
-    }
-    const Bytes sixteen = __builtin_convertvector(whole, Bytes);
+    // A subnormal scale is inexact enough for quotients beyond 127. There is no code of 128.
+    const Ints whole = rounded(limited(quotient, 128.0f));
+    const Ints excess = (whole >> 7) & ~(whole >> 31);
+    const Bytes sixteen = __builtin_convertvector(whole - excess, Bytes);
     std::memcpy(to, &sixteen, size_t(count));
   } else {
-    const Floats nearest =
-        nearest_e4m3(kFits ? quotient : limited(quotient, largest_code(kCode)));
+    const Floats nearest = nearest_e4m3(limited(quotient, largest_code(kCode)));
     if constexpr (kCode == kE4M3) {
       const Bytes sixteen = __builtin_convertvector(codes_of_e4m3(nearest), Bytes);
       std::memcpy(to, &sixteen, size_t(count));
@@ -264,19 +257,22 @@ void code_rows(const interposer_coded& coded, int64_t first, int64_t last) {
     } else {
       scale = coded.scales[row] = fitting_scale<kType, kCode>(coded, x);
     }
-    // Here no step of `divided` ends, and with a scale of the row no quotient is too large.
-    const bool fits = !coded.given && scale != coded.limit;
+    // No step of `divided` ends here, and no quotient exceeds 127. A zero may lose its sign, which
+    // whole numbers don't have.
+    const bool fits = kCode == kInt8 && !coded.given && scale != coded.limit;
     if (fits && scale >= 0x1p-100f && scale <= 0x1p100f) {
       const float inverse = 1.0f / scale;
       in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
         const Floats value = load_some(element<kType>(x, i), kType, count);
-        store_codes<kCode, true>(codes + i * size_of(kCode), divided(value, scale, inverse), count);
+        const Ints whole = rounded(divided(value, scale, inverse));
+        const Bytes sixteen = __builtin_convertvector(whole, Bytes);
+        std::memcpy(codes + i, &sixteen, size_t(count));
       });
       continue;
     }
     in_vectors(width, [&](int64_t i, int count) INTERPOSER_LAMBDA {
       const Floats quotient = load_some(element<kType>(x, i), kType, count) / scale;
-      store_codes<kCode, false>(codes + i * size_of(kCode), quotient, count);
+      store_codes<kCode>(codes + i * size_of(kCode), quotient, count);
     });
   }
 }

@@ -114,8 +114,9 @@ INTERPOSER_INLINE void write_tiles(const interposer_product& product, int64_t ro
   }
   Floats results[M][T];
   constexpr float kOne = 1;
-  const float* scales = product.x_scales ? product.x_scales : &kOne;
-  const int64_t stride = product.x_scales ? product.x_scale_stride : 0;
+  const bool by_row = product.x_scales && !has_scales_of_groups(product);
+  const float* scales = by_row ? product.x_scales : &kOne;
+  const int64_t stride = by_row ? product.x_scale_stride : 0;
   for (int m = 0; m < M; ++m) {
     const Floats scale = splat(scales[(row + m) * stride]);
     for (int t = 0; t < T; ++t) results[m][t] = sums[m][t] * scale;
