@@ -9,21 +9,10 @@ what stored schemes lose when everything else is float32.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from interposer_models import load
-
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "examples" / "models" / "stdlib-lm"
-
-sys.path.insert(0, str(ROOT / "examples"))
-import stdlib_corpus as corpus  # noqa: E402
+from quality import MODEL, arguments_and_files, measured
 
 
 @dataclass(frozen=True)
@@ -68,34 +57,17 @@ ROWS = (
 )
 
 
-def measured(files: list[Path], dtype: str, options: dict[str, Any]) -> float:
-    """Return the bits per byte that the model needs for the files."""
-    lm = load(MODEL, dtype=dtype, max_sequences=1, **options)
-
-    def encode(text: str) -> list[int]:
-        # The tokenizer puts the end-of-text token in front, which the measure adds itself.
-        return lm.tokenizer.encode(text)[1:]
-
-    return corpus.bits_per_byte(lm.logits, encode, 0, files)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="take every Nth held-out file")
-    parser.add_argument("--only", nargs="*", help="labels; all by default")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    files = corpus.held_out_files()[:: arguments.every]
+    arguments, files = arguments_and_files(__doc__)
     size = sum(path.stat().st_size for path in files)
-    exact = measured(files, "float32", {})
+    exact = measured(MODEL, files)
     print(f"{len(files)} held-out files, {size} bytes; in float32: {exact:.4f} bits per byte\n")
     print("| bfloat16 with | bits per byte | loss | goal |")
     print("|---|---|---|---|", flush=True)
     for row in ROWS:
         if arguments.only and row.label not in arguments.only:
             continue
-        bits = measured(files, "bfloat16", row.options)
+        bits = measured(MODEL, files, "bfloat16", **row.options)
         print(f"| {row.label} | {bits:.4f} | {bits / exact - 1:+.3%} | {row.goal} % |", flush=True)
 
 

@@ -69,9 +69,9 @@ ROWS = (
 )
 
 
-def measured(path: Path, files: list[Path]) -> float:
-    """Return the bits per byte that a model needs for the files."""
-    lm = load(path, dtype="float32", max_sequences=1)
+def measured(path: Path, files: list[Path], dtype: str = "float32", **options: Any) -> float:
+    """Return the bits per byte that a model needs for the files, loaded with ``options``."""
+    lm = load(path, dtype=dtype, max_sequences=1, **options)
 
     def encode(text: str) -> list[int]:
         # The tokenizer puts the end-of-text token in front, which the measure adds itself.
@@ -80,14 +80,19 @@ def measured(path: Path, files: list[Path]) -> float:
     return corpus.bits_per_byte(lm.logits, encode, 0, files)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments_and_files(description: str | None) -> tuple[argparse.Namespace, list[Path]]:
+    """Return what was asked for, and the files to measure on; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--every", type=int, default=1, help="take every Nth held-out file")
-    parser.add_argument("--only", nargs="*", help="schemes; all by default")
+    parser.add_argument("--only", nargs="*", help="rows by name; all by default")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    files = corpus.held_out_files()[:: arguments.every]
+    return arguments, corpus.held_out_files()[:: arguments.every]
+
+
+def main() -> None:
+    arguments, files = arguments_and_files(__doc__)
     size = sum(path.stat().st_size for path in files)
     plain = measured(MODEL, files)
     print(f"{len(files)} held-out files, {size} bytes; as shipped: {plain:.4f} bits per byte\n")
