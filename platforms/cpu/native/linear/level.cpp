@@ -111,6 +111,16 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   write_tiles(product, row, block.first_output + tile * kLanes, totals);
 }
 
+template <class F, int M, int T>
+INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
+                                         const Prepared& prepared, const Block& block, int64_t row,
+                                         bool from_memory) {
+  for (int tile = 0; tile < kTiles; tile += T) {
+    if (block.first_output + tile * kLanes >= product.weight->outputs) break;
+    multiply_tiles<F, M, T>(product, prepared, block, tile, row, from_memory);
+  }
+}
+
 // `from_memory` says that nobody read the block yet. Rows that come later find it in a cache, where
 // fetching ahead takes 1 to 3 % of the time.
 template <class F, int M>
@@ -118,10 +128,12 @@ void multiply_rows(const interposer_product& product, const Prepared& prepared, 
                    int64_t row, bool from_memory) {
   // With sums of groups beside the totals, half of the tiles fill the registers.
   constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : M > 2 && F::kInputs > 2 ? 2 : 4;
-  for (int tile = 0; tile < kTiles; tile += T) {
-    if (block.first_output + tile * kLanes >= product.weight->outputs) break;
-    multiply_tiles<F, M, T>(product, prepared, block, tile, row, from_memory);
+  if constexpr (T == 4 && M > 2) {
+    if (num_groups(*product.weight) > 1) {
+      return multiply_by_tiles<F, M, 2>(product, prepared, block, row, from_memory);
+    }
   }
+  multiply_by_tiles<F, M, T>(product, prepared, block, row, from_memory);
 }
 
 template <class F>
