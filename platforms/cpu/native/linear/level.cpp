@@ -18,8 +18,9 @@ constexpr int kRegisterTiles = 4;
 constexpr int kMostRows = 4;  // as many sums of 64 bytes as sixteen or 32 registers hold
 constexpr int kRegisterTiles = 1;
 #endif
-// Ahead of what is read, in rows of words of a block.
-constexpr int64_t kPrefetchSteps = 16;
+// What is fetched lies ahead of what is read by so many bytes.
+constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
+constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // of caches, as the compiler counts them
 
 // From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
 // which have no table, sooner.
@@ -27,12 +28,14 @@ constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
-                                      const Block& block, int tile, int64_t row, bool from_memory) {
+                                      const Block& block, int tile, int64_t row,
+                                      const char* ahead) {
   typedef typename F::Sum Sum;
   typedef typename F::Part Part;
   constexpr int kChains = M == 1 ? 2 : 1;  // sums that do not wait for each other
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kRaised = F::kInteger && F::kSymmetric && !kByMatrices;
+  constexpr int kFetch = T == kTiles ? kToFirstLevel : kToSecondLevel;
   // Where the registers hold all, each number of x is read once for all tiles.
   constexpr bool kTogether = kRegisterTiles > 1 && M > 2 && T * (2 * M + F::kParts) < 31;
   const interposer_packed& weight = *product.weight;
@@ -67,7 +70,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
         if constexpr (kTogether) {
           Part parts[T][F::kParts];
           for (int t = 0; t < T; ++t) {
-            if (from_memory) __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+            if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
             F::decode(load<Words>(words + t * 64), zero[t], parts[t]);
           }
           for (int m = 0; m < M; ++m) {
@@ -78,7 +81,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
           }
         } else {
           for (int t = 0; t < T; ++t) {
-            if (from_memory) __builtin_prefetch(words + kPrefetchSteps * kBlock * 4 + t * 64);
+            if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
             Part parts[F::kParts];
             F::decode(load<Words>(words + t * 64), zero[t], parts);
             for (int m = 0; m < M; ++m) {
@@ -89,6 +92,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
           }
         }
         words += kBlock * 4;
+        if (ahead) ahead += T * 64;
         for (int m = 0; m < M; ++m) x[m] += F::kInputs * F::kInputBytes;
       }
     }
@@ -111,24 +115,32 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   write_tiles(product, row, block.first_output + tile * kLanes, totals);
 }
 
+// Multiply by all tiles of a block, T at a time. `from_memory` says that nobody read it yet: rows that
+// come later find it in a cache, where fetching takes 1 to 3 % of the time. Memory is fetched in its
+// order, evenly over all passes, although each of them reads only a part of every row of words: so it
+// is as far ahead of the first pass as the last one is behind.
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
                                          const Prepared& prepared, const Block& block, int64_t row,
                                          bool from_memory) {
+  constexpr int64_t kPasses = kTiles / T;
+  const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
+  const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {
     if (block.first_output + tile * kLanes >= product.weight->outputs) break;
-    multiply_tiles<F, M, T>(product, prepared, block, tile, row, from_memory);
+    multiply_tiles<F, M, T>(product, prepared, block, tile, row, from_memory ? ahead : nullptr);
+    ahead += bytes / kPasses;
   }
 }
 
-// `from_memory` says that nobody read the block yet. Rows that come later find it in a cache, where
-// fetching ahead takes 1 to 3 % of the time.
 template <class F, int M>
 void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
                    int64_t row, bool from_memory) {
-  // With sums of groups beside the totals, half of the tiles fill the registers.
-  constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : M > 2 && F::kInputs > 2 ? 2 : 4;
-  if constexpr (T == 4 && M > 2) {
+  // With sums of groups beside the totals, half of the tiles fill the registers. Sums of integers
+  // leave them early enough for four rows of all tiles, which memory feeds best.
+  constexpr bool kMany = M > (F::kInteger ? 4 : 2);
+  constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kMany && F::kInputs > 2 ? 2 : 4;
+  if constexpr (T == 4 && kMany) {
     if (num_groups(*product.weight) > 1) {
       return multiply_by_tiles<F, M, 2>(product, prepared, block, row, from_memory);
     }
@@ -140,6 +152,12 @@ template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
   const int64_t first = row;
+  if constexpr (kRegisterTiles > 1) {
+    // All at once, so that memory is waited for beside all products, where no totals take registers.
+    if (end - row == 8 && num_groups(*product.weight) == 1) {
+      return multiply_by_tiles<F, 8, 2>(product, prepared, block, row, true);
+    }
+  }
   for (; row + kMostRows <= end; row += kMostRows) {
     multiply_rows<F, kMostRows>(product, prepared, block, row, row == first);
   }
