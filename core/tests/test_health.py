@@ -6,6 +6,9 @@ import base64
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +126,43 @@ def test_a_healthy_installation_is_listed(cache: Path) -> None:
     assert facts["sources"][0]["name"] == "use()"
     assert facts["sources"][0]["fields"]["plugins"] == []
     assert facts["cache"] == {"path": str(cache), "entries": {}}
+
+
+# A build of torch for accelerators, which must not be asked how many there are: that may initialise
+# their driver. Platforms know others to ask.
+COUNTING = """
+import torch
+
+def counted(*_: object, **__: object) -> None:
+    raise AssertionError("torch was asked for devices")
+
+def built_for(check_available: bool = False) -> torch.device:
+    assert not check_available, "torch was asked for devices"
+    return torch.device("cuda")
+
+for module in (torch.accelerator, torch.cuda, torch.xpu):
+    for name in ("device_count", "is_available", "current_device_index", "init", "current_device"):
+        if hasattr(module, name):
+            setattr(module, name, counted)
+torch.accelerator.current_accelerator = built_for
+
+from interposer.health import doctor
+
+health = doctor()
+assert not torch.cuda.is_initialized() and not torch.xpu.is_initialized()
+assert health.platforms and "built for cuda" in str(health)
+print(health.to_json())
+"""
+
+
+def test_torch_is_not_asked_for_devices(tmp_path: Path) -> None:
+    environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COUNTING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["torch"]["accelerator"] == "cuda"
+    assert "torch was asked" not in done.stdout
 
 
 @pytest.mark.usefixtures("host")

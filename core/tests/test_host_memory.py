@@ -1,5 +1,6 @@
 import copy
 import mmap
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ def advised_bytes(tensor: torch.Tensor) -> int:
     return advised
 
 
+def resident_bytes() -> int:
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
 @linux
 @pytest.mark.parametrize(("num_bytes", "advised"), [(2 * MIB, 2), (5 * MIB + 24, 4), (MIB, 0)])
 def test_whole_huge_pages_are_asked_for_and_no_more(
@@ -71,6 +78,28 @@ def test_memory_goes_back_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> No
     assert mapped()
     del view
     assert not mapped()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")
+def test_trim_gives_back_what_lies_between_tensors_that_stay() -> None:
+    sizes = [100 * 1024, 64] * 1000  # bytes; each large one is followed by one that stays
+    memory = [torch.empty(size, dtype=torch.uint8).fill_(1) for size in sizes]
+    del memory[::2]
+    full = resident_bytes()
+    host_memory.trim()
+    assert full - resident_bytes() > 60 * MIB
+    assert all((tensor == 1).all() for tensor in memory)
+
+
+def test_other_systems_are_not_asked_to_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> object:
+        return object()  # a C library without malloc_trim
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    host_memory.trim()
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("ctypes.CDLL", None)
+    host_memory.trim()
 
 
 def test_a_system_that_denies_the_map_gives_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from interposer import (
     Site,
     custom_op,
 )
-from interposer.cases.layer import LayerCase
+from interposer.cases.layer import LayerCase, Placed
 from interposer.op import Case
 from interposer.records import (
     AttentionEntry,
@@ -121,6 +121,37 @@ def scale_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         yield LayerCase("rows", arguments, (x,), {"weight": weight}, facts=case)
 
 
+class Sharing(Scale):
+    """Multiplies by the weight of another layer, as that one prepared it."""
+
+    layer_id = "sharing"
+
+    def __init__(self, site: Site, owner: Scale) -> None:
+        super().__init__(site, 8)
+        # In a tuple, so that it is no module of its own.
+        self.owners = (owner,)
+        self.weight = owner.weight
+
+    def finalize(self) -> None:
+        assert self.owners[0].constant is None, "it gives the weight up first"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bound.function(x, self.owners[0].constant)
+
+
+class ForgettingOwner(Sharing):
+    def __init__(self, site: Site, owner: Scale) -> None:
+        super().__init__(site, owner)
+        assert owner.prefix == "conformance.owner"
+        self.owners = (Scale(site, 8),)
+
+
+def sharing_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    for case in scale_layers(dtype, seed):
+        owner = Placed(lambda site: Scale(site.at("owner"), 8))
+        yield LayerCase("rows", {"owner": owner}, case.inputs, case.parameters, facts=case.facts)
+
+
 def no_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     raise RuntimeError("no cases today")
 
@@ -170,6 +201,16 @@ def test_a_replacement_that_departs_is_blamed(trials_of: TrialsOf, target: str, 
     assert all(fault.check == "layer" for fault in faults)
     assert any(words in str(fault) for fault in faults)
     assert faults_of(trials, "standard") == []
+
+
+def test_a_layer_is_given_what_is_built_at_its_site(trials_of: TrialsOf) -> None:
+    standard = LayerEntry(
+        "sharing", "standard", here("Sharing"), score=0.0, cases=here("sharing_layers")
+    )
+    forgetting = LayerEntry("sharing", "forgetting", here("ForgettingOwner"))
+    trials = trials_of("layer", SCALE, STANDARD, standard, forgetting)
+    assert faults_of(trials, "standard") == []
+    assert {fault.check for fault in faults_of(trials, "forgetting")} == {"call"}
 
 
 @pytest.mark.parametrize(

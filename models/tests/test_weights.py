@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,15 @@ def test_names_are_those_of_the_stream(sharded: Path, llama: Path) -> None:
     for path in (sharded, llama):
         checkpoint = Checkpoint.open(path)
         assert checkpoint.names() == {name for name, _ in checkpoint.stream()}
+
+
+def test_tables_come_before_blocks_whatever_the_shard(sharded: Path) -> None:
+    order = [name for name, _ in Checkpoint.open(sharded).stream()]
+    numbered = [".layers." in name for name in order]
+    assert numbered == sorted(numbered)
+    assert 1 < numbered.count(False) < len(order) == len(set(order))
+    blocks = [name.split(".")[2] for name in order if ".layers." in name]
+    assert len(list(itertools.groupby(blocks))) < len(blocks) / 4
 
 
 def test_a_layer_is_finalized_before_the_next_tensor_comes(llama: Path) -> None:

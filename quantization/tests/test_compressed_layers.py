@@ -70,6 +70,7 @@ def built(label: str, parts: Mapping[str, int] | None = None, inputs: int = 256)
 
 def test_a_product_of_codes_says_what_it_is_made_of() -> None:
     found = set()
+    num_scales = {"Fp8BlockLinear": 2, "Mxfp8Linear": 8}  # of a token; else one
     for label in EXAMPLES:
         layer = built(label)
         fill(layer)
@@ -86,7 +87,7 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
                 assert scales.shape == (1,)
             else:
                 codes, scales = kernel.quantize(x, *kernel.options)
-                assert scales.shape == (3, 2 if name == "Fp8BlockLinear" else 1)
+                assert scales.shape == (3, num_scales.get(name, 1))
             assert codes.dtype in (torch.int8, torch.float8_e4m3fn)
             assert torch.equal(layer(x), kernel.multiply(codes, scales, *operands))
             method: Any = layer.method
@@ -100,6 +101,7 @@ def test_a_product_of_codes_says_what_it_is_made_of() -> None:
         ("Fp8RowLinear", True),
         ("Fp8TensorLinear", True),
         ("Fp8BlockLinear", False),
+        ("Mxfp8Linear", False),
     }
 
 

@@ -113,7 +113,7 @@ class Health:
 
     Attributes:
         versions: of interposer, its plugin API, Python and the system.
-        torch: version, build and what torch sees of accelerators.
+        torch: version, build and the kind of accelerator that it was built for.
         sources: where the policy is set.
         device: description of the device in force; None without one.
         machine: what else its platform says of this machine, by subject.
@@ -210,13 +210,14 @@ def _versions() -> dict[str, str]:
 
 
 def _torch() -> dict[str, Any]:
+    # What it was built for. How many there are is the platforms' to say: torch may initialise the
+    # driver to count them, after which this process cannot be forked into ones that use them.
     accelerator = torch.accelerator.current_accelerator()
     # Which toolkits there are differs from build to build; torch lists them itself.
     build = {n: getattr(torch.version, n) for n in torch.version.__all__ if n != "__version__"}
     return {
         "version": torch.__version__,
         "accelerator": None if accelerator is None else accelerator.type,
-        "accelerators": torch.accelerator.device_count(),
         "threads": torch.get_num_threads(),
         "build": {name: value for name, value in build.items() if value},
     }

@@ -42,8 +42,8 @@ def _head(health: Health) -> list[str]:
     lines = [
         f"interposer {told['interposer']}, API {told['api']}, Python {told['python']}, "
         f"{told['system']}",
-        f"torch {torch['version']} ({build}), {torch['threads']} threads, accelerators: "
-        + (f"{torch['accelerators']} {torch['accelerator']}" if torch["accelerator"] else "none"),
+        f"torch {torch['version']} ({build}), {torch['threads']} threads, built for "
+        f"{torch['accelerator'] or 'no accelerator'}",
     ]
     if health.device is not None:
         d = health.device

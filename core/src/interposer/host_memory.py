@@ -10,8 +10,10 @@ Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,7 +24,7 @@ import torch
 
 from interposer.verdict import Verdict
 
-__all__ = ["empty", "huge_page_bytes", "huge_pages"]
+__all__ = ["empty", "huge_page_bytes", "huge_pages", "trim"]
 
 _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
@@ -42,6 +44,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
             return _mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def trim() -> None:
+    """Give freed memory of the heap back to the system, where the C library can be asked to.
+
+    By itself glibc gives back what lies behind the last block in use only. Small tensors that stay
+    between the temporaries of loading kept 80 MiB of a model of 520 MiB so. It takes milliseconds.
+
+    Source: malloc_trim(3).
+    """
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # not every C library has it
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def huge_pages(root: Path = _ROOT) -> Verdict:

@@ -97,7 +97,10 @@ class Checkpoint:
         return frozenset(names)
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(name, tensor)`` shard by shard, and there block by block.
+        """Yield ``(name, tensor)``: what belongs to no block, then the blocks shard by shard.
+
+        Two forms of a layer are held while it is packed, and the largest ones are mostly tables,
+        which are no part of a block: those two are held before anything else is.
 
         Files have all tensors of one dtype together, so that in their order the scales of
         quantized layers come after the codes of all of them.
@@ -106,11 +109,12 @@ class Checkpoint:
             the index promises.
         """
         seen: set[str] = set()
-        for shard in self.shards:
-            with reading(shard), safe_open(shard, framework="pt") as file:
-                for name in _by_block(file.offset_keys()):
-                    seen.add(name)
-                    yield name, file.get_tensor(name)
+        for numbered in (False, True):
+            for shard in self.shards:
+                with reading(shard), safe_open(shard, framework="pt") as file:
+                    for name in _by_block(file.offset_keys(), numbered):
+                        seen.add(name)
+                        yield name, file.get_tensor(name)
         for name, shard_name in self.tensors.items():
             if name not in seen:
                 raise CheckpointError(
@@ -119,12 +123,17 @@ class Checkpoint:
                 )
 
 
-def _by_block(names: Iterable[str]) -> Iterator[str]:
-    """Yield all names of a block one after the other, blocks in the order of their first names."""
+def _by_block(names: Iterable[str], numbered: bool) -> Iterator[str]:
+    """Yield the names of a block one after the other, blocks in the order of their first names.
+
+    Args:
+        numbered: yield those of numbered blocks; else those of layers outside them.
+    """
     blocks: dict[str, list[str]] = {}
     for name in names:
         found = _BLOCK.match(name)
-        blocks.setdefault(found[0] if found else name.rpartition(".")[0], []).append(name)
+        if (found is not None) == numbered:
+            blocks.setdefault(found[0] if found else name.rpartition(".")[0], []).append(name)
     for block in blocks.values():
         yield from sorted(block)
 

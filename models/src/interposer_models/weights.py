@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import nn
 
-from interposer import PluggableLayer
+from interposer import PluggableLayer, host_memory
 from interposer.errors import CheckpointError
 from interposer_models.layer_group import Filling, LayerGroup, groups_of
 from interposer_models.renewal import Renewal
@@ -64,6 +64,7 @@ class Weights:
             for group in self._groups:
                 group.reset()
             raise
+        host_memory.trim()
 
     @torch.no_grad()
     def _load(
@@ -152,7 +153,10 @@ class Weights:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
         _apply(list(renewals.values()))
         renewed = [renewal for renewal in renewals.values() if renewal.pairs is None]
-        return tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
+        prefixes = tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
+        del renewals, renewed
+        host_memory.trim()
+        return prefixes
 
     def _owner(self, name: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
         """Return the group that a tensor belongs to, None if nobody needs it."""

@@ -23,6 +23,7 @@ from interposer_ops.fp8_quantizers import (
     quantize_fp8_static,
 )
 from interposer_ops.int8_quantizers import quantize_int8_per_token, quantize_int8_static
+from interposer_ops.mx_quantizers import quantize_mxfp8
 from interposer_ops.small_floats import decode_e2m1, unpack_nibbles
 
 __all__ = ["Block", "blocks"]
@@ -55,7 +56,10 @@ _FORMS = (
     ("e4m3", "e4m3 static", (torch.bfloat16,)),
     ("e4m3", "e4m3 blocks", (torch.bfloat16,)),
     ("e4m3", "e4m3 powers", (torch.bfloat16,)),
+    ("e4m3", "e4m3 microscaled", (torch.bfloat16, torch.float16)),
 )
+# What has scales of blocks of inputs, and the library's number of what powers of two these are.
+_BLOCKWISE = {"blocks": 0, "powers": 1, "microscaled": 2}
 # Tokens before and in the step, by sequence, and the rows that matter.
 _STEPS: tuple[tuple[tuple[tuple[int, int], ...], list[int] | None], ...] = (
     (((40, 1),), None),
@@ -149,10 +153,12 @@ def _drawn(
     if way == "static":
         # Small enough for some numbers to saturate.
         arrays["input_scale"] = torch.tensor([3.0 / (127 if kind == "int8" else 448)])
-    group = GROUP if way in ("blocks", "powers") else 0
+    group = GROUP if way in _BLOCKWISE else 0
     weights = {}
     for name, shape in _SIZES.items():
         parts, weights[name] = _weight(form, shape, group or codes == "none", generator)
+        if way == "microscaled":
+            parts, weights[name] = _microscaled(parts, weights[name])
         arrays |= {name + suffix: part for suffix, part in parts.items()}
     numbers = {
         "num_heads": HEADS,
@@ -161,7 +167,7 @@ def _drawn(
         "scale": SCALE,
         "eps": EPS,
         "group": group,
-        "powers": way == "powers",
+        "powers": _BLOCKWISE.get(way, 0),
     }
     kept = str(dtype).removeprefix("torch.")
     label = f"{form} weights, {codes} inputs, {kept}, {num_tokens} tokens"
@@ -197,6 +203,17 @@ def _weight(
             return {"": weight, "_scales": exponents.to(torch.uint8)}, whole.flatten(1)
     whole = elements.unflatten(1, (groups, -1)) * scales.double().unsqueeze(-1)
     return {"": weight, "_scales": scales}, whole.flatten(1)
+
+
+def _microscaled(
+    parts: dict[str, torch.Tensor], weight: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the same with scales that are powers of two, stored as their exponents plus 127."""
+    exponents = parts["_scales"].log2().round()
+    groups = weight.unflatten(1, (exponents.shape[1], -1))
+    factors = 2.0 ** exponents.double() / parts["_scales"].double()
+    scaled = (groups * factors.unsqueeze(-1)).flatten(1)
+    return {**parts, "_scales": (exponents + 127).to(torch.uint8)}, scaled
 
 
 def _computed(block: Block, rounded: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,6 +288,9 @@ def _represented(block: Block, x: torch.Tensor) -> torch.Tensor:
             return quantize_int8_static(given, scale, None).double() * scale.double()
         return quantize_fp8_static(given, scale, E4M3).double() * scale.double()
     if block.numbers["group"]:
+        if block.numbers["powers"] == _BLOCKWISE["microscaled"]:
+            codes, exponents = quantize_mxfp8(given)
+            return codes.double() * 2.0 ** (exponents.double() - 127).repeat_interleave(GROUP, -1)
         codes, scales = quantize_fp8_blocks(given, GROUP, E4M3, bool(block.numbers["powers"]))
         return codes.double() * scales.double().repeat_interleave(GROUP, -1)
     if kind == "int8":

@@ -26,7 +26,7 @@ from interposer.testing.call import Subject, tensors_of
 from interposer.testing.expectation import Expectation
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.attention import paged_attention
-from interposer_ops.block_scaled_linear import mxfp4_linear
+from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
 from interposer_ops.experts import (
     fused_experts,
     fused_experts_fp8,
@@ -44,6 +44,7 @@ from interposer_ops.int8_linear import int8_linear, w4a8_linear
 from interposer_ops.int8_quantizers import quantize_int8_per_token, quantize_int8_static
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.linear import embedding, linear
+from interposer_ops.mx_quantizers import quantize_mxfp8
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
     fused_add_rms_norm,
@@ -146,6 +147,7 @@ OPS = (
     ),
     Covered(w8a16_linear, _groups, dims=_sizes((168, 83), **_GROUPED, asymmetric=True)),
     Covered(mxfp4_linear, dims=_sizes((160, 83))),
+    Covered(mxfp8_linear, dims=_sizes((160, 83))),
     Covered(
         int8_linear,
         lambda case: not case.dims["asymmetric"],
@@ -206,6 +208,7 @@ OPS = (
             _to_e4m3(case) and int(case.dims["hidden_size"]) % int(case.dims["block_size"]) == 0
         ),
     ),
+    Covered(quantize_mxfp8),
     Covered(quantize_weight_int8, strided=("weight",)),
     Covered(quantize_weight_int4, strided=("weight",)),
     Covered(quantize_weight_int4_asymmetric, strided=("weight",)),

@@ -303,7 +303,7 @@ def hold(linear: Linear, op: str) -> None:
     scales = 0.02 * torch.rand(outputs, inputs // 32)
     exponents = torch.randint(118, 122, (outputs, inputs // 32), dtype=torch.uint8)
     if op in CODED:
-        hold_coded(linear, op, codes, integers, scales)
+        hold_coded(linear, op, codes, integers, scales, exponents)
         return
     if op == "linear":
         packed = native_linear.pack(0.1 * torch.randn(outputs, inputs), None)
@@ -323,6 +323,7 @@ def hold_coded(
     codes: torch.Tensor,
     integers: torch.Tensor,
     scales: torch.Tensor,
+    exponents: torch.Tensor,
 ) -> None:
     """Let a layer hold weights that inputs are multiplied by after they were quantized so."""
     dtype, outputs = torch.bfloat16, len(integers)
@@ -338,6 +339,9 @@ def hold_coded(
         weight = (integers / 16).to(torch.float8_e4m3fn)
         blocks = 0.03 * torch.rand(outputs // 32, integers.shape[1] // 32)
         packed = native_linear.pack_fp8_blocks(weight, blocks, None)["weight"]
+    elif name == "mxfp8_linear":
+        weight = (integers / 16).to(torch.float8_e4m3fn)
+        packed = native_linear.pack_mxfp8(weight, exponents + 2, None)["weight"]
     else:
         weight = (integers / 16).to(torch.float8_e4m3fn)
         packed = native_linear.pack_fp8(weight, 16 * scale, None)["weight"]
@@ -349,6 +353,10 @@ def hold_coded(
             return native_linear.int8_linear(codes, weight, scale, None, None, None, dtype)
         if name == "fp8_block_linear":
             return native_linear.fp8_block_linear(codes, weight, scale, None, 32, 32, None, dtype)
+        if name == "mxfp8_linear":
+            if kind == "powers":  # whose scales are floats
+                scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
+            return native_linear.mxfp8_linear(codes, scale, weight, None, None, dtype)
         return native_linear.fp8_linear(codes, weight, scale, None, None, dtype)
 
     product = getattr(native_linear, name)
@@ -364,7 +372,9 @@ def hold_coded(
         linear.operands = (packed, torch.tensor([largest]))
         return
     options: tuple[Any, ...] = ()
-    if name == "fp8_block_linear":
+    if form == "mxfp8_linear":
+        function = native_quantizers.quantize_mxfp8
+    elif name in ("fp8_block_linear", "mxfp8_linear"):
         function = native_quantizers.quantize_fp8_blocks
         options = 32, torch.float8_e4m3fn, kind == "powers"
     elif is_fp8:
@@ -387,6 +397,8 @@ CODED = [
     "fp8_linear static",
     "fp8_block_linear",
     "fp8_block_linear powers",
+    "mxfp8_linear",
+    "mxfp8_linear powers",
 ]
 OPS = [*FLOATS, *CODED]
 
@@ -423,7 +435,7 @@ def test_every_format_at_every_level(
         # is at most 1/8 of the number, and 1/16 of the 96 are as close to a tie as bfloat16 rounds:
         # together a fortieth of what the product's terms add up to, and that a third of the
         # largest of its outputs. So six deviations are a twentieth.
-        step = 0.06 if op.startswith("fp8") else 0.02
+        step = 0.06 if op.startswith(("fp8", "mxfp8")) else 0.02
         largest = float(expected[0].abs().max())
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=step * largest)
     else:

@@ -34,6 +34,7 @@ OPS = {
     "quantize_fp8_static",
     "quantize_int8_per_token",
     "quantize_int8_static",
+    "quantize_mxfp8",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",

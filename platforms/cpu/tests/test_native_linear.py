@@ -52,6 +52,7 @@ def test_kernels_conform_on_every_level_below_the_best(level: str, forced: None)
         "int8_linear",
         "linear",
         "mxfp4_linear",
+        "mxfp8_linear",
         "w4a16_linear",
         "w4a8_linear",
         "w8a16_linear",

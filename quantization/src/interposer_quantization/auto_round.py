@@ -11,15 +11,18 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from interposer import LinearMethod, QuantizationScheme, Site
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
 from interposer_quantization import awq_config, gptq_config
-from interposer_quantization.auto_round_config import Settings
-from interposer_quantization.awq import AWQLinear
+from interposer_quantization.auto_round_config import Settings, Stored
+from interposer_quantization.awq import AWQLinear, awq_experts
 from interposer_quantization.fused_layers import stored_alike
-from interposer_quantization.gptq import GPTQLinear
+from interposer_quantization.gptq import GPTQLinear, gptq_experts
 from interposer_quantization.packed_linear import PackedLinear
+from interposer_quantization.stored_experts import StoredExperts
 
 __all__ = ["INC", "AutoRound", "UnorderedGPTQLinear"]
+
+_MEND = "give them the same bits, group_size and sym, or leave all of them plain"
 
 
 class AutoRound(QuantizationScheme):
@@ -44,16 +47,24 @@ class AutoRound(QuantizationScheme):
 
         Raises: ConfigError: layers that are fused there are stored in different ways.
         """
-        mend = "give them the same bits, group_size and sym, or leave all of them plain"
-        found = stored_alike(prefix, parts, self.settings.stored, mend)
+        found = stored_alike(prefix, parts, self.settings.stored, _MEND)
         if isinstance(found, gptq_config.Weights):
             kind = GPTQLinear if self.settings.has_order else UnorderedGPTQLinear
             return kind(found)
         return AWQLinear(found) if isinstance(found, awq_config.Weights) else None
 
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.stored, self._experts, _MEND)
+
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
         return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
+
+    def _experts(self, prefix: str, stored: Stored) -> ExpertsMethod:
+        if isinstance(stored, gptq_config.Weights):
+            return gptq_experts(prefix, stored, self.settings.has_order)
+        return awq_experts(prefix, stored)
 
 
 class INC(AutoRound):

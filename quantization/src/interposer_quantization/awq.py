@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
 from interposer_quantization.awq_config import Settings, Weights
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.int_packing import AWQ_ORDER, pack_words, unpack_words
+from interposer_quantization.packed_experts import packed_experts
 from interposer_quantization.packed_linear import PackedLinear
+from interposer_quantization.stored_experts import StoredExperts
 
-__all__ = ["AWQ", "AWQLinear"]
+__all__ = ["AWQ", "AWQLinear", "awq_experts"]
 
 _BITS = 4
+_MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class AWQ(QuantizationScheme):
@@ -45,9 +48,12 @@ class AWQ(QuantizationScheme):
 
         Raises: ConfigError: layers that are fused there are stored in different ways.
         """
-        mend = "name all of them in 'modules_to_not_convert', or none"
-        found = stored_alike(prefix, parts, self.settings.weights, mend)
+        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
         return None if found is None else AWQLinear(found)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.weights, awq_experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head with a weight of its own, or None to leave it plain."""
@@ -75,3 +81,11 @@ class AWQLinear(PackedLinear):
     def zero_words(self, zero_points: torch.Tensor) -> torch.Tensor:
         """Return ``qzeros`` that holds these zero points."""
         return pack_words(zero_points, _BITS, AWQ_ORDER)
+
+
+def awq_experts(prefix: str, weights: Weights) -> ExpertsMethod:
+    """Return the method for experts of which all matrices are stored so.
+
+    Raises: ConfigError: there is no op for them.
+    """
+    return packed_experts(prefix, AWQLinear(weights), weights, False)

@@ -14,6 +14,7 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer.resolver import BoundKernel
 from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.mx_quantizers import quantize_mxfp8
 from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_quantization.compressed_exponents import check_exponents, register_exponents
@@ -108,17 +109,18 @@ class Mxfp8Linear(LinearMethod):
             "weight_scales": scales,
             "bias": layer._parameters["bias"],
         }
-        return self._project, final_operands(layer, self.bound, constants)
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply)
+        return kernel, final_operands(layer, self.bound, constants)
 
-    def _project(
+    def _multiply(
         self,
-        x: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, scales = self.quantize(x)
-        return self.bound.function(quantized, scales, weight, weight_scales, bias, self.dtype)
+        return self.bound.function(codes, scales, weight, weight_scales, bias, self.dtype)
 
 
 def _scaled(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, QuantizationScheme, Site
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
 from interposer.errors import CheckpointError
 from interposer_quantization.fused_layers import stored_alike
 from interposer_quantization.gptq_config import Settings, Weights
 from interposer_quantization.input_groups import check_groups
 from interposer_quantization.int_packing import pack_words, unpack_words
+from interposer_quantization.packed_experts import packed_experts
 from interposer_quantization.packed_linear import PackedLinear, register_stored
+from interposer_quantization.stored_experts import StoredExperts
 
-__all__ = ["GPTQ", "GPTQLinear"]
+__all__ = ["GPTQ", "GPTQLinear", "gptq_experts"]
 
+_MEND = "quantize them alike, or none of them"
 # A one in each code of a word, by bits.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
@@ -50,9 +53,12 @@ class GPTQ(QuantizationScheme):
 
         Raises: ConfigError: layers that are fused there are stored in different ways.
         """
-        mend = "quantize them alike, or none of them"
-        found = stored_alike(prefix, parts, self.settings.weights, mend)
+        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
         return None if found is None else GPTQLinear(found)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.weights, gptq_experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head with a weight of its own, or None to leave it plain."""
@@ -147,3 +153,11 @@ class GPTQLinear(PackedLinear):
                 "set desc_act to true in quantization_config if the groups are right",
             )
         return first
+
+
+def gptq_experts(prefix: str, weights: Weights, indexed: bool = True) -> ExpertsMethod:
+    """Return the method for experts of which all matrices are stored so.
+
+    Raises: ConfigError: there is no op for them.
+    """
+    return packed_experts(prefix, GPTQLinear(weights), weights, indexed)

@@ -17,6 +17,7 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.block_scaled_linear import mxfp8_linear, nvfp4_linear
+from interposer_ops.coded_product import CodedProduct
 from interposer_ops.fp8_quantizers import quantize_fp8_blocks
 from interposer_ops.mx_quantizers import MX_BLOCK_SIZE
 from interposer_ops.nvfp4_quantizers import NVFP4_BLOCK_SIZE, quantize_nvfp4
@@ -122,9 +123,8 @@ class MxFp8Linear(_BlockLinear):
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each rounded number times its block's scale."""
-        quantized, exponents = self._quantized(x)
-        powers = decode_e8m0(exponents, torch.float64)
-        return quantized.double() * powers.repeat_interleave(self.block_size, -1)
+        codes, scales = self.quantize(x, self.block_size, FORMAT, True)
+        return codes.double() * scales.double().repeat_interleave(self.block_size, -1)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the quantizer and the bound kernel as one function, with its constants.
@@ -135,22 +135,21 @@ class MxFp8Linear(_BlockLinear):
         stored = {operand: layer._parameters[name] for operand, name in _STORED.items()}
         prepared = self.bound.prepared(**stored)
         self._release(layer, prepared)
-        return self._project, tuple(prepared[operand] for operand in _STORED)
+        options = self.block_size, FORMAT, True
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
+        return kernel, tuple(prepared[operand] for operand in _STORED)
 
-    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        quantized, scales = self.quantize(x, self.block_size, FORMAT, True)
-        # The exponent of a float32 is biased as E8M0 is, and a power of two has nothing besides.
-        return quantized, (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
-
-    def _project(
+    def _multiply(
         self,
-        x: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
         weight: torch.Tensor,
         weight_scales: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, exponents = self._quantized(x)
-        return self.bound.function(quantized, exponents, weight, weight_scales, bias, self.dtype)
+        # The exponent of a float32 is biased as E8M0 is, and a power of two has nothing besides.
+        exponents = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+        return self.bound.function(codes, exponents, weight, weight_scales, bias, self.dtype)
 
 
 class NvFp4Linear(_BlockLinear):

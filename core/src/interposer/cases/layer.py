@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from interposer.layer import Site
 from interposer.op import Case, Tolerance
 
-__all__ = ["LayerCase", "LayerCaseGenerator"]
+__all__ = ["LayerCase", "LayerCaseGenerator", "Placed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An argument of a constructor that depends on where the layer is built.
+
+    Attributes:
+        build: returns it, of the layer's site. A layer that it returns is finalized after the one
+            that it is given to, as a table is after the head that shares it.
+    """
+
+    build: Callable[[Site], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +32,7 @@ class LayerCase:
 
     Attributes:
         label: what is special about it, unique within its layer and dtype.
-        arguments: of the constructor by name, without the site.
+        arguments: of the constructor by name, without the site; what is ``Placed`` is built first.
         inputs: of the method by position.
         parameters: everything that the layer loads, by the names of its state.
         method: what is called.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer.capability import Device
-from interposer.cases.layer import LayerCase
+from interposer.cases.layer import LayerCase, Placed
 from interposer.choice import Candidate
 from interposer.config import Config
 from interposer.layer import PluggableLayer, Site
@@ -71,14 +71,18 @@ class _Builder:
     def layer(self, device: Device, config: Config, dtype: torch.dtype) -> PluggableLayer:
         site = Site(Resolver(self.registry, device, config), "conformance", dtype)
         with torch.device(device.torch_device):
-            layer = self.layer_class(site, **self.case.arguments)
+            arguments = {
+                name: value.build(site) if isinstance(value, Placed) else value
+                for name, value in self.case.arguments.items()
+            }
+            layer = self.layer_class(site, **arguments)
         state = {
             name: value.to(dtype) if value.dtype.is_floating_point else value
             for name, value in self.case.parameters.items()
         }
         nn.Module.load_state_dict(layer, state, strict=True)
-        # Its parts are layers too, where it has any.
-        for part in layer.modules():
+        # Its parts are layers too, where it has any, and so may be what it was given.
+        for part in (*layer.modules(), *arguments.values()):
             if isinstance(part, PluggableLayer):
                 part.finalize()
         return layer

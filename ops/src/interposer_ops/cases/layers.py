@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Tolerance
+from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Site, Tolerance
 from interposer.cases import normal, peak, planned_cases
 from interposer.cases.axis import ORDINARY
-from interposer.cases.layer import LayerCase
+from interposer.cases.layer import LayerCase, Placed
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.cases.norms import norm_weight
 from interposer_ops.experts import fused_experts
+from interposer_ops.layers.embedding import Embedding
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding
@@ -70,20 +72,32 @@ def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 
 def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the lookup of token embeddings."""
+    """Yield the lookup of token embeddings, also of a table whose form a head decides."""
     for case in _few(embedding, dtype, seed):
         weight = case.arguments["weight"]
-        arguments = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
-        yield _layer(embedding, case, arguments, ("token_ids",), {"weight": weight})
+        sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
+        for is_shared in (False, True):
+            head = {"head": Placed(lambda site: site.at("head"))} if is_shared else {}
+            arguments = {**sizes, **head}
+            found = _layer(embedding, case, arguments, ("token_ids",), {"weight": weight})
+            yield replace(found, label=f"{case.label}{', shared by a head' if is_shared else ''}")
 
 
 def lm_head_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
-    """Yield the projection to logits by a weight of its own."""
+    """Yield the projection to logits by a weight of its own, and by the table of embeddings."""
     for case in _few(linear, dtype, seed):
         if case.arguments["bias"] is None:
             weight = case.arguments["weight"]
-            arguments = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
-            yield _layer(linear, case, arguments, ("x",), {"weight": weight})
+            sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
+            for is_tied in (False, True):
+                tied = {"tied": Placed(partial(_table, **sizes))} if is_tied else {}
+                found = _layer(linear, case, {**sizes, **tied}, ("x",), {"weight": weight})
+                yield replace(found, label=f"{case.label}{', tied' if is_tied else ''}")
+
+
+def _table(head: Site, vocab_size: int, hidden_size: int) -> Embedding:
+    """Return the table that a head at this site shares."""
+    return Embedding(head.at("table"), vocab_size, hidden_size, head)
 
 
 def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:

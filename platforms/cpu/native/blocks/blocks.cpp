@@ -51,7 +51,7 @@ int32_t multiply(const interposer_factor& factor, const void* x, int32_t type, i
     coded.type = type;
     coded.code_type = codes;
     coded.limit = static_cast<float>(factor.coding.limit);
-    coded.powers = factor.coding.powers != 0;
+    coded.powers = static_cast<int32_t>(factor.coding.powers);
     coded.rows = {rows, groups, group, x_stride, group};
     const int32_t failure = interposer_code(&coded);
     if (failure) return failure;

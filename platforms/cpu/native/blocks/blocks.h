@@ -15,7 +15,7 @@ struct interposer_coding {
   int64_t type;    // kInt8 or kE4M3; kNone leaves rows as they are
   double limit;    // of the scales of rows; 0 for none
   int64_t group;   // inputs that share a scale; 0 for all of a row
-  int64_t powers;  // whether scales are rounded up to powers of two
+  int64_t powers;  // of interposer_powers
 };
 
 // A weight, and what rows become before they are multiplied by it.

@@ -57,9 +57,16 @@ struct interposer_heads {
   int64_t out_stride;  // elements between outer rows of the result, whose heads have no gaps
 };
 
+// What scales of codes are besides max|x| / largest code.
+enum interposer_powers : int32_t {
+  kAnyScale = 0,
+  kPowersAbove = 1,     // rounded up to a power of two
+  kSharedExponents = 2  // 2^(floor(log2(max|x|)) - that of the largest code), as MX formats have it
+};
+
 // codes = round(x / scale) to the nearest code, ties to even, saturating. The scale is given, or
-// max|x| / largest code of a row: 1 where that is 0, rounded up to a power of two or limited if
-// so wanted.
+// max|x| / largest code of a row: 1 where that is 0, a power of two or limited if so wanted. Shared
+// exponents are at least -127, also of zeros, and at most 127.
 struct interposer_coded {
   const void* x;
   void* codes;         // without gaps
@@ -67,7 +74,7 @@ struct interposer_coded {
   const float* given;  // one scale for all rows, or null
   int32_t type;
   int32_t code_type;  // kInt8 or kE4M3; kBFloat16 for numbers of e4m3fn that it holds
-  bool powers;
+  int32_t powers;  // of interposer_powers
   float limit;  // the largest scale; 0 for none
   interposer_rows_of rows;
 };

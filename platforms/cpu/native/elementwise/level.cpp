@@ -236,6 +236,14 @@ INTERPOSER_INLINE float fitting_scale(const interposer_coded& coded, const char*
     peaks = value > peaks ? value : peaks;
   });
   const float peak = largest_of((Floats)peaks);
+  if (coded.powers == kSharedExponents) {
+    int exponent, largest;
+    __builtin_frexpf(largest_code(kCode), &largest);
+    __builtin_frexpf(peak, &exponent);
+    exponent -= largest;
+    if (!(peak > 0) || exponent < -127) exponent = -127;
+    return __builtin_ldexpf(1.0f, exponent < 127 ? exponent : 127);
+  }
   float scale = peak > 0 ? peak / largest_code(kCode) : 1.0f;
   if (coded.powers) {
     int exponent;

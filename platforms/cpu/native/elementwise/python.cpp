@@ -136,8 +136,8 @@ PyObject* turn_heads(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
 }
 
 // Addresses of x, codes, scales and of a scale that is given, of the last two one 0; types of x and
-// of codes; outer, inner, width, and elements between the outer and the inner ones; whether scales
-// are powers of two; the largest one.
+// of codes; outer, inner, width, and elements between the outer and the inner ones; which
+// powers of two scales are; the largest one.
 PyObject* code(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   int64_t values[12];
   float limit;
@@ -150,7 +150,7 @@ PyObject* code(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   coded.type = static_cast<int32_t>(values[4]);
   coded.code_type = static_cast<int32_t>(values[5]);
   coded.rows = {values[6], values[7], values[8], values[9], values[10]};
-  coded.powers = values[11] != 0;
+  coded.powers = static_cast<int32_t>(values[11]);
   coded.limit = limit;
   return done(interposer_code, coded);
 }

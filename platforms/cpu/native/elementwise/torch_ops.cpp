@@ -101,7 +101,7 @@ void code_out(TorchValue* stack, uint64_t, uint64_t) {
   coded.code_type = static_cast<int32_t>(stack[3]);
   const int64_t width = static_cast<int64_t>(stack[4]);
   coded.rows = {x.size(0), width ? x.size(1) / width : 0, width, x.stride(0), width};
-  coded.powers = stack[5] != 0;
+  coded.powers = static_cast<int32_t>(stack[5]);
   coded.limit = fraction(stack[6]);
   interposer_code(&coded);
 }

@@ -2,6 +2,7 @@
 
 #include "../elementwise/elementwise.h"
 
+#include <cmath>
 #include <stdexcept>
 
 #include "../vectors.h"
@@ -115,10 +116,10 @@ double optional_number(const Case& golden, const std::string& name) {
   return found == golden.numbers.end() ? 0 : found->second;
 }
 
-std::vector<Result> quantised(const Case& golden, const std::string& dtype) {
+std::vector<Result> quantised(const Case& golden, const std::string& dtype, double block_size = 0) {
   const Array& x = golden.array("x");
   const int64_t rows = x.rows(), columns = x.columns();
-  const double size = optional_number(golden, "block_size");
+  const double size = block_size > 0 ? block_size : optional_number(golden, "block_size");
   const int64_t width = size > 0 ? int64_t(size) : columns, blocks = width ? columns / width : 1;
   const Array* given = golden.find("scale");
   Rows codes(dtype, rows, columns, 0), scales("float32", given ? 0 : rows, blocks, 0);
@@ -130,7 +131,9 @@ std::vector<Result> quantised(const Case& golden, const std::string& dtype) {
   coded.type = type_of(x.dtype);
   coded.code_type = dtype == "int8" ? kInt8 : kE4M3;
   coded.rows = {rows, blocks, width, x.row_stride(), width};
-  coded.powers = optional_number(golden, "power_of_two_scales") != 0;
+  coded.powers = block_size > 0 ? kSharedExponents
+                 : optional_number(golden, "power_of_two_scales") != 0 ? kPowersAbove
+                                                                       : kAnyScale;
   coded.limit = float(optional_number(golden, "scale_limit"));
   check(interposer_code(&coded));
   std::vector<Result> results;
@@ -157,6 +160,14 @@ std::vector<Result> to_int8(const Case& golden) { return quantised(golden, "int8
 
 std::vector<Result> to_fp8(const Case& golden) { return quantised(golden, "float8_e4m3fn"); }
 
+// Scales are stored as their exponents plus 127.
+std::vector<Result> to_mxfp8(const Case& golden) {
+  std::vector<Result> results = quantised(golden, "float8_e4m3fn", 32);
+  results[1].dtype = "uint8";
+  for (double& scale : results[1].values) scale = std::ilogb(scale) + 127;
+  return results;
+}
+
 const Registration registrations[] = {
     {"rms_norm", rms_norm},
     {"fused_add_rms_norm", rms_norm},
@@ -171,6 +182,7 @@ const Registration registrations[] = {
     {"quantize_fp8_per_token", to_fp8},
     {"quantize_fp8_static", to_fp8},
     {"quantize_int8_per_token", to_int8},
+    {"quantize_mxfp8", to_mxfp8},
     {"quantize_int8_static", to_int8},
 };
 

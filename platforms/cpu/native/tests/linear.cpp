@@ -2,6 +2,8 @@
 
 #include "packed.h"
 
+#include <cmath>
+
 namespace {
 
 std::vector<Result> product(const Case& golden, const Packed& packed, const std::string& out_dtype,
@@ -18,7 +20,10 @@ std::vector<Result> product(const Case& golden, const Packed& packed, const std:
   product.x_stride = x.row_stride();
   product.out = out.data();
   product.out_stride = out.stride();
-  const std::vector<float> of_rows = scales ? floats_of(*scales) : std::vector<float>();
+  std::vector<float> of_rows = scales ? floats_of(*scales) : std::vector<float>();
+  if (scales && scales->dtype == "uint8") {
+    for (float& scale : of_rows) scale = std::ldexp(1.0f, int(scale) - 127);
+  }
   product.x_scales = scales ? of_rows.data() : nullptr;
   product.x_scale_stride = of_rows.size() > 1 ? by_group ? scales->columns() : 1 : 0;
   if (const int32_t failure = interposer_linear(&product)) {
@@ -89,6 +94,12 @@ std::vector<Result> fp8_linear(const Case& golden) {
   return widened(golden, packed);
 }
 
+std::vector<Result> mxfp8_linear(const Case& golden) {
+  const Packed packed(kWeightE4M3, golden.array("weight"), golden.find("weight_scales"), nullptr,
+                      golden.find("bias"));
+  return widened(golden, packed);
+}
+
 // The scales of a block stand for each of its rows.
 std::vector<Result> fp8_block_linear(const Case& golden) {
   const Array &weight = golden.array("weight"), &given = golden.array("weight_scales");
@@ -152,6 +163,7 @@ const Registration registrations[] = {
     {"int8_linear", int8_linear},
     {"linear", linear},
     {"mxfp4_linear", mxfp4_linear},
+    {"mxfp8_linear", mxfp8_linear},
     {"w4a16_embedding", w4a16_embedding},
     {"w4a16_linear", w4a16_linear},
     {"w4a8_linear", w4a8_linear},

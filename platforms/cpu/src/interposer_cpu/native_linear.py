@@ -12,6 +12,7 @@ import torch
 from interposer import Request, Verdict, host_memory
 from interposer_cpu import native
 from interposer_cpu.packed_copies import Packed, shared_copy
+from interposer_ops.small_floats import decode_e8m0
 
 __all__ = [
     "fp8_block_linear",
@@ -24,11 +25,13 @@ __all__ = [
     "judge_symmetric",
     "linear",
     "mxfp4_linear",
+    "mxfp8_linear",
     "pack",
     "pack_fp8",
     "pack_fp8_blocks",
     "pack_int8",
     "pack_mxfp4",
+    "pack_mxfp8",
     "pack_w4a8",
     "pack_w4a16",
     "pack_w8a16",
@@ -132,6 +135,19 @@ def fp8_block_linear(
     return _product(x.to(torch.bfloat16), weight, out_dtype, x_scales.contiguous())
 
 
+def mxfp8_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: Packed,
+    weight_scales: None,
+    bias: None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the op ``mxfp8_linear`` for a ``weight`` of ``pack_mxfp8``, which holds the rest."""
+    scales = decode_e8m0(x_scales, torch.float32).contiguous()
+    return _product(x.to(torch.bfloat16), weight, out_dtype, scales)
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     """Return the constants of ``linear`` with ``weight`` ``[O, I]`` packed."""
     form = _PLAIN[weight.dtype]
@@ -215,6 +231,14 @@ def pack_fp8_blocks(
     out_features, num_rows = weight.shape[0], weight_scales.shape[0]
     scales = weight_scales.repeat_interleave(max(out_features // max(num_rows, 1), 1), 0)
     packed = _pack(_E4M3, weight, _narrowed(scales), bias=bias)
+    return {"weight": packed, "weight_scales": None, "bias": None}
+
+
+def pack_mxfp8(
+    weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the constants of ``mxfp8_linear``, all in the packed weight."""
+    packed = _pack(_E4M3, weight, weight_scales, bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 

@@ -66,14 +66,21 @@ def _block_coding(size: int, dtype: torch.dtype, powers: bool) -> Words | None:
     return native_quantizers.CODES[dtype], 0, size, int(powers)
 
 
+def _shared_exponents_coding() -> Words:
+    code, size = native_quantizers.CODES[torch.float8_e4m3fn], native_quantizers.MX_BLOCK_SIZE
+    return code, 0, size, native_quantizers.SHARED_EXPONENTS
+
+
 # Kernels that multiply codes, by the quantizers that make these.
 _OF_INT8: frozenset[object] = frozenset({native_linear.int8_linear, native_linear.w4a8_linear})
 _OF_FP8: frozenset[object] = frozenset({native_linear.fp8_linear})
 _OF_BLOCKS: frozenset[object] = frozenset({native_linear.fp8_block_linear})
+_OF_MICROSCALED: frozenset[object] = frozenset({native_linear.mxfp8_linear})
 _BY_TOKEN: Quantizers = {
     native_quantizers.quantize_int8_per_token: (_OF_INT8, _int8_coding),
     native_quantizers.quantize_fp8_per_token: (_OF_FP8, _fp8_coding),
-    native_quantizers.quantize_fp8_blocks: (_OF_BLOCKS, _block_coding),
+    native_quantizers.quantize_fp8_blocks: (_OF_BLOCKS | _OF_MICROSCALED, _block_coding),
+    native_quantizers.quantize_mxfp8: (_OF_MICROSCALED, _shared_exponents_coding),
 }
 _BY_SCALE: Quantizers = {
     native_quantizers.quantize_int8_static: (_OF_INT8, _int8_coding),

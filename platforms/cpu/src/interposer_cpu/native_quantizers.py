@@ -9,9 +9,12 @@ from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu.native import library
 from interposer_cpu.native_rows import FLOAT32, TYPES, distances
+from interposer_ops.mx_quantizers import MX_BLOCK_SIZE
 
 __all__ = [
     "CODES",
+    "MX_BLOCK_SIZE",
+    "SHARED_EXPONENTS",
     "judge_blocks",
     "judge_format",
     "judge_symmetric",
@@ -20,12 +23,18 @@ __all__ = [
     "quantize_fp8_static",
     "quantize_int8_per_token",
     "quantize_int8_static",
+    "quantize_mxfp8",
 ]
 
 _INT8, _E4M3 = torch.int8, torch.float8_e4m3fn
 
 CODES = {_INT8: 3, _E4M3: 5}
 """Numbers of the library's C interface."""
+
+SHARED_EXPONENTS = 2
+"""What the library calls scales as the microscaling formats have them."""
+
+_MANTISSA_BITS = 23
 
 
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +67,14 @@ def quantize_fp8_blocks(
     x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_fp8_blocks`` for float8_e4m3fn and rows of whole blocks."""
-    return _coded(x, out_dtype, block_size, 0.0, power_of_two_scales)
+    return _coded(x, out_dtype, block_size, 0.0, int(power_of_two_scales))
+
+
+def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_mxfp8``."""
+    codes, scales = _coded(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
+    # The exponent of a float32 is biased as a stored one, and 2^-127, which is subnormal, has 0.
+    return codes, (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
 
 
 def judge_format(request: Request) -> Verdict:
@@ -89,7 +105,7 @@ def _coded(
     dtype: torch.dtype,
     block_size: int | None,
     limit: float,
-    powers: bool = False,
+    powers: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes of ``x`` and the scales of its rows, or of B elements each."""
     form = distances(x)
@@ -112,7 +128,7 @@ def _coded(
             x.reshape(-1, width),
             CODES[dtype],
             size,
-            int(powers),
+            powers,
             limit,
         )
         return codes, scales
