@@ -5,29 +5,31 @@ and number of tokens: microseconds, the share of the measured memory bandwidth a
 matrix peak, and how many times slower eager torch and torch.compile(max-autotune) run the
 reference. All contenders take turns; the caches hold nothing of theirs.
 
-    python benchmarks/gpu_ops.py [--device cuda] [--dtype bfloat16] [--tokens 1,64,4096] [OP ...]
+    python benchmarks/gpu_ops.py [--platform NAME] [--dtype bfloat16] [--tokens 1,64,4096]
+        [--rounds 30] [--json FILE] [OP ...]
+
+Kernels are those of all plugins that are installed; it needs a plugin for the accelerator.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from interposer import Capability, Case, CustomOp, Device, Kernel, Registry, Request
+from gpu_clock import Call, Clock, Roofs, accelerator_placement, measured_roofs
+from interposer import Case, CustomOp, Device, Kernel, Registry, Request, current_registry
 from interposer.errors import FOREIGN_ERRORS, described
-from interposer.plugins import Plugins
 from interposer.records import load_target
 from interposer.testing import check_kernel
-from interposer_ops import plugin
 
 # What an 8-billion model of the Llama kind states, and a mixture of experts of the usual size.
 DIMS: Mapping[str, int | float | str | bool] = {
@@ -56,42 +58,57 @@ DIMS: Mapping[str, int | float | str | bool] = {
     "latent_size": 512,
     "rope_size": 64,
 }
-Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Roofs:
-    """What the device was measured to reach."""
+@dataclass
+class Figure:
+    """What one kernel took; None where torch could not run or compile the reference."""
 
-    bytes_per_s: float
-    flops_per_s: float
+    op: str
+    num_tokens: int
+    kernel: str
+    seconds: float
+    bytes_share: float
+    flops_share: float
+    eager_seconds: float | None
+    compiled_seconds: float | None
 
 
 def main() -> None:
     options = parsed()
-    device, dtype = described_device(options.device), getattr(torch, options.dtype)
-    clock = Clock(device.torch_device)
-    roofs = measured_roofs(clock, device.torch_device)
-    print(
-        f"{device.name} ({device.capability.architecture}), torch {torch.__version__}; "
-        f"copy {roofs.bytes_per_s / 1e9:.0f} GB/s, matrix product in bfloat16 "
-        f"{roofs.flops_per_s / 1e12:.0f} TFLOP/s"
-    )
+    placement = accelerator_placement(options.platform)
+    device, dtype = placement.device, getattr(torch, options.dtype)
+    clock = Clock(device.torch_device, options.rounds)
+    roofs = measured_roofs(clock)
+    print(f"{device.name} ({device.capability.architecture}), torch {torch.__version__}; {roofs}")
     print(
         f"{'op':30}{'tokens':>7}  {'kernel':34}{'us':>9}{'bytes':>7}{'flops':>7}"
         f"{'eager':>8}{'compiled':>10}"
     )
-    registry = Registry(Plugins.of(plugin))
-    for name in options.ops or registry.ops:
+    registry = current_registry()
+    figures: list[Figure] = []
+    for name in options.ops or sorted(registry.ops):
         op: CustomOp[..., Any] = load_target(registry.ops[name].target)
         if op.sample is None:
             continue
         for num_tokens in options.tokens:
-            for line in lines(registry, name, op, device, dtype, num_tokens, clock, roofs):
-                print(line, flush=True)
+            for found in measured(registry, name, op, device, dtype, num_tokens, clock, roofs):
+                print(found if isinstance(found, str) else line(found), flush=True)
+                if isinstance(found, Figure):
+                    figures.append(found)
+    if options.json:
+        facts = {
+            "device": device.name,
+            "architecture": device.capability.architecture,
+            "torch": torch.__version__,
+            "dtype": options.dtype,
+            "roofs": asdict(roofs),
+            "figures": [asdict(figure) for figure in figures],
+        }
+        options.json.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def lines(
+def measured(
     registry: Registry,
     name: str,
     op: CustomOp[..., Any],
@@ -100,7 +117,8 @@ def lines(
     num_tokens: int,
     clock: Clock,
     roofs: Roofs,
-) -> Iterator[str]:
+) -> Iterator[Figure | str]:
+    """Yield a figure for each kernel that takes a sample, a sentence for one that cannot run."""
     assert op.sample is not None
     head = f"{name:30}{num_tokens:>7}  "
     try:
@@ -113,26 +131,36 @@ def lines(
         for key, value in case.arguments.items()
     }
     positional = op.signature.bind(**arguments).args
-    ours = dict(contenders(registry, name, op, case, positional, device, dtype))
+    ours = dict(contenders(registry, name, op, case, arguments, device, dtype))
     torchs = {"eager": lambda: op.reference(*positional), **compiled(op, positional)}
     calls = {key: call for key, call in {**ours, **torchs}.items() if callable(call)}
     taken = dict(zip(calls, clock.time(list(calls.values())), strict=True))
     moved, flops = work_of(op, positional)
-    for kernel, call in ours.items():
-        if not callable(call):
-            yield f"{head}{kernel:34}{call}"
-            continue
+    found = {kernel: call for kernel, call in ours.items() if callable(call)}
+    yield from (f"{head}{kernel:34}{call}" for kernel, call in ours.items() if kernel not in found)
+    for kernel in found or ("eager",):
         seconds = taken[kernel]
-        ratios = (
-            f"{taken[key] / seconds:>{width - 1}.2f}x" if key in taken else f"{'-':>{width}}"
-            for key, width in (("eager", 8), ("compiled", 10))
+        yield Figure(
+            name,
+            num_tokens,
+            kernel,
+            seconds,
+            moved / seconds / roofs.bytes_per_s,
+            flops / seconds / roofs.flops_per_s,
+            taken["eager"],
+            taken.get("compiled"),
         )
-        yield (
-            f"{head}{kernel:34}{1e6 * seconds:>9.1f}{moved / seconds / roofs.bytes_per_s:>7.0%}"
-            f"{flops / seconds / roofs.flops_per_s:>7.0%}" + "".join(ratios)
-        )
-    if not any(callable(call) for call in ours.values()):
-        yield f"{head}{'(eager)':34}{1e6 * taken['eager']:>9.1f}"
+
+
+def line(figure: Figure) -> str:
+    ratios = (
+        f"{other / figure.seconds:>{width - 1}.2f}x" if other else f"{'-':>{width}}"
+        for other, width in ((figure.eager_seconds, 8), (figure.compiled_seconds, 10))
+    )
+    return (
+        f"{figure.op:30}{figure.num_tokens:>7}  {figure.kernel:34}{1e6 * figure.seconds:>9.1f}"
+        f"{figure.bytes_share:>7.0%}{figure.flops_share:>7.0%}" + "".join(ratios)
+    )
 
 
 def contenders(
@@ -140,7 +168,7 @@ def contenders(
     name: str,
     op: CustomOp[..., Any],
     case: Case,
-    positional: tuple[Any, ...],
+    arguments: Mapping[str, Any],
     device: Device,
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Call | str]]:
@@ -161,7 +189,9 @@ def contenders(
         if faults:
             yield record.name, f"is wrong: {faults[0]}"
         else:
-            yield record.name, partial(function, *positional)
+            constants = {key: arguments[key] for key in op.constants}
+            given = {**arguments, **(prepare(**constants) if prepare else {})}
+            yield record.name, partial(function, *op.signature.bind(**given).args)
 
 
 def compiled(op: CustomOp[..., Any], positional: tuple[Any, ...]) -> dict[str, Call]:
@@ -187,73 +217,15 @@ def work_of(op: CustomOp[..., Any], positional: tuple[Any, ...]) -> tuple[int, i
     )
 
 
-class Clock:
-    """Times calls by the device's own events, or by the host's clock where it has none."""
-
-    rounds = 30
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self.flush = torch.zeros(64 << 20, dtype=torch.int32, device=device)
-
-    def time(self, calls: list[Call]) -> list[float]:
-        """Return the median seconds of each call; they take turns."""
-        for call in calls:
-            for _ in range(3):
-                call()
-        taken: list[list[float]] = [[] for _ in calls]
-        for turn in range(self.rounds):
-            for place in range(len(calls)):
-                number = (turn + place) % len(calls)
-                taken[number].append(self.once(calls[number]))
-        return [median(seconds) for seconds in taken]
-
-    def once(self, call: Call) -> float:
-        self.flush.add_(1)
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
-def measured_roofs(clock: Clock, device: str) -> Roofs:
-    small = torch.device(device).type == "cpu"
-    source = torch.ones((1 << 26) if small else (1 << 30), dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    size = 1024 if small else 8192
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    copied, multiplied = clock.time([lambda: target.copy_(source), lambda: left @ right])
-    return Roofs(2 * source.numel() / copied, 2 * size**3 / multiplied)
-
-
-def described_device(name: str) -> Device:
-    """Return the device as its platform would describe it, for kernels that run on any platform."""
-    kind = torch.device(name).type
-    if kind == "cpu":
-        return Device("cpu", "cpu", "cpu", Capability("any"))
-    features, architecture = frozenset({"triton"}), kind
-    label = torch.get_device_module(kind).get_device_name()
-    if kind == "cuda":
-        properties = torch.cuda.get_device_properties(name)
-        hip = getattr(properties, "gcnArchName", "").partition(":")[0]
-        architecture = hip if torch.version.hip else f"sm_{properties.major}{properties.minor}"
-    return Device(kind, name, label, Capability(architecture, features))
-
-
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    found = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument("--device", default=found.type if found else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--platform", default="", help="the one in force, unless said otherwise")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 4096]
     )
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="file to write all figures to")
     parser.add_argument("ops", nargs="*")
     return parser.parse_args()
 

@@ -23,6 +23,16 @@ SHAPES: dict[str, Any] = {
         vocab_size=32000,
         max_position_embeddings=4096,
     ),
+    "llama-3-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
     "qwen3-0.6b": lambda: Qwen3Config(
         hidden_size=1024,
         intermediate_size=3072,

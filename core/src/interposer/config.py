@@ -104,6 +104,8 @@ class Config(BaseModel):
         fallback: a kernel that fails at run time is replaced by the next best one.
         emulation: a reference may be chosen that does without the arithmetic its op is meant for.
         tables: measured figures take part in the selection.
+        graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
+            all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
         isolation: whether plugin code is tried in a child process first.
         probe_seconds: how long such a trial may take.
         cache_dir: folder for verdicts and measurements; None is the user's cache directory.
@@ -127,6 +129,7 @@ class Config(BaseModel):
     fallback: bool = False
     emulation: bool = True
     tables: bool = True
+    graphs: Literal["auto", "on", "off"] = "auto"
     isolation: Literal["process", "off"] = "process"
     probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
     cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
@@ -150,6 +153,7 @@ class Config(BaseModel):
             fallback: bool = False,
             emulation: bool = True,
             tables: bool = True,
+            graphs: Literal["auto", "on", "off"] = "auto",
             isolation: Literal["process", "off"] = "process",
             probe_seconds: float = 5.0,
             cache_dir: str | os.PathLike[str] | None = None,

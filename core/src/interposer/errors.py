@@ -13,6 +13,7 @@ __all__ = [
     "FOREIGN_ERRORS",
     "CheckpointError",
     "ConfigError",
+    "GraphError",
     "InterposerError",
     "LockError",
     "MissingMemberError",
@@ -95,6 +96,10 @@ class PluginConflictError(PluginError):
 
 class RecordError(InterposerError):
     """A record that a plugin declared contradicts itself or points nowhere."""
+
+
+class GraphError(InterposerError):
+    """A step could not be captured, though all that was chosen for it promised to be safe."""
 
 
 class MissingMemberError(InterposerError, NotImplementedError):

@@ -20,7 +20,7 @@ from interposer.registry import current_registry
 from interposer.request import AttentionType, Request
 from interposer.resolver import Resolver
 from interposer.setting import Setting, settings
-from interposer.verdict import Refusal
+from interposer.verdict import Refusal, Verdict
 
 __all__ = ["Explainable", "Explanation", "Row", "explain"]
 
@@ -237,7 +237,7 @@ def _made(model: Explainable) -> Explanation:
         tuple(rows),
         policy=settings(resolver.config, placement),
         failures=tuple(resolver.failures),
-        notes=_notes(placement),
+        notes=(*_notes(placement), *_graph_notes(getattr(model, "graphs", None))),
         unasked=inventory(resolver.registry, resolver.device),
     )
 
@@ -245,6 +245,15 @@ def _made(model: Explainable) -> Explanation:
 def _notes(placement: Placement | None) -> tuple[str, ...]:
     """Say of a described device that it is one, where its choice may not be shown."""
     return (placement.choice.why,) if placement is not None and placement.described else ()
+
+
+def _graph_notes(verdict: Verdict | None) -> tuple[str, ...]:
+    """Say whether decode steps become graphs, where that is a question."""
+    if verdict is None:
+        return ()
+    if verdict:
+        return ("decode steps run as graphs",)
+    return (f"decode steps run without graphs: {verdict.reason}",)
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:

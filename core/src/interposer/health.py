@@ -46,6 +46,11 @@ _RULES: dict[str, Kind] = {
     "attention": "attention",
     "quantization": "scheme",
 }
+_GRAPHS = {
+    "auto": "decode steps become graphs where all that a model chooses is safe in one",
+    "on": "decode steps have to become graphs: graphs = 'on'",
+    "off": "decode steps run without: graphs = 'off'",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +309,12 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
         health.problems.append(Problem("device", str(error)))
         return
     platform = placement.platform
+    if platform.provides("capture_graph"):
+        health.machine["graphs"] = _GRAPHS[config.graphs]
     if not platform.provides("facts"):
         return
     try:
-        health.machine = dict(platform.facts())
+        health.machine |= platform.facts()
     except FOREIGN_ERRORS as error:
         subject = f"facts of platform {platform.name!r}"
         mend = f"mend or reinstall {placement.choice.chosen.provider}"

@@ -71,7 +71,14 @@ class Platform(ABC):
 
     @optional
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        """Return a replay of ``step``, captured once."""
+        """Return a replay of ``step``, captured once.
+
+        A replay reads the memory that the captured call read, holds to the numbers of Python that
+        it saw, and returns the same tensors each time. What ``step`` sets up when it is called
+        first is not part of it: a platform calls it as often before as its captures need. Graphs
+        may share memory, so they are replayed one after the other, and what one returned is read
+        before the next one runs.
+        """
         raise self._missing("capture_graph")
 
     @optional

@@ -13,7 +13,9 @@ import torch
 
 from interposer.errors import RequestError
 from interposer_models.batch import StepBatch
+from interposer_models.decode_graphs import Capture, DecodeGraphs
 from interposer_models.decoder import CausalLM
+from interposer_models.graph_buckets import GraphBuckets
 from interposer_models.pages import PagePool
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.scheduler import Chunk, Scheduler
@@ -33,7 +35,11 @@ class Event:
 
 
 class Engine:
-    """Runs any number of requests over one model and one paged cache. Not thread-safe."""
+    """Runs any number of requests over one model and one paged cache. Not thread-safe.
+
+    Attributes:
+        graphs: through which steps that only decode run; None without.
+    """
 
     def __init__(
         self,
@@ -46,7 +52,15 @@ class Engine:
         num_pages: int,
         max_sequences: int,
         max_step_tokens: int,
+        capture: Capture | None = None,
+        graphs_required: bool = False,
     ) -> None:
+        """Allocate the cache.
+
+        Args:
+            capture: of the platform, where decode steps are to be graphs.
+            graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
+        """
         self.model = model
         self.sampler = sampler
         self.device = device
@@ -54,6 +68,26 @@ class Engine:
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
         self.backends = [layer.backend for layer in model.attention_layers]
+        self.graphs: DecodeGraphs | None = None
+        spare_pages = range(0)
+        if capture is not None:
+            tokens = min(model.config.max_position_embeddings, num_pages * page_size)
+            # What a graph reads must not move, so that the table has to be whole from the start.
+            model.model.reserve_positions(tokens, device)
+            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(tokens))
+            num_spare = DecodeGraphs.pages_for(buckets, page_size)
+            spare_pages = range(num_pages, num_pages + num_spare)
+            self.graphs = DecodeGraphs(
+                lambda batch: self.forward(batch, None),
+                capture,
+                buckets,
+                page_size=page_size,
+                spare_pages=spare_pages,
+                device=device,
+                model=model,
+                required=graphs_required,
+            )
+        num_pages += len(spare_pages)
         shared = {
             backend: iter(backend.kv_layout().allocate(count, num_pages, device))
             for backend, count in Counter(self.backends).items()
@@ -106,7 +140,10 @@ class Engine:
         rows = None  # a step of decodes alone needs every token
         if len(sampled) < batch.token_ids.shape[0]:
             rows = batch.attention.query_starts[1:][[chunk.is_last for chunk in chunks]] - 1
-        logits = self.forward(batch, rows)
+        if rows is None and self.graphs is not None:
+            logits = self.graphs.run(batch)
+        else:
+            logits = self.forward(batch, rows)
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
         return self._sample(sampled, logits) if sampled else []
@@ -134,7 +171,9 @@ class Engine:
 
     def forward(self, batch: StepBatch, rows: torch.Tensor | None) -> torch.Tensor:
         """Return the model's logits for ``batch``; layers that share a backend share its plan."""
-        decoder, needed = self.model.model, batch.attention.max_seq_tokens
+        decoder = self.model.model
+        # A graph has room for whole pages, of which the last may reach beyond the context.
+        needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
         if needed > len(decoder.cos):
             decoder.reserve_positions(needed, self.device)
         plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}

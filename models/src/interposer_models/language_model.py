@@ -10,6 +10,7 @@ import torch
 
 from interposer import Planned
 from interposer.errors import RequestError
+from interposer.verdict import Verdict
 from interposer_models import sequence as sequences
 from interposer_models.engine import Engine
 from interposer_models.sampling_params import SamplingParams
@@ -61,6 +62,13 @@ class LanguageModel:
         self.placement = plan.placement
         self.path = plan.path
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
+        self._graphs: Verdict | None = getattr(plan, "graphs", None)
+
+    @property
+    def graphs(self) -> Verdict | None:
+        """Whether decode steps run as graphs; None where nobody asks for it."""
+        running = self.engine.graphs
+        return self._graphs if running is None or running.compiled else running.compiled
 
     def generate(
         self,
@@ -120,7 +128,7 @@ class LanguageModel:
         Args:
             tensors: by the names, and in the formats, of the checkpoint; on any device.
         Returns: prefixes of layers whose operands could not be written in place, because what is
-            held now has another form; a graph that was captured with them is to be captured again.
+            held now has another form. Graphs that were captured with them are captured again.
         Raises:
             RequestError: a request is unfinished, and its cache was computed with other weights.
             CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
@@ -132,7 +140,10 @@ class LanguageModel:
                 "values belong to the present ones. Try: finish or cancel them first"
             )
         items = tensors.items() if isinstance(tensors, Mapping) else tensors
-        return self.weights.update(items, f"update of {self.path}")
+        moved = self.weights.update(items, f"update of {self.path}")
+        if moved and self.engine.graphs is not None:
+            self.engine.graphs.forget()
+        return moved
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
         if isinstance(prompt, str):

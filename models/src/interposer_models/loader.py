@@ -11,6 +11,7 @@ import torch
 
 from interposer import Config, Resolver, Rule, Site, current_registry, effective_config, place
 from interposer.errors import ConfigError, UnknownNameError
+from interposer.graphs import judge_graphs
 from interposer.placement import Placement
 from interposer_models.checkpoint_files import config_source, open_checkpoint, tokenizer_of
 from interposer_models.decoder import CausalLM
@@ -26,10 +27,15 @@ __all__ = ["Plan", "load", "plan"]
 
 PAGE_TOKENS = 16
 DTYPES = ("float32", "bfloat16", "float16")
+_SAMPLER = "sampler"
 
 
 class Plan:
-    """A model built on the meta device: every choice is made, no weight is read."""
+    """A model built on the meta device: every choice is made, no weight is read.
+
+    Attributes:
+        graphs: whether decode steps become graphs; None where nobody asks for it.
+    """
 
     def __init__(
         self,
@@ -67,8 +73,10 @@ class Plan:
         site = Site(self.resolver, "", self.dtype)
         with torch.device("meta"):
             self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
-            self.sampler = Sampler(site.at("sampler"), self.decoder.vocab_size)
+            self.sampler = Sampler(site.at(_SAMPLER), self.decoder.vocab_size)
         self.resolver.check_places()
+        # Tokens are drawn outside of the graph: how, changes with every request.
+        self.graphs = judge_graphs(self.resolver, self.placement, frozenset({_SAMPLER}))
 
 
 def plan(
@@ -114,8 +122,9 @@ def load(
         UnsupportedModelError: nothing here implements the architecture.
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
-        ConfigError: a size is not a positive integer, the cache exceeds the free memory, or a
-            quantized checkpoint is to be quantized by another method.
+        ConfigError: a size is not a positive integer, the cache exceeds the free memory, a
+            quantized checkpoint is to be quantized by another method, or graphs are asked for
+            that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     if cache_tokens is not None:
@@ -127,6 +136,9 @@ def load(
     planned = plan(path, dtype, platform, config, quantization=quantization)
     if cache_tokens is not None:
         _check_cache(planned, cache_tokens)
+    required = planned.resolver.config.graphs == "on"
+    if required and planned.graphs is not None and not planned.graphs:
+        raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
@@ -151,6 +163,8 @@ def load(
         num_pages=-(-cache_tokens // PAGE_TOKENS),
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
+        capture=planned.placement.platform.capture_graph if planned.graphs else None,
+        graphs_required=required,
     )
     planned.resolver.registry.plugins.observe(
         "interposer_finished",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from interposer.records import Kernel  # noqa: E402
 from interposer_ops.triton.ahead import (  # noqa: E402
     TARGETS,
     Report,
+    Target,
     all_reports,
     build_reports,
     table,
@@ -31,9 +33,13 @@ TARGET_OF = {target.architecture: target for target in TARGETS}
 FIRST = list({build.kernel: build for build in reversed(BUILDS)}.values())[::-1]
 
 
-def assert_compiled(build: Build, found: list[Report]) -> None:
+# What is made for graphics differs from these in what fits: the slow test compiles for all.
+OFTEN = [target for target in TARGETS if target.architecture not in ("sm_89", "sm_120")]
+
+
+def assert_compiled(build: Build, found: list[Report], targets: Sequence[Target] = TARGETS) -> None:
     """Assert that code comes out for every target, without spills, that fits, as it has to be."""
-    wanted = {target.architecture for target in TARGETS} - build.without
+    wanted = {target.architecture for target in targets} - build.without
     assert {report.architecture for report in found} == wanted
     assert all(report.code_bytes for report in found)
     assert [(r.name, r.architecture, r.spilled) for r in found if r.spilled] == []
@@ -51,8 +57,24 @@ def test_every_kernel_has_a_build() -> None:
 
 
 @pytest.mark.parametrize("build", FIRST, ids=lambda build: build.kernel)
-def test_a_kernel_compiles_for_every_target(build: Build) -> None:
-    assert_compiled(build, build_reports(build))
+def test_a_kernel_compiles_for_most_targets(build: Build) -> None:
+    assert_compiled(build, build_reports(build, OFTEN), OFTEN)
+
+
+# Tiles that are loaded while others are multiplied take most of the shared memory.
+LARGEST = {
+    "fused_experts_triton": "64 tokens, 64 of 2048 x 1408",
+    "w8a16_linear_triton": "64 tokens, 4096 to 4096, one scale per output",
+    "ragged_attention_with_lse_triton": "latent, 128 heads of 192 and 128",
+}
+
+
+@pytest.mark.parametrize("kernel", LARGEST)
+def test_the_largest_tiles_fit_where_shared_memory_is_small(kernel: str) -> None:
+    small = [target for target in TARGETS if target not in OFTEN]
+    build = next(b for b in BUILDS if (b.kernel, b.label) == (kernel, LARGEST[kernel]))
+    assert not build.without
+    assert_compiled(build, build_reports(build, small), small)
 
 
 @pytest.mark.slow

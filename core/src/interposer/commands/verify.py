@@ -44,6 +44,10 @@ def verify(
     merge: Annotated[
         bool, typer.Option("--merge", help="Run nothing: put reports of several devices together.")
     ] = False,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Run nothing: look at what is declared, for all devices."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")
     ] = None,
@@ -64,6 +68,20 @@ def verify(
     try:
         if merge and (json is not None or junit is not None):
             raise ConfigError("--merge writes a page. Try: --markdown FILE or --html FILE")
+        if plan:
+            others = {
+                "--platform": platform,
+                "--case": case,
+                "--quick": quick,
+                "--isolate": isolate,
+                "--jobs": jobs is not None,
+                "--merge": merge,
+                "--junit": junit,
+                "--html": html,
+                "--markdown": markdown,
+            }
+            sound = _planned(targets, op, [name for name, given in others.items() if given], json)
+            raise typer.Exit(0 if sound else 1)
         if merge:
             reports = [_read(file) for file in targets]
         else:
@@ -86,6 +104,32 @@ def verify(
         raise typer.Exit(1)
 
 
+def _planned(targets: list[str], op: str, others: list[str], json: Path | None) -> bool:
+    """Print what can be said without running anything, and return whether it is sound."""
+    _check_one(targets)
+    if others:
+        raise ConfigError(
+            f"--plan runs nothing, so that {', '.join(others)} would do nothing. Try: without"
+        )
+    from interposer.registry import current_registry
+    from interposer.storage import write_text
+    from interposer.testing.plan import plan
+
+    report = plan(targets[0], current_registry(), op)
+    print(report)
+    if json is not None:
+        write_text(json, report.to_json())
+    return report.sound
+
+
+def _check_one(targets: list[str]) -> None:
+    if len(targets) > 1:
+        raise ConfigError(
+            f"verify takes one distribution, got {', '.join(targets)}. Try: one after the other, "
+            "and --merge with their --json files"
+        )
+
+
 def _read(file: str) -> Report:
     from interposer.testing.report import Report
 
@@ -101,11 +145,7 @@ def _verified(
     seed: int,
     jobs: int | None,
 ) -> Report:
-    if len(targets) > 1:
-        raise ConfigError(
-            f"verify takes one distribution, got {', '.join(targets)}. Try: one after the other, "
-            "and --merge with their --json files"
-        )
+    _check_one(targets)
     from interposer.testing.isolation import Isolation, side_by_side
     from interposer.testing.verification import verify as verified
 

@@ -12,6 +12,7 @@ import torch
 from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
 from interposer.errors import ConfigError, PluginError, UnknownNameError
+from interposer.graphs import judge_compilation
 from interposer_cuda import driver, graph_capture, host_mapping, system
 from interposer_cuda.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda.architectures import architecture_of
@@ -76,7 +77,7 @@ class CUDAPlatform(Platform):
 
         Raises: ConfigError: ``step`` is compiled, or captured already.
         """
-        verdict = graph_capture.judge_step(step)
+        verdict = judge_compilation(step)
         if not verdict:
             raise ConfigError(verdict.reason)
         return graph_capture.capture(step, self._pool)

@@ -26,6 +26,13 @@ def interposer_records() -> list[Record]:
         Requires(dtypes=("float32", "bfloat16", "float16")),
         score=-1.0,
     )
+    flash_3 = AttentionEntry(
+        "flash_attention_3",
+        "interposer_cuda.flash_attention_3:FlashAttention3Backend",
+        "cuda",
+        Requires(architectures=frozenset({"sm_90"}), dtypes=("bfloat16", "float16")),
+        score=-0.5,
+    )
     # On others torch multiplies group by group, for which the host has to know their sizes.
     grouped = Kernel(
         "grouped_linear",
@@ -42,6 +49,7 @@ def interposer_records() -> list[Record]:
     )
     return [
         sdpa,
+        flash_3,
         grouped,
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),

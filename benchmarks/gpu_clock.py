@@ -1,0 +1,90 @@
+"""The clock of an accelerator, and what the accelerator was measured to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from interposer import Config, Placement, place
+
+__all__ = ["Call", "Clock", "Roofs", "accelerator_placement", "measured_roofs"]
+
+Call = Callable[[], object]
+
+# More than the largest last-level cache that is described, of 256 MiB, holds.
+_FLUSH_NUMBERS = 128 << 20
+_COPIED_BYTES = 1 << 30
+_MATRIX_SIDE = 8192
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the device was measured to reach."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"copy {self.bytes_per_s / 1e9:.0f} GB/s, matrix product in bfloat16 "
+            f"{self.flops_per_s / 1e12:.0f} TFLOP/s"
+        )
+
+
+def accelerator_placement(platform: str = "") -> Placement:
+    """Return where to measure; without an accelerator, end with one sentence that says so."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        raise SystemExit(
+            f"Nothing is measured: torch {torch.__version__} sees no accelerator on this machine."
+        )
+    placement = place(Config(platform=platform) if platform else None)
+    if placement.platform.device_type != found.type:
+        raise SystemExit(
+            f"Nothing is measured: the platform in force is {placement.platform.name!r}, though "
+            f"torch sees an accelerator of the type {found.type!r}. Install a plugin for it."
+        )
+    return placement
+
+
+class Clock:
+    """Times calls by the device's own events; before each, the caches are filled with others."""
+
+    def __init__(self, device: str, rounds: int = 30) -> None:
+        self.device = torch.device(device)
+        self.rounds = rounds
+        self._flush = torch.zeros(_FLUSH_NUMBERS, dtype=torch.int32, device=device)
+
+    def time(self, calls: list[Call]) -> list[float]:
+        """Return the median seconds of each call; they take turns."""
+        for call in calls:
+            for _ in range(3):
+                call()
+        taken: list[list[float]] = [[] for _ in calls]
+        for turn in range(self.rounds):
+            for turned in range(len(calls)):
+                number = (turn + turned) % len(calls)
+                taken[number].append(self._once(calls[number]))
+        return [median(seconds) for seconds in taken]
+
+    def _once(self, call: Call) -> float:
+        self._flush.add_(1)
+        begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def measured_roofs(clock: Clock) -> Roofs:
+    """Return the bandwidth of a copy, read and written, and the rate of a large product."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.int8, device=clock.device)
+    target = torch.empty_like(source)
+    shape = (_MATRIX_SIDE, _MATRIX_SIDE)
+    left, right = (torch.randn(shape, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+    copied, multiplied = clock.time([lambda: target.copy_(source), lambda: left @ right])
+    return Roofs(2 * source.numel() / copied, 2 * _MATRIX_SIDE**3 / multiplied)

@@ -1,0 +1,102 @@
+"""The names of features, formats and architectures that any platform is known to declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from interposer.capability import Capability
+from interposer.device_description import DeviceDescription
+from interposer.errors import nearest_first
+
+__all__ = ["Asked", "Vocabulary", "watched"]
+
+
+@dataclass(slots=True)
+class Asked:
+    """The names that code has looked for in a capability."""
+
+    features: set[str] = field(default_factory=set)
+    formats: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Names that occur in some description; empty where nothing is described."""
+
+    features: frozenset[str]
+    architectures: frozenset[str]
+    formats: frozenset[str]
+
+    @classmethod
+    def of(cls, devices: Iterable[DeviceDescription]) -> Vocabulary:
+        """Return the names that descriptions use."""
+        devices = list(devices)
+        return cls(
+            frozenset(name for device in devices for name in device.features),
+            frozenset(device.architecture for device in devices),
+            frozenset(name for device in devices for name in device.formats),
+        )
+
+    def misspelt(
+        self,
+        features: Iterable[str],
+        architectures: Iterable[str] = (),
+        formats: Iterable[str] = (),
+    ) -> Iterator[str]:
+        """Yield a sentence for every name that no described device has."""
+        kinds = (
+            ("feature", features, self.features),
+            ("architecture", architectures, self.architectures),
+            ("format", formats, self.formats),
+        )
+        for kind, asked, known in kinds:
+            for name in sorted(set(asked) - known):
+                nearest = ", ".join(map(repr, nearest_first(name, known)[:3])) or "none is known"
+                yield (
+                    f"needs the {kind} {name!r}, which no described device has, so that it may be "
+                    f"misspelt; nearest: {nearest}"
+                )
+
+
+def watched(capability: Capability, asked: Asked) -> Capability:
+    """Return an equal capability that notes for which names it is searched."""
+    features: Any = _Watched(capability.features, asked.features)
+    formats: Any = _Watched(capability.formats, asked.formats)
+    return replace(capability, features=features, formats=formats)
+
+
+class _Watched(Set[str]):
+    """A frozen set that notes what it is asked for.
+
+    It is no subclass of one: whatever compares a plain set with it would pass it by.
+    """
+
+    def __init__(self, names: frozenset[str], asked: set[str]) -> None:
+        self._names = names
+        self._asked = asked
+
+    @classmethod
+    def _from_iterable(cls, names: Iterable[Any]) -> frozenset[Any]:
+        return frozenset(names)
+
+    def __contains__(self, name: object) -> bool:
+        if isinstance(name, str):
+            self._asked.add(name)
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __hash__(self) -> int:
+        return hash(self._names)
+
+    def issuperset(self, names: Iterable[object]) -> bool:
+        return not [name for name in names if name not in self]  # all of them are noted
+
+    def intersection(self, names: Iterable[Any]) -> frozenset[Any]:
+        return frozenset([name for name in names if name in self])

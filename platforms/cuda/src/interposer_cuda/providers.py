@@ -1,0 +1,52 @@
+"""Whether an optional package is installed in a version that is known; it is not imported.
+
+Packages of compiled code may end the process that imports them in the wrong environment, so that
+their metadata is read first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from interposer.verdict import Verdict
+
+__all__ = ["FLASH_ATTENTION_3", "Provider"]
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A package that may be there.
+
+    Attributes:
+        distribution: the name that it is installed by.
+        versions: those whose functions were read.
+        source: where to get it.
+    """
+
+    distribution: str
+    versions: str
+    source: str
+
+    def judge(self) -> Verdict:
+        """Refuse where it is missing, or of another version."""
+        try:
+            found = version(self.distribution)
+        except PackageNotFoundError:
+            return Verdict.refuse(
+                f"needs the package {self.distribution}, which is not installed: {self.source}"
+            )
+        if not SpecifierSet(self.versions).contains(found, prereleases=True):
+            return Verdict.refuse(
+                f"needs {self.distribution} {self.versions}, found {found}: {self.source}"
+            )
+        return Verdict.accept()
+
+
+FLASH_ATTENTION_3 = Provider(
+    "flash-attn-3",
+    ">=3.0.0b1,<3.1",
+    "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
+)
