@@ -98,7 +98,7 @@ def _gpu(root: Path, number: int, properties: Mapping[str, int], others: Iterabl
     links = [
         link
         for link in [*_parts(folder / "io_links"), *_parts(folder / "p2p_links")]
-        if link.get("node_to", number) != number and link.get("node_to") in others
+        if link.get("node_to", number) in {*others} - {number}
     ]
     unique, render = properties.get("unique_id", 0), properties.get("drm_render_minor", 0)
     lds = properties.get("lds_size_in_kb", 0) * 1024
