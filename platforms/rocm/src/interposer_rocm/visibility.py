@@ -47,12 +47,12 @@ def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
     notes = []
     shown = tuple(gpus)
     if _ROCR in variables:
-        shown, note = _listed(shown, _ROCR, variables[_ROCR], ends_at_repeats=True)
+        shown, note = _listed(shown, _ROCR, variables[_ROCR], strict=True)
         notes.append(note)
     for name in (_HIP, _CUDA):
         if variables.get(name):
             if shown:
-                shown, note = _listed(shown, name, variables[name], ends_at_repeats=False)
+                shown, note = _listed(shown, name, variables[name], strict=False)
                 notes.append(note)
             break
     return Visible(shown, "; ".join(notes))
@@ -72,16 +72,20 @@ def overridden(gpu: GPU, variables: Mapping[str, str]) -> GPU:
 
 
 def _listed(
-    gpus: tuple[GPU, ...], name: str, text: str, *, ends_at_repeats: bool
+    gpus: tuple[GPU, ...], name: str, text: str, *, strict: bool
 ) -> tuple[tuple[GPU, ...], str]:
-    """Return the GPUs that a list names, and the sentence about it."""
+    """Return the GPUs that a list names, and the sentence about it.
+
+    Where it is ``strict``, as for ROCr, a list ends at a GPU that it named before, and a unique id
+    has to be that of one GPU; but spaces around an entry do not matter, as they do for HIP.
+    """
     if not text.strip():
         return (), f"{name} is empty, which hides every GPU"
     found: list[GPU] = []
-    for entry in text.split(","):
-        place, problem = _place(entry.strip(), gpus)
+    for entry in text.removesuffix(",").split(","):
+        place, problem = _place(entry.strip() if strict else entry, gpus, strict)
         if not problem and gpus[place] in found:
-            if not ends_at_repeats:
+            if not strict:
                 continue
             problem = f"GPU {place} was named before"
         if problem:
@@ -90,16 +94,16 @@ def _listed(
     return tuple(found), f"{name}={text}"
 
 
-def _place(entry: str, gpus: Sequence[GPU]) -> tuple[int, str]:
+def _place(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
     """Return the index that an entry means, and what is wrong with it."""
     if entry.upper().startswith("GPU-"):
         wanted = entry[4:].lower()
         matches = [i for i, gpu in enumerate(gpus) if wanted and gpu.unique_id.startswith(wanted)]
-        if len(matches) == 1:
+        if len(matches) == 1 or (matches and not strict):
             return matches[0], ""
         what = f"{len(matches)} GPUs have" if matches else "no GPU has"
         return -1, f"{what} a unique id that begins with {entry}"
-    if not re.fullmatch(r"-?\d+", entry):
+    if not re.fullmatch(r"0|-?[1-9]\d*", entry):
         return -1, f"{entry!r} is neither an index nor a unique id"
     if not 0 <= int(entry) < len(gpus):
         last = f"the last is {len(gpus) - 1}" if gpus else "there are none"
