@@ -54,7 +54,7 @@ def test_a_malformed_import_string_is_named(make: Callable[..., Record], target:
     assert "'package.module:name'" in str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["predicate", "prepare"])
+@pytest.mark.parametrize("field", ["predicate", "prepare", "confirm"])
 def test_a_malformed_optional_import_string_is_named(field: str) -> None:
     wrong: dict[str, Any] = {field: "acme.kernels"}
     with pytest.raises(RecordError, match=r"'acme.kernels', which is not of the form"):

@@ -19,6 +19,7 @@ from interposer import (
     Kernel,
     OpEntry,
     Registry,
+    Request,
     Requires,
     Resolver,
     SchemeEntry,
@@ -145,6 +146,60 @@ def test_a_kernel_that_points_nowhere_is_refused_and_raises_where_it_is_pinned(
     pinned = resolve(OP, gone, config=Config(kernels={"double": "double_gone"}))
     with pytest.raises(NoCandidateError, match=f"loading {missing} raised"):
         site(pinned).bind(double)
+
+
+ASKED: list[Request] = []
+
+
+def confirmed(request: Request) -> Verdict:
+    ASKED.append(request)
+    return Verdict.accept() if request.dtype == "float32" else Verdict.refuse("not today")
+
+
+def failing(request: Request) -> Verdict:
+    raise OSError("its library is broken")
+
+
+def test_a_kernel_confirms_where_it_would_be_chosen(resolve: Resolve) -> None:
+    ASKED.clear()
+    slow = Kernel(
+        "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:confirmed"
+    )
+    resolver = resolve(OP, slow)
+    bound = site(resolver).bind_kernel(double)
+    assert bound.choice.chosen.name == "double_slow"
+    assert [(request.name, request.dtype) for request in ASKED] == [("double", "float32")]
+    other = site(resolver, torch.float16).bind_kernel(double)
+    assert other.function is double.reference
+    assert other.choice.refusals[0].reason == "not today"
+    pinned = resolve(OP, slow, config=Config(kernels={"double": "double_slow"}))
+    with pytest.raises(NoCandidateError, match="not today"):
+        site(pinned, torch.float16).bind(double)
+
+
+def test_a_kernel_that_is_outranked_or_described_is_not_asked(resolve: Resolve) -> None:
+    ASKED.clear()
+    slow = Kernel(
+        *("double", "double_slow", f"{__name__}:double_fast"),
+        score=-1.0,
+        confirm=f"{__name__}:confirmed",
+    )
+    assert site(resolve(OP, slow)).bind(double) is double.reference
+    pin = Config(kernels={"double": "double_slow"})
+    registry = resolve(OP, slow).registry
+    described = Resolver(registry, DEVICE, pin, described=True)
+    assert site(described, torch.float16).bind_kernel(double).choice.chosen.name == "double_slow"
+    assert ASKED == []
+
+
+def test_what_a_confirmation_raises_is_a_refusal(resolve: Resolve) -> None:
+    broken = Kernel(
+        "double", "double_slow", f"{__name__}:double_fast", confirm=f"{__name__}:failing"
+    )
+    bound = site(resolve(OP, broken)).bind_kernel(double)
+    (refusal,) = bound.choice.refusals
+    assert refusal.reason == "raised OSError('its library is broken')"
+    assert "Traceback" in refusal.traceback
 
 
 def test_observers_see_every_distinct_choice_once(resolve: Resolve) -> None:

@@ -386,6 +386,7 @@ def test_healthy_records_are_not_blamed(trials_of: TrialsOf) -> None:
         (Kernel("scale", "other", here("scale"), predicate=here("judge_nothing")), "it takes ()"),
         (Kernel("scale", "other", here("scale"), prepare=here("takes_too_little")), "weight="),
         (Kernel("scale", "other", here("scale"), prepare=here("missing")), "missing"),
+        (Kernel("scale", "other", here("scale"), confirm=here("judge_nothing")), "it takes ()"),
         (LayerEntry("scale", "other", here("Unrelated")), "subclasses no layer"),
         (LayerEntry("scale", "other", here("Scale"), cases=here("missing")), "missing"),
         (SchemeEntry("byte", "other", here("Scale")), "QuantizationScheme"),

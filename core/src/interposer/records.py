@@ -78,6 +78,9 @@ class Kernel:
         properties: promises, a subset of ``PROPERTIES``.
         form: name of what ``prepare`` returns, where kernels of several ops of one distribution
             hold one copy of it for the same tensors; without it a kernel holds a copy of its own.
+        confirm: import string of ``(Request) -> Verdict``, asked in this process where the kernel
+            would be chosen, and not of a device that is only described: for what takes long to find
+            out, such as whether a library that compiles itself can be imported.
     """
 
     op: str
@@ -90,9 +93,10 @@ class Kernel:
     score: float = 10.0
     properties: frozenset[str] = frozenset()
     form: str = ""
+    confirm: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, self.predicate, self.prepare)
+        _check(self, self.predicate, self.prepare, self.confirm)
         if self.form and not self.prepare:
             raise RecordError(
                 f"{self.name!r} has the form {self.form!r}, but prepares nothing. "

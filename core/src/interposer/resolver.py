@@ -247,9 +247,13 @@ class Resolver:
             return Verdict.refuse(failure)
         if self.described or isinstance(record, OpEntry):
             return Verdict.accept()
+        entry = _entry(candidate, Kernel)
+        if entry.confirm:
+            found: Verdict = self.registry.load(candidate, entry.confirm)(request)
+            if not found:
+                return found
         verdict = self._canary.check(candidate, request)
         if verdict:
-            entry = _entry(candidate, Kernel)
             for target in filter(None, (entry.target, entry.prepare)):
                 self.registry.load(candidate, target)
         return verdict

@@ -48,7 +48,7 @@ NAME_LIMIT = 100
 """How many characters a name may have."""
 
 _KINDS = get_args(Record)
-_TARGETS = ("target", "predicate", "prepare", "cases", "examples")
+_TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 _TARGET_LIMIT = 300
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")

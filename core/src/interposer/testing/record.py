@@ -30,7 +30,7 @@ from interposer.verdict import Verdict
 
 __all__ = ["check_record"]
 
-_TARGETS = ("target", "predicate", "prepare", "cases", "examples")
+_TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 
 
 def check_record(record: Record, registry: Registry) -> list[Fault]:
@@ -88,6 +88,8 @@ def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) ->
             yield Fault("record", "prepare", reason)
         named = dict.fromkeys(op.constants)
         yield from _check_call("prepare", loaded["prepare"], **named)
+    if "confirm" in loaded:
+        yield from _check_call("confirm", loaded["confirm"], None)
 
 
 def _check_op(op: CustomOp[..., Any]) -> Iterator[Fault]:

@@ -1,0 +1,113 @@
+"""The records of the ROCm platform. Neither this module nor what it imports needs torch."""
+
+from __future__ import annotations
+
+from interposer.hookspecs import hookimpl
+from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.requires import Dim, Requires
+
+INTERPOSER_API = ">=1.0,<2"
+
+# GPUs that are described for planning, each in its file of ``devices``.
+_DESCRIBED = ("mi250x", "mi300x", "mi355x", "rx7900xtx", "rx9070xt")
+
+# What changes with the driver: verdicts and measurements are kept per driver.
+_DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", "/proc/version")
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_OF_16_BITS = ("bfloat16", "float16")
+# Nobody has run AITER's kernels through this plugin: they are taken where they are wanted.
+_WANTED_ONLY = -1.0
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return the platform, what it brings besides portable kernels, and the described GPUs."""
+    return [
+        PlatformEntry("rocm", "interposer_rocm.platform:ROCmPlatform", driver_files=_DRIVER_FILES),
+        *_products(),
+        *_of_aiter(),
+        *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),
+    ]
+
+
+def _products() -> list[Record]:
+    properties = frozenset({"deterministic", "graph_safe", "traceable"})
+    judge = "interposer_rocm.scaled_products_judge:judge"
+    return [
+        Kernel(
+            "fp8_linear",
+            "fp8_linear_hipblaslt",
+            "interposer_ops.scaled_mm:fp8_linear",
+            "rocm",
+            Requires(
+                features=frozenset({"fp8_ocp"}),
+                architectures=frozenset({"gfx950", "gfx1200", "gfx1201"}),
+                dtypes=_FLOATS,
+            ),
+            judge,
+            score=11.0,
+            properties=properties,
+        ),
+        Kernel(
+            "fp8_linear",
+            "fp8_linear_hipblaslt_fnuz",
+            "interposer_rocm.scaled_products:fp8_linear_of_halves",
+            "rocm",
+            Requires(
+                features=frozenset({"fp8_fnuz"}),
+                architectures=frozenset({"gfx942"}),
+                dtypes=_FLOATS,
+            ),
+            judge,
+            "interposer_rocm.scaled_products:prepare_halves",
+            score=11.0,
+            properties=properties,
+        ),
+    ]
+
+
+def _of_aiter() -> list[Record]:
+    package, library = "interposer_rocm.aiter_package", "interposer_rocm.aiter_library"
+    return [
+        AttentionEntry(
+            "aiter_flash",
+            "interposer_rocm.aiter_flash:AiterFlashBackend",
+            "rocm",
+            Requires(dtypes=_OF_16_BITS),
+            f"{package}:judge_flash",
+            score=_WANTED_ONLY,
+        ),
+        Kernel(
+            "latent_attention_decode",
+            "latent_attention_decode_aiter",
+            "interposer_rocm.aiter_latent:latent_attention_decode",
+            "rocm",
+            Requires(dtypes=("bfloat16",)),
+            f"{package}:judge_latent",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"{library}:confirm_latent",
+        ),
+        Kernel(
+            "fused_experts",
+            "fused_experts_aiter",
+            "interposer_rocm.aiter_experts:fused_experts",
+            "rocm",
+            # Sizes of the tiles that are read at once.
+            Requires(
+                dtypes=_OF_16_BITS,
+                dims={
+                    "hidden_size": Dim(multiple_of=128),
+                    "intermediate_size": Dim(multiple_of=128),
+                    "activation": Dim(one_of=("silu",)),
+                    "biased": Dim(one_of=(False,)),
+                },
+            ),
+            f"{package}:judge_experts",
+            "interposer_rocm.aiter_experts:prepare",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"{library}:confirm_experts",
+        ),
+    ]

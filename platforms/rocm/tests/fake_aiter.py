@@ -1,0 +1,149 @@
+"""A package that passes for AITER and computes on the processor, as a real wheel.
+
+Its functions check what AITER's own check, and read layouts as AITER does: shuffled weights are
+put back in order, so that unshuffled ones give wrong results.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+__all__ = ["WORKING", "install"]
+
+_FLASH = """
+import torch
+
+class ActivationType:
+    Silu = "silu"
+
+class QuantType:
+    No = "no"
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, dropout_p=0.0,
+    softmax_scale=None, logits_soft_cap=0.0, causal=False, window_size=(-1, -1, 0), bias=None,
+    alibi_slopes=None, deterministic=False, return_lse=False, return_attn_probs=False,
+    how_v3_bf16_cvt=1, block_table=None, out=None,
+):
+    assert q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert block_table is None
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert starts_q[-1] == len(q) and starts_k[-1] == len(k)
+    for b in range(len(starts_q) - 1):
+        queries = q[starts_q[b]:starts_q[b + 1]].float().transpose(0, 1)
+        span = slice(starts_k[b], starts_k[b + 1])
+        keys, values = (t[span].float().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+        n, m = queries.shape[1], keys.shape[1]
+        assert n <= max_seqlen_q and m <= max_seqlen_k
+        scores = queries @ keys.transpose(1, 2) * softmax_scale
+        if logits_soft_cap > 0:
+            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+        i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
+        seen = j <= i if causal else torch.ones(n, m, dtype=torch.bool)
+        if window_size[0] >= 0:
+            seen = seen & (j >= i - window_size[0])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        parts.append((weights @ values).transpose(0, 1))
+    return torch.cat(parts).to(q.dtype)
+"""
+
+_MLA = """
+import torch
+
+def mla_decode_fwd(
+    q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q,
+    page_size=1, nhead_kv=1, sm_scale=None, logit_cap=0.0, num_kv_splits=None, q_scale=None,
+    kv_scale=None,
+):
+    assert max_seqlen_q == 1 and kv_buffer.shape[1:3] == (1, 1)
+    for t in (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens):
+        assert t.dtype == torch.int32
+    assert (kv_last_page_lens == 1).all()
+    starts = kv_indptr.tolist()
+    assert qo_indptr.tolist() == [*range(len(q) + 1)] and starts[-1] == len(kv_indices)
+    for t in range(len(q)):
+        keys = kv_buffer[kv_indices[starts[t]:starts[t + 1]].long(), 0, 0].float()
+        if kv_scale is not None:
+            keys = keys * kv_scale
+        weights = (q[t].float() @ keys.t() * sm_scale).softmax(-1)
+        o[t] = (weights @ keys[:, : o.shape[-1]]).to(o.dtype)
+    return None, None
+"""
+
+_MOE = """
+import torch
+import aiter
+from aiter.ops.shuffle import unshuffled
+
+def fused_moe(
+    hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None,
+    activation=aiter.ActivationType.Silu, quant_type=aiter.QuantType.No, doweight_stage1=False,
+):
+    assert w1.is_shuffled and w2.is_shuffled
+    assert topk_ids.dtype == torch.int32 and topk_weight.dtype == torch.float32
+    assert activation == "silu" and quant_type == "no"
+    assert topk_ids.min() >= 0 and topk_ids.max() < len(w1)
+    first, second = unshuffled(w1).float(), unshuffled(w2).float()
+    out = torch.zeros(hidden_states.shape)
+    for t, x in enumerate(hidden_states.float()):
+        for weight, expert in zip(topk_weight[t], topk_ids[t].long()):
+            gate, up = (first[expert] @ x).chunk(2)
+            inner = (torch.nn.functional.silu(gate) * up).to(hidden_states.dtype).float()
+            out[t] += weight * (second[expert] @ inner)
+    return out.to(hidden_states.dtype)
+"""
+
+_SHUFFLE = """
+import torch
+
+def _tiles(x, layout):
+    rows, columns = layout[0], layout[1] * 2
+    piece = 16 // x.element_size()
+    assert x.shape[-2] % rows == 0 and x.shape[-1] % columns == 0
+    return (-1, x.shape[-2] // rows, rows, x.shape[-1] // columns, columns // piece, piece)
+
+def shuffle_weight(x, layout=(16, 16), use_int4=False):
+    tiled = x.view(_tiles(x, layout)).permute(0, 1, 3, 4, 2, 5).contiguous().view(x.shape)
+    tiled.is_shuffled = True
+    return tiled
+
+def unshuffled(x, layout=(16, 16)):
+    a, b, c, d, e, f = _tiles(x, layout)
+    return x.view(-1, b, d, e, c, f).permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
+"""
+
+WORKING = {
+    "aiter/__init__.py": _FLASH,
+    "aiter/mla.py": _MLA,
+    "aiter/fused_moe.py": _MOE,
+    "aiter/ops/__init__.py": "",
+    "aiter/ops/shuffle.py": _SHUFFLE,
+}
+
+
+def install(
+    folder: Path, files: dict[str, str], name: str = "amd-aiter", version: str = "0.1.9"
+) -> Path:
+    """Build a wheel of the files, install it below ``folder``, and return where."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    wheel = folder / f"{stem}-py3-none-any.whl"
+    metadata = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    contents = {**files, **{f"{stem}.dist-info/{key}": text for key, text in metadata.items()}}
+    contents[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in contents)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, text in contents.items():
+            archive.writestr(path, text)
+    target = folder / f"site-{name}"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*command, "--target", str(target), str(wheel)], check=True, timeout=300)
+    return target

@@ -1,0 +1,379 @@
+"""AITER is found, examined in another process and called, with packages that pass for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from platforms.rocm.tests.fake_aiter import WORKING, install
+
+from interposer import (
+    AttentionSpec,
+    Capability,
+    Config,
+    Request,
+    Resolver,
+    Rule,
+    Site,
+    current_registry,
+)
+from interposer.capability import Device
+from interposer.cases import normal
+from interposer.errors import NoCandidateError, PluginError
+from interposer.testing import attention_specs, check_attention, check_kernel
+from interposer_ops.cases.expert_bounds import bounded_case, routed
+from interposer_ops.experts import fused_experts
+from interposer_ops.latent_attention import latent_attention_decode
+from interposer_rocm import aiter_library
+from interposer_rocm.aiter_experts import fused_experts as fused_experts_aiter
+from interposer_rocm.aiter_experts import prepare
+from interposer_rocm.aiter_flash import AiterFlashBackend
+from interposer_rocm.aiter_latent import latent_attention_decode as latent_attention_decode_aiter
+from interposer_rocm.aiter_library import AiterError, inquire, refresh, require
+from interposer_rocm.aiter_package import aiter_version, judge_device, judge_flash
+
+PARTS = {"interposer-ops", "interposer-rocm"}
+MI300X = Device("rocm", "cpu", "one that computes on the processor", Capability("gfx942"))
+
+
+@pytest.fixture(scope="module")
+def working(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("aiter"), WORKING)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that puts a folder on the path for this test."""
+
+    def put(folder: Path) -> None:
+        monkeypatch.syspath_prepend(str(folder))
+        refresh()
+
+    forget()
+    yield put
+    forget()
+
+
+def forget() -> None:
+    refresh()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+
+
+def broken(tmp_path: Path, text: str, **others: str) -> Path:
+    return install(tmp_path, {**WORKING, "aiter/__init__.py": text, **others})
+
+
+def resolver(**settings: Any) -> Resolver:
+    config = Config(plugins=PARTS, isolation="off", **settings)
+    return Resolver(current_registry(config), MI300X, config, trusted=frozenset(PARTS))
+
+
+def test_it_is_found_by_its_files_alone(working: Path, use: Any) -> None:
+    assert judge_device("gfx942").reason == (
+        "needs AITER, which is not installed. Try: pip install amd-aiter"
+    )
+    use(working)
+    assert aiter_version() == "0.1.9"
+    assert judge_device("gfx942")
+    assert judge_device("gfx1100").reason == (
+        "AITER has kernels for gfx942 and gfx950, the device is gfx1100"
+    )
+    assert "aiter" not in sys.modules
+
+
+def test_another_package_of_that_name_is_told_apart(tmp_path: Path, use: Any) -> None:
+    use(install(tmp_path, {"aiter.py": "raise SystemExit('imported')"}, "aiter", "0.13.20191203"))
+    assert judge_device("gfx942").reason.startswith("the installed package aiter is another one")
+
+
+def test_what_is_there_is_told_with_its_parameters(working: Path, use: Any) -> None:
+    use(working)
+    found = inquire()
+    assert found.verdict
+    assert "block_table" in found.parameters[aiter_library.FLASH]
+    assert "aiter" not in sys.modules
+    require(*found.parameters)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "is_known"),
+    [
+        ("import flydsl_of_nowhere", "needs the package flydsl_of_nowhere. Try: pip install", True),
+        ("raise ImportError('x.so: undefined symbol: _ZN3c10')", "ImportError: x.so: undef", True),
+        ("raise RuntimeError('Get GPU arch from rocminfo failed')", "RuntimeError: Get GPU", True),
+        ("raise FileNotFoundError('hipcc')", "FileNotFoundError: hipcc", True),
+        ("raise AssertionError('who knows')", "AssertionError: who knows", False),
+        ("raise SystemExit(3)", "SystemExit: 3", False),
+        ("import os; os.kill(os.getpid(), 11)", "ended with SIGSEGV: it printed nothing", True),
+        ("import os, sys; os.write(2, b'no HIP'); os._exit(9)", "ended with code 9: no HIP", True),
+    ],
+)
+def test_failures_are_refusals(
+    text: str, expected: str, is_known: bool, tmp_path: Path, use: Any
+) -> None:
+    use(broken(tmp_path, text))
+    verdict = inquire().verdict
+    assert not verdict
+    assert expected in verdict.reason
+    assert ("Traceback" in verdict.traceback) == (not is_known)
+    with pytest.raises(AiterError if is_known else PluginError):
+        require(aiter_library.FLASH)
+
+
+def test_one_that_does_not_come_back_is_stopped(tmp_path: Path, use: Any) -> None:
+    use(broken(tmp_path, "import time; time.sleep(600)"))
+    verdict = inquire(limit_seconds=3.0).verdict
+    assert verdict.reason == (
+        "AITER 0.1.9 was not imported within 3 s, in which it may compile. What it has compiled is "
+        "kept: try again"
+    )
+
+
+def test_what_it_prints_is_not_the_answer(tmp_path: Path, use: Any) -> None:
+    noise = "print('[aiter] start build'); import os; os.system('echo compiling'); "
+    use(broken(tmp_path, noise + WORKING["aiter/__init__.py"]))
+    assert inquire().verdict
+
+
+def test_older_signatures_are_told(tmp_path: Path, use: Any) -> None:
+    old = "def mla_decode_fwd(q, kv_buffer, o, kv_indptr, kv_indices, kv_last_page_lens): ..."
+    shuffle = {"aiter/ops/shuffle.py": "", "aiter/mla.py": old}
+    use(install(tmp_path, {**WORKING, **shuffle, "aiter/fused_moe.py": "fused_moe = 1"}))
+    found = inquire()
+    assert found.judge(aiter_library.FLASH)
+    assert found.judge(aiter_library.MLA_DECODE).reason == (
+        "aiter.mla.mla_decode_fwd of AITER 0.1.9 takes no max_seqlen_q, qo_indptr, sm_scale. "
+        "Try another version"
+    )
+    assert found.judge(aiter_library.FUSED_MOE).reason == (
+        "AITER 0.1.9 has no aiter.fused_moe.fused_moe. Try a newer one"
+    )
+
+
+def test_settings_are_seen_at_run_time(
+    tmp_path: Path, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = "import os\nif not os.environ.get('AITER_SWITCH'): raise ImportError('switched off')\n"
+    use(broken(tmp_path, switch + WORKING["aiter/__init__.py"]))
+    assert "switched off" in inquire().verdict.reason
+    monkeypatch.setenv("AITER_SWITCH", "1")
+    assert inquire().verdict
+    monkeypatch.delenv("AITER_SWITCH")
+    assert not inquire().verdict  # remembered, for the setting of before
+
+
+def test_what_was_mended_is_seen_after_a_refresh(tmp_path: Path, use: Any) -> None:
+    folder = broken(tmp_path, "raise ImportError('broken')")
+    use(folder)
+    assert not inquire().verdict
+    (folder / "aiter/__init__.py").write_text(WORKING["aiter/__init__.py"])
+    assert not inquire().verdict
+    refresh()
+    assert inquire().verdict
+
+
+SPECS = [
+    (label, spec)
+    for label, spec in attention_specs(quick=True)
+    if judge_flash(spec, Capability("sm_90")).reason.startswith("AITER has kernels for")
+]
+
+
+@pytest.mark.parametrize("spec", [spec for _, spec in SPECS], ids=[label for label, _ in SPECS])
+def test_flash_attends_as_the_ops_define(spec: AttentionSpec, working: Path, use: Any) -> None:
+    use(working)
+    assert judge_flash(spec, MI300X.capability)
+    site = Site(resolver(), "attention", spec.dtype)
+    assert check_attention(AiterFlashBackend, spec, site) == []
+
+
+def test_many_specs_are_checked() -> None:
+    assert len(SPECS) >= 6
+    assert any(spec.window_tokens for _, spec in SPECS)
+    assert any(spec.softcap for _, spec in SPECS)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sinks": True}, "does not do sinks"),
+        ({"type": "encoder"}, "serves decoder attention only, got encoder"),
+        ({"head_size": 264}, "head_size is 264, must be a multiple of 8 up to 256"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "needs heads in groups of one size"),
+        ({"cache_dtype": torch.float8_e4m3fnuz}, "stores the cache as torch.bfloat16"),
+        ({"dtype": torch.float32}, "computes in floats of 16 bits, got torch.float32"),
+    ],
+)
+def test_what_flash_cannot_do_is_refused(change: dict[str, Any], expected: str) -> None:
+    spec = replace(SPECS[0][1], **change)
+    assert AiterFlashBackend.accepts(spec, MI300X.capability).reason.startswith(expected)
+
+
+def test_latent_attention_is_that_of_the_op(working: Path, use: Any) -> None:
+    use(working)
+    checked = 0
+    for case in latent_attention_decode.cases(torch.bfloat16, 0):
+        checked += 1
+        faults = check_kernel(latent_attention_decode, latent_attention_decode_aiter, case)
+        assert faults == [], case.label
+    assert checked >= 10
+
+
+@pytest.mark.parametrize("ranks", ["none", "some", "all"])
+@pytest.mark.parametrize("shape", [(9, 128, 128, 5, 2), (1, 256, 128, 4, 4), (0, 128, 128, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_are_those_of_the_op(
+    dtype: torch.dtype, shape: tuple[int, ...], ranks: str, working: Path, use: Any
+) -> None:
+    """Experts that no token chose are NaN, so that reading one is seen."""
+    use(working)
+    tokens, hidden, inner, num_experts, _ = shape
+    point: Any = {"shape": shape, "ranks": ranks}
+    generator = torch.Generator().manual_seed(0)
+    gate_up = normal((num_experts, 2 * inner, hidden), dtype, generator, hidden**-0.5)
+    down = normal((num_experts, hidden, inner), dtype, generator, inner**-0.5)
+    arguments = {
+        "x": normal((tokens, hidden), dtype, generator),
+        "gate_up": gate_up,
+        "gate_up_bias": None,
+        "down": down,
+        "down_bias": None,
+        **routed(point, generator),
+        "activation": "silu",
+    }
+    case = bounded_case(arguments, gate_up.clone(), down.clone(), {"biased": False})
+    assert check_kernel(fused_experts, fused_experts_aiter, case, prepare=prepare) == []
+
+
+PREFERRED = Rule(prefer=["*_aiter"])
+EXPERTS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 4,
+    "top_k": 2,
+    "activation": "silu",
+    "biased": False,
+}
+
+
+def bound(**settings: Any) -> tuple[str, dict[str, str]]:
+    """Return the experts that are chosen, and the refusals of others."""
+    choice = resolver(**settings).kernel(fused_experts, torch.bfloat16, EXPERTS, "m").choice
+    return choice.chosen.name, {refusal.candidate: refusal.reason for refusal in choice.refusals}
+
+
+def test_it_is_taken_where_it_is_wanted(working: Path, use: Any) -> None:
+    use(working)
+    assert bound()[0] == "fused_experts_in_turn"
+    assert "aiter" not in sys.modules
+    assert bound(kernels={"fused_experts": PREFERRED})[0] == "fused_experts_aiter"
+    assert bound(kernels={"fused_experts": "fused_experts_aiter"})[0] == "fused_experts_aiter"
+
+
+def test_others_take_over_where_it_cannot_be_had(tmp_path: Path, use: Any) -> None:
+    use(broken(tmp_path, "raise ImportError('x.so: undefined symbol')"))
+    chosen, refusals = bound(kernels={"fused_experts": PREFERRED})
+    assert chosen == "fused_experts_in_turn"
+    assert refusals["fused_experts_aiter"] == (
+        "AITER 0.1.9 cannot be imported: ImportError: x.so: undefined symbol"
+    )
+    with pytest.raises(NoCandidateError, match="undefined symbol"):
+        bound(kernels={"fused_experts": "fused_experts_aiter"})
+
+
+def test_a_pinned_backend_says_what_failed(tmp_path: Path, use: Any) -> None:
+    use(broken(tmp_path, "raise AssertionError('who knows')"))
+    _, spec = SPECS[0]
+    pinned = resolver(attention={"decoder": "aiter_flash"})
+    with pytest.raises(NoCandidateError) as caught:
+        pinned.attention(spec, Site(pinned, "attention", spec.dtype))
+    (refusal,) = [r for r in caught.value.refusals if r.candidate == "aiter_flash"]
+    assert refusal.reason == "AITER 0.1.9 cannot be imported: AssertionError: who knows"
+    assert "Traceback" in refusal.traceback
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("gfx942", {}, ""),
+        ("gfx942", {"cache_dtype": "float8_e4m3fnuz"}, ""),
+        ("gfx942", {"cache_dtype": "float8_e4m3fn"}, "reads caches of bfloat16 or float8_e4m3fnuz"),
+        ("gfx950", {"cache_dtype": "float8_e4m3fn"}, ""),
+        ("gfx950", {"latent_size": 256}, "needs latents of 512 + 64, got 256 + 64"),
+        ("gfx950", {"num_heads": 24}, "num_heads is 24, must be one of (16, 128)"),
+        ("gfx90a", {}, "AITER has kernels for gfx942 and gfx950"),
+    ],
+)
+def test_latent_attention_takes_what_the_hardware_does(
+    architecture: str, changes: dict[str, Any], expected: str, working: Path, use: Any
+) -> None:
+    from interposer_rocm.aiter_package import judge_latent
+
+    use(working)
+    dims: dict[str, Any] = {
+        "num_heads": 16,
+        "latent_size": 512,
+        "rotary_size": 64,
+        "cache_dtype": "bfloat16",
+    }
+    request = Request(
+        "kernel",
+        "latent_attention_decode",
+        "rocm",
+        Capability(architecture),
+        "bfloat16",
+        {**dims, **changes},
+    )
+    verdict = judge_latent(request)
+    assert verdict.reason.startswith(expected)
+    assert verdict.accepted == (not expected)
+    if verdict:
+        assert aiter_library.confirm_latent(request)
+
+
+def test_a_quantized_cache_needs_a_parameter_for_its_scale(tmp_path: Path, use: Any) -> None:
+    mla = WORKING["aiter/mla.py"].replace("    kv_scale=None,\n", "")
+    use(install(tmp_path, {**WORKING, "aiter/mla.py": mla}))
+    dims: dict[str, Any] = {"cache_dtype": "float8_e4m3fnuz"}
+    request = Request("kernel", "latent_attention_decode", "rocm", dtype="bfloat16", dims=dims)
+    assert aiter_library.confirm_latent(request).reason.startswith(
+        "aiter.mla.mla_decode_fwd of AITER 0.1.9 takes no kv_scale, which a cache of float8"
+    )
+    plain = replace(request, dims={"cache_dtype": "bfloat16"})
+    assert aiter_library.confirm_latent(plain)
+
+
+PROGRAM = """
+import json, sys
+import interposer
+explanation = interposer.explain(sys.argv[1], "mi300x")
+rows = explanation.why("decoder").rows
+said = [str(refusal) for row in rows for refusal in row.choice.refusals]
+print(json.dumps([said, sorted(name for name in sys.modules if name.startswith("aiter"))]))
+"""
+
+
+def test_planning_for_a_described_device_imports_nothing(tmp_path: Path) -> None:
+    folder = install(tmp_path, {**WORKING, "aiter/__init__.py": "raise SystemExit('imported')"})
+    model = Path(__file__).parents[3] / "examples/models/stdlib-lm"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model)],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    refusals, modules = json.loads(done.stdout)
+    assert modules == []
+    (own,) = [text for text in refusals if text.startswith("aiter_flash")]
+    assert own.endswith("accepted, but outranked (score -1 < 0)")

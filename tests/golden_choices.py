@@ -1,0 +1,63 @@
+"""Writes what is chosen for the shipped model on every GPU that a distribution describes, and why.
+
+    python tests/golden_choices.py interposer-rocm platforms/rocm/tests/golden
+
+The model is taken as it is and quantized in three ways. No other platform takes part, and nothing
+that was installed besides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from interposer import Config, current_registry, explain
+from interposer.records import DeviceEntry
+from interposer_models.quantizing.quantizer import quantize
+
+MODEL = Path(__file__).parents[1] / "examples/models/stdlib-lm"
+STANDARD = ("interposer-models", "interposer-ops", "interposer-quantization")
+# Groups of 16 divide the inputs of every layer; those of 32 not of the last one of a block.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp8": {},
+    "int4": {"group_size": 16},
+    "mxfp4": {"ignore": ["re:.*down_proj"]},
+}
+# It differs from machine to machine.
+UNTOLD = "  cache_dir = "
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("distribution")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    write(arguments.distribution, arguments.folder)
+
+
+def write(distribution: str, folder: Path) -> None:
+    """Fill the folder with a file for each device and variant, and with nothing else."""
+    config = Config(plugins={distribution, *STANDARD})
+    records = current_registry(config).records(DeviceEntry)
+    devices = sorted(record.name for _, record in records)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = set()
+    with tempfile.TemporaryDirectory() as temporary:
+        for variant in ("plain", *VARIANTS):
+            path = MODEL if variant == "plain" else Path(temporary, variant)
+            if variant != "plain":
+                quantize(MODEL, path, variant, **VARIANTS[variant])
+            for device in devices:
+                told = str(explain(path, device, config)).splitlines()
+                file = folder / f"{device}-{variant}.txt"
+                kept = [line for line in told if not line.startswith(UNTOLD)]
+                file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+                written.add(file)
+    for stale in {*folder.glob("*.txt")} - written:
+        stale.unlink()
+
+
+if __name__ == "__main__":
+    main()
