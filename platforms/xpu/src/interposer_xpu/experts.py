@@ -1,7 +1,9 @@
 """``fused_experts_mxfp4`` by the grouped product of vllm-xpu-kernels and its routing.
 
-Rows are laid out by expert, multiplied, activated, multiplied again and gathered. Arguments are
-tested against a package that plays the ops on the processor; on a GPU they were not run.
+Rows are laid out by expert, multiplied, activated, multiplied again and gathered. The product
+stores the dtype of the rows, so that what is activated was rounded once more than the op defines:
+the record goes behind kernels that do not. Arguments are tested against a package that plays the
+ops on the processor; on a GPU they were not run.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """
@@ -69,6 +71,9 @@ def fused_experts_mxfp4(
     # Here rather than by an op of the package, for it is computed in float32.
     inner = activated(projected.float(), activation).to(x.dtype)
     returned = _multiplied(inner, down, down_scale, down_bias, counts)
+    # The last rows are those of the expert that is none; infinite inputs times zero are no zeros.
+    behind = torch.arange(len(rows), device=x.device) >= len(rows) - counts[-1]
+    returned.masked_fill_(behind[:, None], 0)
     op("_moe_C", "moe_gather")(out, returned, weights.where(held, 0), places, experts)
     return out
 

@@ -50,7 +50,8 @@ class Package:
         """Return what its inquiry prints, or how the process ended that printed nothing."""
         named = f"{self.distribution} {self.version}"
         try:
-            done = _run([sys.executable, self.inquiry, *arguments])
+            # -P: the modules beside the program are no modules of its own, one is named platform.
+            done = _run([sys.executable, "-P", self.inquiry, *arguments])
         except subprocess.TimeoutExpired:
             return {}, Verdict.refuse(f"{named} was not imported in {_LIMIT_SECONDS:g} s")
         try:

@@ -62,7 +62,8 @@ def interposer_records() -> list[Record]:
         score=21.0,
         properties=_OPAQUE,
     )
-    # The numbers of chosen experts that its routing was compiled for, in every version known.
+    # The numbers of chosen experts are those that its routing was compiled for, in every version
+    # known. It rounds once more than the op defines: kernels that do not go before it.
     experts = Kernel(
         "fused_experts_mxfp4",
         "fused_experts_mxfp4_grouped_gemm",
@@ -79,7 +80,7 @@ def interposer_records() -> list[Record]:
         ),
         predicate=f"{_JUDGES}:judge_experts",
         prepare="interposer_xpu.experts:prepare",
-        score=20.0,
+        score=5.0,
         properties=_OPAQUE,
     )
     routing = Kernel(

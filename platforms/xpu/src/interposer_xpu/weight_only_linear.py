@@ -33,8 +33,11 @@ def prepare(
     else:
         pairs = zero_points.t().contiguous().unflatten(1, (-1, 2))
         zeros = (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
+    codes = weight.contiguous()
+    if codes.storage_offset() % 4:
+        codes = codes.clone()
     return {
-        "weight": weight.contiguous().view(torch.int32),
+        "weight": codes.view(torch.int32),
         "scale": scale.t().contiguous(),
         "bias": bias,
         "zero_points": zeros,

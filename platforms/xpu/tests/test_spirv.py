@@ -1,0 +1,85 @@
+"""The portable kernels compile to SPIR-V, by a triton for XPU in a folder of its own.
+
+180 MB are downloaded and 600 MB lie below pytest's temporary folder meanwhile. ``make test-spirv``
+runs these tests, nothing else does. That a kernel compiles says nothing about what it computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs the package triton, whose builds are compiled")
+
+from interposer_ops.triton.builds import BUILDS  # noqa: E402
+
+HERE = Path(__file__).parent
+# The only triton for XPU on PyPI. It is older than the kernels are written for.
+TRITON = "triton-xpu==3.3.0b1"
+SHARED_BYTES = 128 * 1024
+pytestmark = [pytest.mark.versions, pytest.mark.timeout(5400)]
+
+
+@pytest.fixture(scope="module")
+def triton_xpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a folder that has triton-xpu, which is removed afterwards."""
+    folder = tmp_path_factory.mktemp("triton-xpu")
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-cache-dir", "--no-compile"]
+    subprocess.run([*command, "--no-deps", "--target", str(folder), TRITON], check=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def found(triton_xpu: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "spirv_builds.py")],
+        env={**os.environ, "PYTHONPATH": str(triton_xpu)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_build_was_tried(found: list[dict[str, Any]]) -> None:
+    tried = [(report["kernel"], report["label"]) for report in found]
+    assert tried == [(build.kernel, build.label) for build in BUILDS]
+
+
+def test_every_build_compiles(found: list[dict[str, Any]]) -> None:
+    faults = {
+        f"{report['kernel']}, {report['label']}": report["fault"]
+        for report in found
+        if "fault" in report
+    }
+    print(f"{len(found) - len(faults)} of {len(found)} builds compile with {TRITON}")
+    assert faults == {}
+
+
+def test_what_comes_out_is_spirv_that_fits(found: list[dict[str, Any]]) -> None:
+    launches = [launch for report in found for launch in report.get("launches", [])]
+    assert launches
+    assert [launch for launch in launches if not launch["bytes"]] == []
+    assert [launch for launch in launches if launch["shared"] > SHARED_BYTES] == []
+
+
+def test_products_use_matrix_extensions(found: list[dict[str, Any]]) -> None:
+    wanted = {(build.kernel, build.label) for build in BUILDS if build.matrix}
+    multiplying = {
+        (report["kernel"], report["label"])
+        for report in found
+        if any(launch["matrix"] for launch in report.get("launches", []))
+    }
+    compiled = {(r["kernel"], r["label"]) for r in found if "launches" in r}
+    assert (wanted & compiled) - multiplying == set()
