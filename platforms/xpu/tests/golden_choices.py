@@ -47,7 +47,9 @@ def main(target: Path) -> None:
     """Write a file for each device and variant; other texts in the folder go."""
     names = sorted(r.name for r in interposer_records() if isinstance(r, DeviceEntry))
     with variants() as models:
-        texts = {f"{n}-{kind}.txt": choices(path, n) for n in names for kind, path in models.items()}
+        texts = {
+            f"{n}-{kind}.txt": choices(path, n) for n in names for kind, path in models.items()
+        }
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.txt"):
         if old.name not in texts:

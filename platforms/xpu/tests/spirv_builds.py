@@ -111,9 +111,11 @@ def main(kernels: list[str]) -> None:
         if kernels and build.kernel not in kernels:
             continue
         said: dict[str, Any] = {"kernel": build.kernel, "label": build.label}
-        with tempfile.TemporaryDirectory() as folder, patch.object(
-            backend, "__init__", without_sycl
-        ), patch.dict("os.environ", {"TRITON_CACHE_DIR": folder}):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(backend, "__init__", without_sycl),
+            patch.dict("os.environ", {"TRITON_CACHE_DIR": folder}),
+        ):
             try:
                 said["launches"] = list(reports(build))
             except Exception as error:  # noqa: BLE001 - whatever a compiler raises is the finding

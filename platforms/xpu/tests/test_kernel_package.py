@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,7 @@ from interposer_xpu.kernel_package import SCHEMAS, USES
 from interposer_xpu.optional_packages import ended, numbers
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-try:
-    from played_package import installed, wheel
-finally:
-    sys.path.remove(str(HERE))
-
+PLAYED = runpy.run_path(str(HERE / "played_package.py"))
 MINOR = ".".join(torch.__version__.split(".")[:2])
 FITS = f"- **PyTorch**: {MINOR}.0+xpu"
 JUDGE = """
@@ -51,10 +47,16 @@ def run(folder: Path | None, *command: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def install(folder: Path, version: str = "0.1.16.2", *given: Any, **named: Any) -> Path:
+    """Return the folder into which pip has installed a wheel that differs as it is told."""
+    wheel = PLAYED["wheel"](folder, version, *given, **named)
+    site: Path = PLAYED["installed"](wheel, folder / "site")
+    return site
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("package")
-    return installed(wheel(folder, description=FITS), folder / "site")
+    return install(tmp_path_factory.mktemp("package"), description=FITS)
 
 
 def test_a_package_that_fits_is_accepted_and_not_imported_here(package: Path) -> None:
@@ -87,13 +89,13 @@ def test_what_the_metadata_refuses_is_not_imported(
     tmp_path: Path, version: str, description: str, expected: str
 ) -> None:
     heads = {"_xpu_C": "raise SystemExit('was imported')"}
-    site = installed(wheel(tmp_path, version, description, heads=heads), tmp_path / "site")
+    site = install(tmp_path, version, description, heads=heads)
     assert expected in run(site, "-c", JUDGE)["int4"]
 
 
 def test_an_older_version_has_what_its_schemas_allow(tmp_path: Path) -> None:
     schemas = {"_moe_C::topk_softmax": ""}
-    site = installed(wheel(tmp_path, "0.1.3.1", FITS, schemas), tmp_path / "site")
+    site = install(tmp_path, "0.1.3.1", FITS, schemas)
     said = run(site, "-c", JUDGE)
     assert said["int4"] == said["fp8"] == said["view_of_host"] == ""
     assert said["experts"] == "needs vllm-xpu-kernels 0.1.12 or newer, found 0.1.3.1"
@@ -101,11 +103,13 @@ def test_an_older_version_has_what_its_schemas_allow(tmp_path: Path) -> None:
 
 def test_every_op_is_judged_by_itself(tmp_path: Path) -> None:
     schemas = {
-        "_xpu_C::int4_gemm_w4a16": SCHEMAS["_xpu_C::int4_gemm_w4a16"].replace(", Tensor? g_idx", ""),
+        "_xpu_C::int4_gemm_w4a16": SCHEMAS["_xpu_C::int4_gemm_w4a16"].replace(
+            ", Tensor? g_idx", ""
+        ),
         "_xpu_C::fp8_gemm": "",
     }
     heads = {"_moe_C": "raise ImportError('libsycl.so.9: cannot open shared object file')"}
-    site = installed(wheel(tmp_path, "0.1.16.2", FITS, schemas, heads), tmp_path / "site")
+    site = install(tmp_path, "0.1.16.2", FITS, schemas, heads)
     said = run(site, "-c", JUDGE)
     assert said["int4"].startswith(
         "_xpu_C::int4_gemm_w4a16 of vllm-xpu-kernels 0.1.16.2 has another schema: "
@@ -126,14 +130,10 @@ def test_every_op_is_judged_by_itself(tmp_path: Path) -> None:
     ],
 )
 def test_how_an_import_ends_its_process_is_told(tmp_path: Path, head: str, expected: str) -> None:
-    site = installed(
-        wheel(tmp_path, "0.1.16.2", FITS, heads={"_C": head}), tmp_path / "site"
-    )
+    site = install(tmp_path, "0.1.16.2", FITS, heads={"_C": head})
     said = run(site, "-c", JUDGE)
     assert len(set(said.values() if said.pop("here") == [] else ())) == 1
-    assert said["int4"].startswith(
-        "vllm-xpu-kernels 0.1.16.2 ends the process that imports it "
-    )
+    assert said["int4"].startswith("vllm-xpu-kernels 0.1.16.2 ends the process that imports it ")
     assert expected in said["int4"]
 
 

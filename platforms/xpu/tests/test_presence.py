@@ -288,9 +288,7 @@ def test_selected_devices_are_counted(workstation: Machine, selector: str, count
 @pytest.mark.parametrize("selector", ["opencl:*", "level_zero:7", "level_zero:cpu", "nonsense"])
 def test_hidden_devices_are_explained(workstation: Machine, selector: str) -> None:
     said = workstation.install(GPU()).ask(ONEAPI_DEVICE_SELECTOR=selector)
-    assert reason(said) == (
-        f"none of 1 GPUs is visible to SYCL: ONEAPI_DEVICE_SELECTOR={selector}"
-    )
+    assert reason(said) == (f"none of 1 GPUs is visible to SYCL: ONEAPI_DEVICE_SELECTOR={selector}")
 
 
 def test_a_mask_that_hides_all_is_named(workstation: Machine) -> None:

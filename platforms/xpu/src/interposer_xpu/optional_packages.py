@@ -44,7 +44,7 @@ class Package:
     @property
     def description(self) -> str:
         """What its metadata says at length."""
-        return str(metadata(self.distribution).get_payload())
+        return metadata(self.distribution).json.get("description", "")  # type: ignore[return-value]
 
     def ask(self, *arguments: str) -> tuple[dict[str, Any], Verdict]:
         """Return what its inquiry prints, or how the process ended that printed nothing."""
