@@ -262,7 +262,10 @@ def test_a_closed_file_among_others_is_no_hindrance() -> None:
 
 
 def test_inside_wsl_the_loader_is_asked(machine: Machine) -> None:
-    assert reason(wsl(machine).file("dev/dxg").install(GPU()).ask(), True).startswith("1 visible")
+    wsl(machine).file("dev/dxg")
+    text = reason(machine.ask(build={"version": "2.13.0+cu128", "other": "CUDA 12.8"}))
+    assert text.startswith("there may be a GPU of Intel behind /dev/dxg, but torch 2.13.0+cu128")
+    assert reason(machine.install(GPU()).ask(), True).startswith("1 visible")
 
 
 @pytest.mark.parametrize(

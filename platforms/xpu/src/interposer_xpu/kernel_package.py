@@ -110,13 +110,9 @@ def judge_ops(use: str) -> Verdict:
     return Verdict.accept()
 
 
+@cache
 def op(namespace: str, name: str) -> Callable[..., Any]:
     """Return an op of the package, which is imported now if it was not before."""
-    return _op(namespace, name)
-
-
-@cache
-def _op(namespace: str, name: str) -> Callable[..., Any]:
     import torch  # here, so that judging by metadata alone does not need it
 
     import_module(f"vllm_xpu_kernels.{namespace}")

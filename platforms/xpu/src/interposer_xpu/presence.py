@@ -51,13 +51,16 @@ class Presence:
         except level_zero.DriverLostError:
             raise  # not to be taken for a machine that has no GPU
         except level_zero.DriverError as failure:
-            return Verdict.refuse(f"there is {self._seen()}, but {failure}")
+            return Verdict.refuse(f"{self._seen()}, but {failure}")
         return self._by_answer(answer)
 
     def _seen(self) -> str:
+        nodes = ", ".join(self.system.nodes)
+        if self.system.wsl:
+            return f"there may be a GPU of Intel behind {nodes}"
         displays = "; ".join(map(str, self.system.displays))
         where = f" at {displays}" if displays else ""
-        return f"a GPU of Intel ({', '.join(self.system.nodes)}){where}"
+        return f"there is a GPU of Intel ({nodes}){where}"
 
     def _by_answer(self, answer: Answer) -> Verdict:
         told = explained(self.variables)

@@ -34,11 +34,11 @@ class TorchBuild:
         return cls(torch.__version__, getattr(torch.version, "xpu", None) or "", ", ".join(named))
 
     def judge(self, seen: str) -> Verdict:
-        """Refuse a build that cannot use the GPUs that were ``seen``."""
+        """Refuse a build that cannot use the GPUs that were ``seen``, which is a sentence."""
         if self.xpu:
             return Verdict.accept()
         what = f"is built for {self.other}" if self.other else "is built without XPU"
         return Verdict.refuse(
-            f"there is {seen}, but torch {self.version} {what}. Try: "
+            f"{seen}, but torch {self.version} {what}. Try: "
             f"pip install --force-reinstall torch --index-url {_WHEELS}"
         )
