@@ -105,6 +105,14 @@ def reports(build: Build) -> Iterator[dict[str, Any]]:
         }
 
 
+def innermost(error: BaseException) -> str:
+    """Return what a compiler stumbled over, behind the calls in which it did."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0]}"
+
+
 def main(kernels: list[str]) -> None:
     backend = backends["intel"].compiler
     for build in BUILDS:
@@ -119,8 +127,7 @@ def main(kernels: list[str]) -> None:
             try:
                 said["launches"] = list(reports(build))
             except Exception as error:  # noqa: BLE001 - whatever a compiler raises is the finding
-                text = str(error).strip().splitlines() or [""]
-                said["fault"] = f"{type(error).__name__}: {text[-1]}"
+                said["fault"] = innermost(error)
         print(json.dumps(said), flush=True)
 
 
