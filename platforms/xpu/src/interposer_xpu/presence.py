@@ -26,11 +26,16 @@ _LIMIT_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment."""
+    """What decides, all of it given: files of the system, the build of torch, the environment.
+
+    Attributes:
+        limit_seconds: how long the driver may take to answer.
+    """
 
     system: System
     build: TorchBuild
     variables: Mapping[str, str]
+    limit_seconds: float = _LIMIT_SECONDS
 
     def judge(self) -> Verdict:
         """Say whether there is a GPU to use, cheapest questions first.
@@ -47,7 +52,7 @@ class Presence:
         if not verdict:
             return verdict
         try:
-            answer = level_zero.ask(limit_seconds=_LIMIT_SECONDS)
+            answer = level_zero.ask(limit_seconds=self.limit_seconds)
         except level_zero.DriverLostError:
             raise  # not to be taken for a machine that has no GPU
         except level_zero.DriverError as failure:
