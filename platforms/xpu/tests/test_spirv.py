@@ -83,7 +83,8 @@ def test_every_build_compiles(found: list[dict[str, Any]]) -> None:
     print(f"{len(TAKEN) - len(faults)} of {len(TAKEN)} builds compile with {TRITON}")
     # The kernels are written for 3.6 and newer, and this triton broadcasts less.
     assert {key for key, fault in faults.items() if "Cannot broadcast" in fault} == {
-        ("qk_norm_triton", "32 and 8 heads of 128")
+        ("gather_cache_fp8_triton", "float8_e5m2, one scale"),
+        ("qk_norm_triton", "32 and 8 heads of 128"),
     }
     assert [fault for fault in faults.values() if "Cannot broadcast" not in fault] == []
 
