@@ -9,7 +9,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-foreign test-torch test-gpu lint format bench clean
+.PHONY: help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -32,6 +32,9 @@ test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels o
 
 test-torch: $(INSTALLED) ## Install every version of torch that is declared, one by one, and run what was built once.
 	$(BIN)/python -m pytest tests/test_torch_versions.py -s
+
+test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
+	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s
 
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu

@@ -1,0 +1,1 @@
+"""GPUs of Intel as a platform of interposer."""

@@ -1,0 +1,110 @@
+"""The records of the XPU platform. Neither this module nor what it imports needs torch."""
+
+from __future__ import annotations
+
+from interposer.hookspecs import hookimpl
+from interposer.records import DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.requires import Dim, Requires
+
+INTERPOSER_API = ">=1.0,<2"
+
+# GPUs that are described for planning, each in its file of ``devices``.
+_DESCRIBED = ("arc140v", "b580", "max1550")
+
+# What changes with the driver: verdicts and measurements are kept per driver.
+_DRIVER_FILES = ("/sys/module/i915/srcversion", "/sys/module/xe/srcversion")
+
+_JUDGES = "interposer_xpu.package_judges"
+_DPAS = frozenset({"dpas"})
+_NARROW = ("bfloat16", "float16")
+_MULTIPLE = Dim(multiple_of=32)
+# No call was ever watched: nothing is promised of what it does to memory or to graphs.
+_OPAQUE = frozenset({"opaque"})
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return the platform, kernels of packages that may be there, and the described GPUs."""
+    # oneDNN multiplies eight inputs by eight of the weight at a time; sizes as vLLM checks them.
+    int4 = Kernel(
+        "w4a16_linear",
+        "w4a16_linear_int4_gemm",
+        "interposer_xpu.weight_only_linear:w4a16_linear",
+        "xpu",
+        Requires(
+            _DPAS,
+            dtypes=_NARROW,
+            dims=dict.fromkeys(("in_features", "out_features", "group_size"), _MULTIPLE),
+        ),
+        predicate=f"{_JUDGES}:judge_int4",
+        prepare="interposer_xpu.weight_only_linear:prepare",
+        score=20.0,
+        properties=_OPAQUE,
+    )
+    fp8 = Kernel(
+        "fp8_linear",
+        "fp8_linear_fp8_gemm",
+        "interposer_xpu.fp8_linear:fp8_linear",
+        "xpu",
+        Requires(_DPAS, dtypes=_NARROW),
+        predicate=f"{_JUDGES}:judge_fp8",
+        score=20.0,
+        properties=_OPAQUE,
+    )
+    # Half the conversions, where it can be had.
+    fp8_weights = Kernel(
+        "fp8_linear",
+        "fp8_linear_fp8_gemm_w8a16",
+        "interposer_xpu.fp8_linear:fp8_linear_weights",
+        "xpu",
+        Requires(_DPAS, dtypes=_NARROW),
+        predicate=f"{_JUDGES}:judge_fp8_weights",
+        score=21.0,
+        properties=_OPAQUE,
+    )
+    # The numbers of chosen experts are those that its routing was compiled for, in every version
+    # known. It rounds once more than the op defines: kernels that do not go before it.
+    experts = Kernel(
+        "fused_experts_mxfp4",
+        "fused_experts_mxfp4_grouped_gemm",
+        "interposer_xpu.experts:fused_experts_mxfp4",
+        "xpu",
+        Requires(
+            frozenset({"block_2d_io"}),
+            dtypes=_NARROW,
+            dims={
+                "hidden_size": _MULTIPLE,
+                "intermediate_size": _MULTIPLE,
+                "top_k": Dim(one_of=(1, 2, 4, 6, 8)),
+            },
+        ),
+        predicate=f"{_JUDGES}:judge_experts",
+        prepare="interposer_xpu.experts:prepare",
+        score=5.0,
+        properties=_OPAQUE,
+    )
+    routing = Kernel(
+        "topk_softmax",
+        "topk_softmax_moe",
+        "interposer_xpu.routing:topk_softmax",
+        "xpu",
+        Requires(dtypes=("float32", *_NARROW)),
+        predicate=f"{_JUDGES}:judge_routing",
+        score=20.0,
+        properties=_OPAQUE,
+    )
+    norm = Kernel(
+        "rms_norm",
+        "rms_norm_ipex",
+        "interposer_xpu.extension:rms_norm",
+        "xpu",
+        Requires(dtypes=("float32", *_NARROW)),
+        predicate="interposer_xpu.extension:judge",
+        score=5.0,
+        properties=_OPAQUE,
+    )
+    return [
+        PlatformEntry("xpu", "interposer_xpu.platform:XPUPlatform", driver_files=_DRIVER_FILES),
+        *(int4, fp8, fp8_weights, experts, routing, norm),
+        *(DeviceEntry(name, "xpu", f"interposer_xpu:devices/{name}.json") for name in _DESCRIBED),
+    ]

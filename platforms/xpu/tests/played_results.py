@@ -1,0 +1,64 @@
+"""Runs cases of the ops through kernels of the played package, in a process that has it.
+
+    PYTHONPATH=FOLDER python platforms/xpu/tests/played_results.py RECORD
+
+prints, as JSON, how many cases its record accepted and what was wrong with their results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from copy import copy
+from itertools import islice
+from typing import Any
+
+import torch
+
+from interposer import Capability, Request, Tolerance
+from interposer.records import Kernel, load_target
+from interposer.testing import check_kernel
+from interposer_ops import experts, fp8_linear, routing, weight_only_linear
+from interposer_xpu.plugin import interposer_records
+
+# The grouped product stores what it projects in 16 bits, which is rounded before it is activated:
+# the op allows two roundings, of h and of y. That of u is one more in h; that of g, where silu and
+# gelu change by at most twice the relative change of g (beyond -2 they change by more, of values
+# that are small), counts as two.
+EXPERTS = copy(experts.fused_experts_mxfp4)
+EXPERTS.tolerance = Tolerance(roundings=5)
+OPS: dict[str, Any] = {
+    "w4a16_linear": weight_only_linear.w4a16_linear,
+    "fp8_linear": fp8_linear.fp8_linear,
+    "fused_experts_mxfp4": EXPERTS,
+    "topk_softmax": routing.topk_softmax,
+}
+MOST = 12
+CAPABILITY = Capability("bmg_g21", frozenset({"dpas", "block_2d_io"}))
+
+
+def main(name: str) -> None:
+    (record,) = [r for r in interposer_records() if getattr(r, "name", "") == name]
+    assert isinstance(record, Kernel)
+    op = OPS[record.op]
+    kernel, judge = load_target(record.target), load_target(record.predicate)
+    prepare = load_target(record.prepare) if record.prepare else None
+    accepted, faults = 0, []
+    for dtype in (torch.bfloat16, torch.float16):
+        asked = str(dtype).removeprefix("torch.")
+        requests = (
+            (case, Request("kernel", record.op, "xpu", CAPABILITY, asked, case.dims))
+            for case in op.cases(dtype, 0)
+        )
+        taken = (
+            case for case, request in requests if record.requires.judge(request) and judge(request)
+        )
+        for case in islice(taken, MOST):
+            accepted += 1
+            found = check_kernel(op, kernel, case, prepare=prepare)
+            faults += [f"{case.label} {dtype}: {fault}" for fault in found]
+    print(json.dumps({"accepted": accepted, "faults": faults}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
