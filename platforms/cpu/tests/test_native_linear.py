@@ -135,3 +135,18 @@ def test_compiled_code_calls_the_registered_op() -> None:
         lambda rows: native_linear.linear(rows, packed, None), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(compiled(x), native_linear.linear(x, packed, None))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_a_weight_of_nan_multiplies_is_nan(level: str, rows: int, forced: None) -> None:
+    native.force_level(level)
+    weight = torch.randn(70, 64).to(torch.float8_e4m3fn)
+    codes = weight.view(torch.uint8)
+    codes[3, 5], codes[66, 63] = 0x7F, 0xFF
+    packed = native_linear.pack_fp8(weight, torch.ones(70), None)["weight"]
+    x = torch.randn(rows, 64).to(torch.float8_e4m3fn)
+    result = native_linear.fp8_linear(x, packed, torch.ones(rows, 1), None, None, torch.float32)
+    expected = torch.full((70,), False)
+    expected[3] = expected[66] = True
+    assert torch.equal(result.isnan(), expected.expand(rows, 70))

@@ -139,6 +139,17 @@ void pack_words(const interposer_plain& plain, int64_t first, int64_t count, uin
   }
 }
 
+// Whether a weight of this output and group is NaN, which of formats of eight bits or less e4m3fn has.
+bool holds_nan(const interposer_plain& plain, int64_t output, int64_t group) {
+  if (plain.format != kWeightE4M3) return false;
+  const int64_t begin = group * plain.group, left = plain.inputs - begin;
+  const int64_t count = left < plain.group ? left : plain.group;
+  const auto* codes = static_cast<const uint8_t*>(plain.weight) + output * plain.inputs + begin;
+  bool found = false;
+  for (int64_t i = 0; i < count; ++i) found |= (codes[i] & 0x7f) == 0x7f;
+  return found;
+}
+
 void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_t block) {
   const int64_t first = block * kBlock;
   const int64_t count = plain.outputs - first < kBlock ? plain.outputs - first : kBlock;
@@ -156,7 +167,11 @@ void pack_block(const interposer_plain& plain, interposer_packed* packed, int64_
       const char* row =
           static_cast<const char*>(plain.scales) + (first + output) * plain.scale_stride * size;
       for (int64_t group = 0; group < groups; ++group) {
-        std::memcpy(scales + (group * kBlock + output) * size, row + group * size, size_t(size));
+        char* scale = scales + (group * kBlock + output) * size;
+        std::memcpy(scale, row + group * size, size_t(size));
+        // Products read NaN as a number, which costs less. Here it is NaN in every type of scales,
+        // and makes all that the weight is multiplied by NaN, as it has to be.
+        if (holds_nan(plain, first + output, group)) std::memset(scale, 0xff, size_t(size));
       }
     }
   }
