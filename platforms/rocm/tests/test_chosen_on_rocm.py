@@ -1,0 +1,30 @@
+"""What is to be chosen on the described GPUs is, as the golden files say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).with_name("golden")
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "kernel"),
+    [
+        ("mi300x-plain", "rms_norm", "rms_norm_triton"),
+        ("mi300x-plain", "linear", "reference"),
+        ("mi250x-fp8", "fp8_linear", "fp8_linear_triton"),
+        ("mi300x-fp8", "fp8_linear", "fp8_linear_hipblaslt_fnuz"),
+        ("mi355x-fp8", "fp8_linear", "fp8_linear_hipblaslt"),
+        ("rx7900xtx-fp8", "fp8_linear", "fp8_linear_triton"),
+        ("rx9070xt-fp8", "fp8_linear", "fp8_linear_hipblaslt"),
+        ("mi300x-int4", "w4a16_linear", "w4a16_linear_triton"),
+        ("mi355x-mxfp4", "mxfp4_linear", "mxfp4_linear_triton"),
+    ],
+)
+def test_what_is_to_be_chosen_is(name: str, op: str, kernel: str) -> None:
+    text = (GOLDEN / f"{name}.txt").read_text()
+    chosen = re.findall(rf"^kernel '{op}' .*\n  -> (\S+) ", text, re.MULTILINE)
+    assert {*chosen} == {kernel}

@@ -1,0 +1,46 @@
+"""What is chosen on every described GPU is what the golden files say, which people have read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs the package triton, whose kernels are candidates")
+
+ROOT = Path(__file__).parents[1]
+WRITER = Path(__file__).with_name("golden_choices.py")
+KEPT = "INTERPOSER_CACHE_DIR"
+
+
+def read(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
+def test_choices_are_those_that_people_have_read(platform: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(WRITER), f"interposer-{platform}"]
+    golden = ROOT / "platforms" / platform / "tests/golden"
+    # A policy of whoever runs the tests would be told, too.
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name == KEPT or not name.startswith("INTERPOSER_")
+    }
+    done = subprocess.run(
+        [*command, str(tmp_path / "now")],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stderr
+    now, then = read(tmp_path / "now"), read(golden)
+    mend = f"to take what is chosen now, once you have read it: {' '.join([*command, str(golden)])}"
+    assert then
+    assert now.keys() == then.keys(), mend
+    assert [name for name in then if now[name] != then[name]] == [], mend
