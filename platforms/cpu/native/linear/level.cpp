@@ -20,6 +20,7 @@ constexpr int kRegisterTiles = 1;
 #endif
 // What is fetched lies ahead of what is read by so many bytes.
 constexpr int64_t kFetchedAhead = 16 * kBlock * 4;
+constexpr int64_t kGroupsAhead = 8;  // of whose scales
 constexpr int kToFirstLevel = 3, kToSecondLevel = 2;  // of caches, as the compiler counts them
 
 // From so many rows on, words of few bits are decoded once for all of them; those of eight bits,
@@ -52,6 +53,11 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   }
   Floats totals[M][T] = {};
   for (int64_t group = 0; group < groups; ++group) {
+    if (ahead && scales) {
+      for (int t = 0; t < T; ++t) {
+        __builtin_prefetch(scales + (kGroupsAhead * kBlock + t * kLanes) * scale_size, 0, kFetch);
+      }
+    }
     Ints zero[T];
     for (int t = 0; t < T; ++t) zero[t] = zeros_of<F>(zeros ? zeros + t * kLanes : nullptr);
     Sum sums[M][T][kChains] = {};
