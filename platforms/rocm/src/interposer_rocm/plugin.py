@@ -40,11 +40,7 @@ def _products() -> list[Record]:
             "fp8_linear_hipblaslt",
             "interposer_ops.scaled_mm:fp8_linear",
             "rocm",
-            Requires(
-                features=frozenset({"fp8_ocp"}),
-                architectures=frozenset({"gfx950", "gfx1200", "gfx1201"}),
-                dtypes=_FLOATS,
-            ),
+            Requires(features=frozenset({"fp8_ocp"}), dtypes=_FLOATS),
             judge,
             score=11.0,
             properties=properties,
