@@ -274,8 +274,8 @@ def levels_here(built: Built) -> tuple[str, ...]:
 
 def check_all_levels(built: Built, golden: Path, levels: tuple[str, ...], model: str = "") -> None:
     best = levels[-1] if levels else "none"
-    # Emulators of processes keep memory of every thread that ended: half a megabyte of each, of which
-    # every case starts several. How work is shared is the same code everywhere, and tested here.
+    # Emulators of processes keep half a megabyte of every thread that ended, and every case starts
+    # several. How work is shared among them is the same code everywhere, and tested here.
     threads = "1" if model else "3"
     options = ["--best", best, "--threads", threads, str(golden)]
     passed = cases_by_level(built.run(*options, model=model))
