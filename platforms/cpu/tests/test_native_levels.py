@@ -312,7 +312,7 @@ def test_wrong_results_and_levels_are_found(build: Build, golden: Path, tmp_path
     changed.write_bytes(content)
     cut.write_bytes(content[:-1])
     built = build()
-    done = built.run("--only", "embedding", str(changed))
+    done = built.run("--only", "w8a16_embedding", str(changed))
     num_levels = len(set(re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE)))
     assert done.returncode == 1
     assert done.stdout.count("FAILED") == done.stdout.count("1e+09 expected") == num_levels > 0
