@@ -70,6 +70,12 @@ inline __attribute__((always_inline)) void multiply_signed_unsigned_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
 }
 
+// The same where both are signed.
+template <int sums, int a, int b>
+inline __attribute__((always_inline)) void multiply_signed_tiles() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
+}
+
 #else
 
 inline void load_tile_shapes(const TileShapes& shapes) {
@@ -100,6 +106,11 @@ inline void multiply_bfloat16_tiles() {
 template <int sums, int a, int b>
 inline void multiply_signed_unsigned_tiles() {
   emulated_tiles::multiply_codes<int8_t, uint8_t>(sums, a, b);
+}
+
+template <int sums, int a, int b>
+inline void multiply_signed_tiles() {
+  emulated_tiles::multiply_codes<int8_t, int8_t>(sums, a, b);
 }
 
 #endif
