@@ -47,10 +47,59 @@ def interposer_records() -> list[Record]:
         score=5.0,
         properties=frozenset({"graph_safe", "opaque"}),
     )
+    # Before the experts in turn, which wait for the device; behind those of Triton.
+    experts = Kernel(
+        "fused_experts",
+        "fused_experts_grouped_mm",
+        "interposer_cuda.grouped_experts:fused_experts",
+        "cuda",
+        Requires(
+            architectures=frozenset({"sm_90", "sm_100"}),
+            dtypes=("bfloat16",),
+            dims={"hidden_size": Dim(multiple_of=8), "intermediate_size": Dim(multiple_of=8)},
+        ),
+        "interposer_cuda.grouped_experts:judge",
+        "interposer_cuda.grouped_experts:prepare",
+        score=6.0,
+        properties=frozenset({"opaque"}),
+    )
     return [
         sdpa,
         flash_3,
         grouped,
+        experts,
+        *_of_flashinfer(),
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
+    ]
+
+
+def _of_flashinfer() -> list[Record]:
+    products = "interposer_cuda.flashinfer_products"
+    blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
+    sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
+    large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
+    whole = {name: Dim(multiple_of=128) for name in sizes}
+    squares = {name: Dim(one_of=(128,)) for name in ("block_rows", "block_columns")}
+    formats = {name: Dim(one_of=("float8_e4m3fn",)) for name in ("x_dtype", "weight_dtype")}
+    rows = [
+        ("nvfp4_linear", blackwell, sizes, "prepare_nvfp4"),
+        ("mxfp8_linear", blackwell, large, "prepare_mxfp8"),
+        ("fp8_block_linear", blackwell - {"sm_103"}, {**whole, **squares, **formats}, ""),
+    ]
+    # Nobody has run them through this plugin: they are taken where they are wanted.
+    return [
+        Kernel(
+            op,
+            f"{op}_flashinfer",
+            f"{products}:{op}",
+            "cuda",
+            Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
+            f"{products}:judge",
+            f"{products}:{prepare}" if prepare else "",
+            score=-1.0,
+            properties=frozenset({"opaque"}),
+            confirm=f"{products}:confirm",
+        )
+        for op, architectures, dims, prepare in rows
     ]

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from interposer.verdict import Verdict
 
-__all__ = ["FLASH_ATTENTION_3", "Provider"]
+__all__ = ["FLASHINFER", "FLASH_ATTENTION_3", "Provider"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +50,5 @@ FLASH_ATTENTION_3 = Provider(
     ">=3.0.0b1,<3.1",
     "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
 )
+
+FLASHINFER = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
