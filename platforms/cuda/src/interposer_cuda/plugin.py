@@ -14,6 +14,10 @@ _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 # What changes with the driver: verdicts and measurements are kept per driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
+_FLOATS = ("float32", "bfloat16", "float16")
+# Nobody has run other packages' kernels through this plugin: they are taken where they are wanted.
+_WANTED_ONLY = -1.0
+
 
 @hookimpl
 def interposer_records() -> list[Record]:
@@ -69,6 +73,7 @@ def interposer_records() -> list[Record]:
         grouped,
         experts,
         *_of_flashinfer(),
+        *_of_the_hub(),
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
     ]
@@ -87,7 +92,6 @@ def _of_flashinfer() -> list[Record]:
         ("mxfp8_linear", blackwell, large, "prepare_mxfp8"),
         ("fp8_block_linear", blackwell - {"sm_103"}, {**whole, **squares, **formats}, ""),
     ]
-    # Nobody has run them through this plugin: they are taken where they are wanted.
     return [
         Kernel(
             op,
@@ -97,9 +101,32 @@ def _of_flashinfer() -> list[Record]:
             Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
             f"{products}:judge",
             f"{products}:{prepare}" if prepare else "",
-            score=-1.0,
+            score=_WANTED_ONLY,
             properties=frozenset({"opaque"}),
             confirm=f"{products}:confirm",
         )
         for op, architectures, dims, prepare in rows
+    ]
+
+
+def _of_the_hub() -> list[Record]:
+    activations = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "quick_gelu")
+    wide = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
+    rows = [
+        *((op, "activation", {}) for op in activations),
+        *((op, "layer_norm", wide) for op in ("rms_norm", "layer_norm")),
+    ]
+    return [
+        Kernel(
+            op,
+            f"{op}_hub",
+            f"interposer_cuda.hub_kernels:{op}",
+            "cuda",
+            Requires(dtypes=_FLOATS, dims=dims),
+            f"interposer_cuda.hub_cache:judge_{repository}",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"interposer_cuda.hub_kernels:confirm_{repository}",
+        )
+        for op, repository, dims in rows
     ]
