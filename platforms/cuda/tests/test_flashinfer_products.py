@@ -118,10 +118,16 @@ SIZES: dict[str, dict[str, int | str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("package")
+    install(folder, "flashinfer-python", "0.7.2.post1", "flashinfer/gemm", FLASHINFER)
+    return folder / "site"
+
+
 @pytest.fixture
-def flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    install(tmp_path, "flashinfer-python", "0.7.2.post1", "flashinfer/gemm", FLASHINFER)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def flashinfer(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(package)
     importlib.invalidate_caches()
     # In the place of the portable kernels, which run on a GPU.
     monkeypatch.setattr(microscaled_linear, "nvfp4_linear", nvfp4_linear)

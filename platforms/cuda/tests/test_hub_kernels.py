@@ -119,15 +119,22 @@ def build(folder: Path, kernel: HubKernel, variant: str = "torch-cpu", **stated:
     (place / "__init__.py").write_text(CODE[kernel])
 
 
-@pytest.fixture
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
-    """Return a function that puts a kernel into the hub's cache."""
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a package that loads kernels; an empty one where there is the real."""
+    folder = tmp_path_factory.mktemp("package")
     try:
         version("kernels")
     except PackageNotFoundError:
-        install(tmp_path, "kernels", "0.17.2", "kernels", KERNELS)
-        monkeypatch.syspath_prepend(tmp_path / "site")
-        importlib.invalidate_caches()
+        install(folder, "kernels", "0.17.2", "kernels", KERNELS)
+    return folder / "site"
+
+
+@pytest.fixture
+def put(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
+    """Return a function that puts a kernel into the hub's cache."""
+    monkeypatch.syspath_prepend(package)
+    importlib.invalidate_caches()
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LOCAL_KERNELS", raising=False)
 
