@@ -186,7 +186,13 @@ def test_it_is_imported_where_it_is_chosen_alone(flashinfer: None) -> None:
             "",
             "flashinfer-python cannot be imported: ImportError: no tvm_ffi",
         ),
-        ("0.7.3", "def mm_fp4(): ...", "", "flashinfer.gemm has no mm_mxfp8. Try: pip install"),
+        ("0.7.3", "def mm_mxfp8(): ...", "", "flashinfer.gemm has no mm_fp4. Try: pip install"),
+        (
+            "0.7.3",
+            "def mm_fp4(a, b, block_size, use_nvfp4): ...",
+            "",
+            "flashinfer.gemm.mm_fp4 takes no backend, use_8x4_sf_layout. Try: pip install",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(

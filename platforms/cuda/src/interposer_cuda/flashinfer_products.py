@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from inspect import signature
 
 import torch
 from torch.nn import functional
@@ -39,6 +40,12 @@ __all__ = [
 _TILE = (128, 4)
 _ROWS = 4
 _MODULE = "flashinfer.gemm"
+# What each is given by name.
+_PASSED = {
+    "mm_fp4": {"block_size", "use_8x4_sf_layout", "backend", "use_nvfp4"},
+    "mm_mxfp8": {"use_8x4_sf_layout", "backend"},
+    "gemm_fp8_nt_groupwise": {"scale_granularity_mnk", "out", "backend"},
+}
 _MICROSCALED, _SCALED = (
     "interposer_ops.triton.microscaled_linear",
     "interposer_ops.triton.scaled_linear",
@@ -55,7 +62,7 @@ def judge(request: Request) -> Verdict:
 
 
 def confirm(request: Request) -> Verdict:
-    """Import the package, and refuse where that fails or a function is missing."""
+    """Import the package, and refuse where that fails or a function is another."""
     del request
     try:
         module = import_module(_MODULE)
@@ -63,9 +70,14 @@ def confirm(request: Request) -> Verdict:
         return Verdict.refuse(
             f"{FLASHINFER.distribution} cannot be imported: {type(error).__name__}: {error}"
         )
-    for name in ("mm_fp4", "mm_mxfp8", "gemm_fp8_nt_groupwise"):
+    for name, passed in _PASSED.items():
         if not hasattr(module, name):
             return Verdict.refuse(f"{_MODULE} has no {name}. Try: {FLASHINFER.source}")
+        missing = sorted(passed - signature(getattr(module, name)).parameters.keys())
+        if missing:
+            return Verdict.refuse(
+                f"{_MODULE}.{name} takes no {', '.join(missing)}. Try: {FLASHINFER.source}"
+            )
     return Verdict.accept()
 
 
