@@ -9,15 +9,14 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages, P 
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from platforms.cuda.tests.wheels import install
 
 from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry
 from interposer.capability import Device
@@ -68,25 +67,6 @@ def flash_attn_with_kvcache(
 """
 HOPPER = Capability("sm_90")
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
-
-
-def install(folder: Path, name: str, version: str, module: str, code: str) -> None:
-    """Make a wheel of one module and install it into ``folder``, without an index."""
-    stem = f"{name.replace('-', '_')}-{version}"
-    wheel = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{module}.py", code)
-        info = f"{stem}.dist-info"
-        file.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/RECORD", "")
-    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
-    target = str(folder / "site")
-    subprocess.run([*command, "--target", target, str(wheel)], check=True, timeout=300)
 
 
 @pytest.fixture

@@ -14,6 +14,10 @@ _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 # What changes with the driver: verdicts and measurements are kept per driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
+_FLOATS = ("float32", "bfloat16", "float16")
+# Nobody has run other packages' kernels through this plugin: they are taken where they are wanted.
+_WANTED_ONLY = -1.0
+
 
 @hookimpl
 def interposer_records() -> list[Record]:
@@ -47,10 +51,82 @@ def interposer_records() -> list[Record]:
         score=5.0,
         properties=frozenset({"graph_safe", "opaque"}),
     )
+    # Before the experts in turn, which wait for the device; behind those of Triton.
+    experts = Kernel(
+        "fused_experts",
+        "fused_experts_grouped_mm",
+        "interposer_cuda.grouped_experts:fused_experts",
+        "cuda",
+        Requires(
+            architectures=frozenset({"sm_90", "sm_100"}),
+            dtypes=("bfloat16",),
+            dims={"hidden_size": Dim(multiple_of=8), "intermediate_size": Dim(multiple_of=8)},
+        ),
+        "interposer_cuda.grouped_experts:judge",
+        "interposer_cuda.grouped_experts:prepare",
+        score=6.0,
+        properties=frozenset({"opaque"}),
+    )
     return [
         sdpa,
         flash_3,
         grouped,
+        experts,
+        *_of_flashinfer(),
+        *_of_the_hub(),
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
+    ]
+
+
+def _of_flashinfer() -> list[Record]:
+    products = "interposer_cuda.flashinfer_products"
+    blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
+    sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
+    large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
+    whole = {name: Dim(multiple_of=128) for name in sizes}
+    squares = {name: Dim(one_of=(128,)) for name in ("block_rows", "block_columns")}
+    formats = {name: Dim(one_of=("float8_e4m3fn",)) for name in ("x_dtype", "weight_dtype")}
+    rows = [
+        ("nvfp4_linear", blackwell, sizes, "prepare_nvfp4"),
+        ("mxfp8_linear", blackwell, large, "prepare_mxfp8"),
+        ("fp8_block_linear", blackwell - {"sm_103"}, {**whole, **squares, **formats}, ""),
+    ]
+    return [
+        Kernel(
+            op,
+            f"{op}_flashinfer",
+            f"{products}:{op}",
+            "cuda",
+            Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
+            f"{products}:judge",
+            f"{products}:{prepare}" if prepare else "",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"{products}:confirm",
+        )
+        for op, architectures, dims, prepare in rows
+    ]
+
+
+def _of_the_hub() -> list[Record]:
+    activations = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "quick_gelu")
+    wide = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
+    rows = [
+        *((op, "activation", {}) for op in activations),
+        *((op, "layer_norm", wide) for op in ("rms_norm", "layer_norm")),
+    ]
+    return [
+        Kernel(
+            op,
+            f"{op}_hub",
+            f"interposer_cuda.hub_kernels:{op}",
+            "cuda",
+            Requires(dtypes=_FLOATS, dims=dims),
+            f"interposer_cuda.hub_cache:judge_{repository}",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"interposer_cuda.hub_kernels:confirm_{repository}",
+        )
+        for op, repository, dims in rows
     ]

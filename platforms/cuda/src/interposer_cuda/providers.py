@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from interposer.verdict import Verdict
 
-__all__ = ["FLASH_ATTENTION_3", "Provider"]
+__all__ = ["FLASHINFER", "FLASH_ATTENTION_3", "HUB_KERNELS", "Provider"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +50,6 @@ FLASH_ATTENTION_3 = Provider(
     ">=3.0.0b1,<3.1",
     "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
 )
+
+FLASHINFER = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
+HUB_KERNELS = Provider("kernels", ">=0.17,<0.18", "pip install 'kernels<0.18'")
