@@ -53,6 +53,12 @@ inline __attribute__((always_inline)) void load_tile(const void* from, int64_t s
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
 }
 
+// The same of what is not wanted again soon: the first cache keeps other things.
+template <int tile>
+inline __attribute__((always_inline)) void load_tile_once(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
+}
+
 template <int tile>
 inline __attribute__((always_inline)) void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
@@ -91,6 +97,11 @@ inline void zero_tile() {
 template <int tile>
 inline void load_tile(const void* from, int64_t stride) {
   emulated_tiles::load(tile, static_cast<const char*>(from), stride);
+}
+
+template <int tile>
+inline void load_tile_once(const void* from, int64_t stride) {
+  load_tile<tile>(from, stride);
 }
 
 template <int tile>

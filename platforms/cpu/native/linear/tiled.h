@@ -173,14 +173,14 @@ void tile_products(const TiledWords& of, int tile, const char* x, int64_t x_stri
       }
     }
     load_tile<4>(x, x_stride);
-    load_tile<6>(words, of.row_bytes);
+    load_tile_once<6>(words, of.row_bytes);
     Way::template multiply<0, 4, 6>();
-    load_tile<7>(words + of.tile_bytes, of.row_bytes);
+    load_tile_once<7>(words + of.tile_bytes, of.row_bytes);
     Way::template multiply<1, 4, 7>();
     if constexpr (R == 1) {
-      load_tile<6>(words + 2 * of.tile_bytes, of.row_bytes);
+      load_tile_once<6>(words + 2 * of.tile_bytes, of.row_bytes);
       Way::template multiply<2, 4, 6>();
-      load_tile<7>(words + 3 * of.tile_bytes, of.row_bytes);
+      load_tile_once<7>(words + 3 * of.tile_bytes, of.row_bytes);
       Way::template multiply<3, 4, 7>();
     } else {
       load_tile<5>(x + kTileRows * x_stride, x_stride);
