@@ -14,7 +14,6 @@ import torch
 
 from interposer import Config, place
 from interposer.testing.trial_group import TrialGroup
-from interposer_cuda.memory_profile import memory_profile
 from interposer_cuda.platform import CUDAPlatform
 
 FOUND = CUDAPlatform.probe()
@@ -69,7 +68,7 @@ def test_a_graph_replays_on_other_numbers(platform: CUDAPlatform) -> None:
 
 
 def test_memory_is_told_apart(platform: CUDAPlatform) -> None:
-    with memory_profile("cuda:0") as profile:
+    with platform.memory_profile("cuda:0") as profile:
         kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
     assert profile.torch_bytes >= kept.numel()
     assert profile.after.total_bytes == platform.memory("cuda:0").total_bytes

@@ -123,7 +123,7 @@ def test_what_the_platform_provides() -> None:
     provided = {m for m in ROCmPlatform.optional_members() if ROCmPlatform.provides(m)}
     assert provided == {
         *("compile_backend", "distributed_backend", "facts", "peak_memory_bytes", "pin_memory"),
-        *("start_method", "stream"),
+        *("memory_profile", "start_method", "stream"),
     }
 
 

@@ -21,7 +21,7 @@ def interposer_records() -> list[Record]:
     # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
     sdpa = AttentionEntry(
         "sdpa_gathered",
-        "interposer_cuda.sdpa:SdpaBackend",
+        "interposer_ops.sdpa:SdpaBackend",
         "cuda",
         Requires(dtypes=("float32", "bfloat16", "float16")),
         score=-1.0,

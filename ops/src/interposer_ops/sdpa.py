@@ -1,8 +1,8 @@
-"""Decoder attention through torch's scaled dot products: flash, cuDNN or memory-efficient.
+"""Decoder attention through torch's scaled dot products, whichever kernels torch has for them.
 
 It copies what is read of the cache, and waits for the host once per step, so that it is no match
-for kernels that read pages where they lie; it serves where these cannot be had. Results are tested
-on the processor; on a GPU it was not run.
+for kernels that read pages where they lie; it serves where these cannot be had. Platforms offer it
+by records of their own. Results are tested on the processor; on an accelerator it was not run.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
 S page size, L cached tokens that are read.
@@ -21,7 +21,7 @@ from interposer import (
     KVCacheLayout,
     Verdict,
 )
-from interposer_cuda.sdpa_plan import Decodes, Plan, Prompt, make_plan
+from interposer_ops.sdpa_plan import Decodes, Plan, Prompt, make_plan
 
 __all__ = ["SdpaBackend"]
 
