@@ -77,9 +77,6 @@ class FlashAttention3Backend(AttentionBackend):
             return Verdict.refuse(
                 f"takes heads of multiples of 8 up to {_LARGEST_HEAD}, got {spec.head_size}"
             )
-        if spec.num_heads % spec.num_kv_heads:
-            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.is_quantized:
             return Verdict.refuse(
                 f"wants queries in the cache's dtype, got {spec.dtype} and {spec.cache_dtype}"
@@ -88,9 +85,7 @@ class FlashAttention3Backend(AttentionBackend):
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
-        spec = self.spec
-        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> FlashPlan:
         """Return the batch in int32; the host waits for nothing."""

@@ -23,9 +23,9 @@ from interposer import (
     Site,
     Verdict,
 )
+from interposer_ops.paged_slots import cumulated, read_slots
 from interposer_rocm.aiter_library import FLASH, function, require
 from interposer_rocm.aiter_package import judge_flash
-from interposer_rocm.paged_slots import cumulated, read_slots
 
 __all__ = ["AiterFlashBackend", "Plan"]
 
@@ -68,9 +68,7 @@ class AiterFlashBackend(AttentionBackend):
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
-        spec = self.spec
-        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return what is read, which is no more than the window where there is one."""
