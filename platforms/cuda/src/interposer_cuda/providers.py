@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from interposer.verdict import Verdict
 
-__all__ = ["FLASH_ATTENTION_3", "Provider"]
+__all__ = ["FLASHINFER", "FLASH_ATTENTION_2", "FLASH_ATTENTION_3", "Provider"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,10 @@ class Provider:
         return Verdict.accept()
 
 
+FLASHINFER = Provider("flashinfer-python", ">=0.6,<0.8", "pip install flashinfer-python")
+FLASH_ATTENTION_2 = Provider(
+    "flash-attn", ">=2.6,<2.9", "pip install flash-attn --no-build-isolation"
+)
 FLASH_ATTENTION_3 = Provider(
     "flash-attn-3",
     ">=3.0.0b1,<3.1",

@@ -25,13 +25,20 @@ def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
     return [
         PlatformEntry("rocm", "interposer_rocm.platform:ROCmPlatform", driver_files=_DRIVER_FILES),
-        # Portable kernels, which read pages where they lie, go before it.
+        # Portable kernels, which read pages where they lie, go before these.
         AttentionEntry(
             "sdpa_gathered",
             "interposer_ops.sdpa:SdpaBackend",
             "rocm",
             Requires(dtypes=_FLOATS),
             score=_WANTED_ONLY,
+        ),
+        AttentionEntry(
+            "flex_gathered",
+            "interposer_ops.flex_attention:FlexBackend",
+            "rocm",
+            Requires(frozenset({"triton"}), dtypes=_FLOATS),
+            score=-1.5,
         ),
         *_products(),
         *_of_aiter(),
