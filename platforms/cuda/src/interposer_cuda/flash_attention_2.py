@@ -69,12 +69,12 @@ class FlashAttention2Backend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders in 16 bits with a cache of the same dtype and large pages."""
-        verdict = FLASH_ATTENTION_2.judge()
-        if verdict and spec.page_size % _PAGE_TOKENS:
+        if spec.page_size % _PAGE_TOKENS:
             return Verdict.refuse(
                 f"reads pages of multiples of {_PAGE_TOKENS} tokens, got {spec.page_size}"
             )
-        return verdict and judge_flash(spec)
+        # What cannot be had by installing it, is said first.
+        return judge_flash(spec) and FLASH_ATTENTION_2.judge()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""

@@ -46,13 +46,13 @@ class FlashAttention3Backend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders in 16 bits with a cache of the same dtype."""
-        verdict = FLASH_ATTENTION_3.judge()
-        if verdict and spec.is_quantized:
+        if spec.is_quantized:
             # Its descales are those of queries too: one rounding more than the spec asks for.
             return Verdict.refuse(
                 f"would round queries of {spec.dtype} to the cache's {spec.cache_dtype} as well"
             )
-        return verdict and judge_flash(spec)
+        # What cannot be had by installing it, is said first.
+        return judge_flash(spec) and FLASH_ATTENTION_3.judge()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""

@@ -74,9 +74,6 @@ class FlashInferBackend(AttentionBackend):
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders in 16 bits, with a cache of the same dtype or of 8-bit floats."""
-        verdict = FLASHINFER.judge()
-        if not verdict:
-            return verdict
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
         if spec.head_size not in _HEAD_SIZES:
@@ -87,7 +84,8 @@ class FlashInferBackend(AttentionBackend):
             if spec.head_scales:
                 return Verdict.refuse("takes one scale for all heads of a cache, got one per head")
             spec = replace(spec, cache_dtype=spec.dtype)
-        return spec.judge_plain_decoder()
+        # What cannot be had by installing it, is said first.
+        return spec.judge_plain_decoder() and FLASHINFER.judge()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""

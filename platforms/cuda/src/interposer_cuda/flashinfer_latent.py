@@ -46,11 +46,10 @@ _wrappers = _Wrappers()
 
 def judge(request: Request) -> Verdict:
     """Accept a cache of the request's dtype, where the package is installed."""
-    verdict = FLASHINFER.judge()
     stored = request.dims["cache_dtype"]
-    if verdict and stored != request.dtype:
+    if stored != request.dtype:
         return Verdict.refuse(f"reads caches of {request.dtype}, as queries are, got {stored}")
-    return verdict
+    return FLASHINFER.judge()
 
 
 def latent_attention_decode(
