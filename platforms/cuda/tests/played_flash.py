@@ -36,8 +36,15 @@ def flash_attn_varlen_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
+    if block_table is None:
+        # As if each sequence were one page.
+        counts, starts = cu_seqlens_k.diff(), cu_seqlens_k.tolist()
+        most = int(counts.max())
+        k, v = (torch.stack([pad(t[a : a + most], most) for a in starts[:-1]]) for t in (k, v))
+        block_table = torch.arange(len(counts), dtype=torch.int32)[:, None]
+    else:
+        assert k.shape[1] % 256 == 0, "pages"
     whole(cu_seqlens_q, cu_seqlens_k, block_table)
-    assert k.shape[1] % 256 == 0, "pages"
     lengths = cu_seqlens_k.diff()
     assert max_seqlen_k >= int(lengths.max())
     assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
@@ -46,6 +53,10 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap,
     )  # fmt: skip
+
+
+def pad(rows, count):
+    return torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, count - len(rows)))
 
 
 def of_version_2(

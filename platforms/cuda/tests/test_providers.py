@@ -33,7 +33,7 @@ from interposer.errors import RequestError
 from interposer.testing import attention_specs, check_attention, check_kernel
 from interposer.tuning.workload import random_projections, typical_step
 from interposer_cuda import flashinfer_latent
-from interposer_cuda.flash_attention_2 import FlashAttention2Backend
+from interposer_cuda.flash_attention_2 import FlashAttention2Backend, FlashAttention2GatheredBackend
 from interposer_cuda.flash_attention_3 import FlashAttention3Backend
 from interposer_cuda.flashinfer_attention import FlashInferBackend
 from interposer_ops.latent_attention import latent_attention_decode
@@ -43,6 +43,7 @@ HOPPER = Capability("sm_90")
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
 BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
     FlashAttention2Backend: ("flash-attn", ">=2.6,<2.9"),
+    FlashAttention2GatheredBackend: ("flash-attn", ">=2.6,<2.9"),
     FlashAttention3Backend: ("flash-attn-3", ">=3.0.0b1,<3.1"),
     FlashInferBackend: ("flashinfer-python", ">=0.6,<0.8"),
 }
@@ -185,6 +186,9 @@ OWN: dict[type[AttentionBackend], list[tuple[dict[str, Any], str]]] = {
     FlashAttention2Backend: [
         ({"page_size": 16}, "reads pages of multiples of 256 tokens, got 16"),
         ({"head_size": 100}, "takes heads of multiples of 8 up to 256, got 100"),
+        (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
+    ],
+    FlashAttention2GatheredBackend: [
         (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
     ],
     FlashAttention3Backend: [

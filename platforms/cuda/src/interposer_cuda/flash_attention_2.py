@@ -1,9 +1,9 @@
 """Decoder attention through FlashAttention 2, where it is installed.
 
-Its functions are given pages where they lie, which hold multiples of 256 tokens: those of one
-token for each sequence split long caches over multiprocessors, the others mix prompts and decodes.
-Arguments are tested on the processor against functions of the same meaning; on a GPU it was not
-run.
+Its functions are given pages where they lie if these hold multiples of 256 tokens: the one for
+steps of one token each splits long caches over multiprocessors, the other mixes prompts and
+decodes. Of smaller pages, what is read is copied. Arguments are tested on the processor against
+functions of the same meaning; on a GPU it was not run.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 Source: ``flash_attn_with_kvcache`` and ``flash_attn_varlen_func`` in
@@ -28,12 +28,13 @@ from interposer import (
     Site,
     Verdict,
 )
-from interposer_cuda.flash_step import FlashStep, judge_flash, window_ends
+from interposer_cuda.flash_step import FlashStep, judge_flash
 from interposer_cuda.providers import FLASH_ATTENTION_2
 from interposer_ops.cache_writer import CacheWriter
+from interposer_ops.gathered_attention import GatheredBackend, GatheredStep, window_ends
 from interposer_ops.paged_slots import cumulated
 
-__all__ = ["Flash2Plan", "FlashAttention2Backend"]
+__all__ = ["Flash2Plan", "FlashAttention2Backend", "FlashAttention2GatheredBackend"]
 
 _PAGE_TOKENS = 256
 
@@ -55,12 +56,7 @@ class FlashAttention2Backend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._write = CacheWriter(spec, site).store
-        self._facts: dict[str, Any] = {
-            "softmax_scale": spec.scale,
-            "causal": True,
-            "window_size": window_ends(spec),
-            "softcap": spec.softcap or 0.0,
-        }
+        self._facts = _facts(spec)
         if not site.resolver.described:
             package = import_module("flash_attn")
             self._decode: Any = package.flash_attn_with_kvcache
@@ -122,3 +118,46 @@ class FlashAttention2Backend(AttentionBackend):
             **self._facts,
         )
         return out
+
+
+class FlashAttention2GatheredBackend(GatheredBackend):
+    """The same on copies, for pages of any size; it waits for the host once per step."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        self._facts = _facts(spec)
+        if not site.resolver.described:
+            self._attend: Any = import_module("flash_attn").flash_attn_varlen_func
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders in 16 bits with a cache of the same dtype."""
+        return judge_flash(spec) and FLASH_ATTENTION_2.judge()
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
+    ) -> torch.Tensor:
+        """Call the package; see ``GatheredBackend.attend``."""
+        if not len(query):
+            return torch.empty_like(query)
+        out: torch.Tensor = self._attend(
+            query,
+            key,
+            value,
+            cu_seqlens_q=step.query_starts,
+            cu_seqlens_k=step.key_starts,
+            max_seqlen_q=step.max_query_tokens,
+            max_seqlen_k=step.max_key_tokens,
+            **self._facts,
+        )
+        return out
+
+
+def _facts(spec: AttentionSpec) -> dict[str, Any]:
+    """Return what both functions are told of a layer."""
+    return {
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": window_ends(spec),
+        "softcap": spec.softcap or 0.0,
+    }

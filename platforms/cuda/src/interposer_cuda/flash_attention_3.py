@@ -26,9 +26,10 @@ from interposer import (
     Site,
     Verdict,
 )
-from interposer_cuda.flash_step import FlashStep, judge_flash, window_ends
+from interposer_cuda.flash_step import FlashStep, judge_flash
 from interposer_cuda.providers import FLASH_ATTENTION_3
 from interposer_ops.cache_writer import CacheWriter
+from interposer_ops.gathered_attention import window_ends
 
 __all__ = ["FlashAttention3Backend"]
 

@@ -1,4 +1,4 @@
-"""A step as flash attention of any version wants it: the batch in int32, and the window's ends.
+"""A step as flash attention of any version wants it, with pages: the batch in int32.
 
 Dimensions: T tokens, B sequences, M pages of the longest sequence.
 """
@@ -11,7 +11,7 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec, Verdict
 
-__all__ = ["FlashStep", "judge_flash", "window_ends"]
+__all__ = ["FlashStep", "judge_flash"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
@@ -45,12 +45,6 @@ class FlashStep(NamedTuple):
             batch.max_query_tokens,
             batch.max_seq_tokens,
         )
-
-
-def window_ends(spec: AttentionSpec) -> tuple[int, int]:
-    """Return how many tokens to the left and right of its own a query sees; -1 is all."""
-    # They count the tokens before the query's own.
-    return (-1, -1) if spec.window_tokens is None else (spec.window_tokens - 1, 0)
 
 
 def judge_flash(spec: AttentionSpec) -> Verdict:

@@ -31,10 +31,10 @@ from interposer import (
     Verdict,
 )
 from interposer.errors import RequestError
-from interposer_cuda.flash_step import window_ends
 from interposer_cuda.flashinfer_pages import FlashInferPages
 from interposer_cuda.providers import FLASHINFER
 from interposer_ops.cache_writer import CacheWriter
+from interposer_ops.gathered_attention import window_ends
 
 __all__ = ["FlashInferBackend", "FlashInferPlan"]
 

@@ -86,6 +86,13 @@ def _attention() -> list[Record]:
             score=-0.5,
         ),
         AttentionEntry(
+            "flash_attention_2_gathered",
+            "interposer_cuda.flash_attention_2:FlashAttention2GatheredBackend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            score=-0.8,
+        ),
+        AttentionEntry(
             "flash_attention_3",
             "interposer_cuda.flash_attention_3:FlashAttention3Backend",
             "cuda",
