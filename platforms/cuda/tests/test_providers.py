@@ -39,7 +39,7 @@ from interposer_cuda.flashinfer_attention import FlashInferBackend
 from interposer_ops.latent_attention import latent_attention_decode
 
 HERE = Path(__file__).parent
-HOPPER = Capability("sm_90")
+HOPPER = Capability("sm_90", formats=frozenset({"bfloat16", "float16"}))
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
 BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
     FlashAttention2Backend: ("flash-attn", ">=2.6,<2.9"),
@@ -212,6 +212,15 @@ def test_what_they_cannot_do_is_refused(packages: None, backend: type[AttentionB
     # Neither is a package imported for a device that is only described.
     backend(SPEC, site(SPEC.dtype, described=True))
     assert not IMPORTED & {*sys.modules}
+
+
+def test_flashinfer_wants_the_dtype_in_hardware(packages: None) -> None:
+    turing = Capability("sm_75", formats=frozenset({"float16"}))
+    assert FlashInferBackend.accepts(SPEC, turing).reason == (
+        "sm_75 has no products of torch.bfloat16"
+    )
+    half = replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16)
+    assert FlashInferBackend.accepts(half, turing)
 
 
 def test_a_latent_cache_of_another_dtype_is_refused(packages: None) -> None:

@@ -15,7 +15,7 @@ _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
 _NARROW = ("bfloat16", "float16")
-# What they are compiled for is Ampere and newer, which have it.
+# Flash attention and latent attention are compiled for Ampere and newer, which have it.
 _ASYNC = frozenset({"cp_async"})
 
 
@@ -103,7 +103,7 @@ def _attention() -> list[Record]:
             "flashinfer",
             "interposer_cuda.flashinfer_attention:FlashInferBackend",
             "cuda",
-            Requires(_ASYNC, dtypes=_NARROW),
+            Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
             score=-0.5,
         ),
     ]
