@@ -1,9 +1,12 @@
 """Decoder attention through torch's FlexAttention, for what fixed kernels cannot do together.
 
 It takes windows, softcap, sinks and caches of 8 bits in any combination, on copies of what is read
-of the cache, and waits for the host once per step. On an accelerator it is compiled when it is
-first called, for which Triton is needed. It is never compiled to a graph, and a step that is
-captured as one refuses it, since it does not promise to be safe there.
+of the cache, and waits for the host once per step.
+
+On an accelerator it is compiled when it is first called, for which Triton is needed, and again for
+steps of one query or of few tokens and for layers of another kind. Where these are more forms than
+``torch._dynamo.config.recompile_limit``, torch runs what is not compiled. It is never compiled to
+a graph, and a step that is captured as one refuses it, since it does not promise to be safe there.
 
 Results are tested on the processor, in torch's form that is not compiled; on an accelerator it was
 not run.
