@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.cuda.tests.wheels import install
+from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Request
 from interposer.records import Kernel
@@ -121,7 +121,9 @@ SIZES: dict[str, dict[str, int | str]] = {
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("package")
-    install(folder, "flashinfer-python", "0.7.2.post1", "flashinfer/gemm", FLASHINFER)
+    install(
+        folder, wheel(folder, "flashinfer-python", "0.7.2.post1", {"flashinfer/gemm": FLASHINFER})
+    )
     return folder / "site"
 
 
@@ -203,7 +205,7 @@ def test_what_cannot_be_used_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(tmp_path, "flashinfer-python", version, "flashinfer/gemm", code)
+    install(tmp_path, wheel(tmp_path, "flashinfer-python", version, {"flashinfer/gemm": code}))
     monkeypatch.syspath_prepend(tmp_path / "site")
     importlib.invalidate_caches()
     asked = request("mxfp8_linear", {})

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.cuda.tests.wheels import install
+from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Config, Request, Resolver, Site, current_registry
 from interposer.capability import Device
@@ -126,7 +126,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         version("kernels")
     except PackageNotFoundError:
-        install(folder, "kernels", "0.17.2", "kernels", KERNELS)
+        install(folder, wheel(folder, "kernels", "0.17.2", {"kernels": KERNELS}))
     return folder / "site"
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["install"]
+__all__ = ["install", "wheel"]
 
 
-def install(folder: Path, name: str, version: str, module: str, code: str) -> None:
-    """Make a wheel of one module and install it into ``folder / "site"``, without an index."""
+def wheel(folder: Path, name: str, version: str, modules: Mapping[str, str]) -> Path:
+    """Return a wheel of modules, each of which is a text."""
     stem = f"{name.replace('-', '_')}-{version}"
-    wheel = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{module}.py", code)
+    path = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        for module, code in modules.items():
+            file.writestr(f"{module}.py", code)
         info = f"{stem}.dist-info"
         file.writestr(
             f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -24,6 +26,12 @@ def install(folder: Path, name: str, version: str, module: str, code: str) -> No
             f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def install(folder: Path, *wheels: Path) -> Path:
+    """Return where pip has installed wheels, without an index."""
+    site = folder / "site"
     command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
-    target = str(folder / "site")
-    subprocess.run([*command, "--target", target, str(wheel)], check=True, timeout=300)
+    subprocess.run([*command, "--target", str(site), *map(str, wheels)], check=True, timeout=300)
+    return site

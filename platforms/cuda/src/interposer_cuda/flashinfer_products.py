@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from interposer.request import Request
 from interposer.verdict import Verdict
-from interposer_cuda.providers import FLASHINFER
+from interposer_cuda.providers import FLASHINFER_PRODUCTS
 from interposer_ops import triton_availability
 from interposer_ops.scale_tiles import tile_scales
 
@@ -57,7 +57,7 @@ def judge(request: Request) -> Verdict:
 
     What has a bias is left to Triton, which therefore has to be there.
     """
-    verdict = FLASHINFER.judge()
+    verdict = FLASHINFER_PRODUCTS.judge()
     return verdict and triton_availability.judge(request)
 
 
@@ -68,15 +68,16 @@ def confirm(request: Request) -> Verdict:
         module = import_module(_MODULE)
     except (ImportError, OSError, RuntimeError) as error:
         return Verdict.refuse(
-            f"{FLASHINFER.distribution} cannot be imported: {type(error).__name__}: {error}"
+            f"{FLASHINFER_PRODUCTS.distribution} cannot be imported: "
+            f"{type(error).__name__}: {error}"
         )
     for name, passed in _PASSED.items():
         if not hasattr(module, name):
-            return Verdict.refuse(f"{_MODULE} has no {name}. Try: {FLASHINFER.source}")
+            return Verdict.refuse(f"{_MODULE} has no {name}. Try: {FLASHINFER_PRODUCTS.source}")
         missing = sorted(passed - signature(getattr(module, name)).parameters.keys())
         if missing:
             return Verdict.refuse(
-                f"{_MODULE}.{name} takes no {', '.join(missing)}. Try: {FLASHINFER.source}"
+                f"{_MODULE}.{name} takes no {', '.join(missing)}. Try: {FLASHINFER_PRODUCTS.source}"
             )
     return Verdict.accept()
 

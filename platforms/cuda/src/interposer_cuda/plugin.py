@@ -14,7 +14,10 @@ _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 # What changes with the driver: verdicts and measurements are kept per driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
-_FLOATS = ("float32", "bfloat16", "float16")
+_NARROW = ("bfloat16", "float16")
+_FLOATS = ("float32", *_NARROW)
+# Flash attention and latent attention are compiled for Ampere and newer, which have it.
+_ASYNC = frozenset({"cp_async"})
 # Nobody has run other packages' kernels through this plugin: they are taken where they are wanted.
 _WANTED_ONLY = -1.0
 
@@ -22,21 +25,6 @@ _WANTED_ONLY = -1.0
 @hookimpl
 def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
-    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
-    sdpa = AttentionEntry(
-        "sdpa_gathered",
-        "interposer_cuda.sdpa:SdpaBackend",
-        "cuda",
-        Requires(dtypes=("float32", "bfloat16", "float16")),
-        score=-1.0,
-    )
-    flash_3 = AttentionEntry(
-        "flash_attention_3",
-        "interposer_cuda.flash_attention_3:FlashAttention3Backend",
-        "cuda",
-        Requires(architectures=frozenset({"sm_90"}), dtypes=("bfloat16", "float16")),
-        score=-0.5,
-    )
     # On others torch multiplies group by group, for which the host has to know their sizes.
     grouped = Kernel(
         "grouped_linear",
@@ -67,13 +55,28 @@ def interposer_records() -> list[Record]:
         score=6.0,
         properties=frozenset({"opaque"}),
     )
+    # The sizes that its kernels are tested for.
+    latent = Kernel(
+        "latent_attention_decode",
+        "latent_attention_decode_flashinfer",
+        "interposer_cuda.flashinfer_latent:latent_attention_decode",
+        "cuda",
+        Requires(
+            _ASYNC,
+            dtypes=_NARROW,
+            dims={"latent_size": Dim(one_of=(512,)), "rotary_size": Dim(one_of=(64,))},
+        ),
+        "interposer_cuda.flashinfer_latent:judge",
+        score=_WANTED_ONLY,
+        properties=frozenset({"opaque"}),
+    )
     return [
-        sdpa,
-        flash_3,
+        *_attention(),
         grouped,
         experts,
         *_of_flashinfer(),
         *_of_the_hub(),
+        latent,
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
     ]
@@ -129,4 +132,53 @@ def _of_the_hub() -> list[Record]:
             confirm=f"interposer_cuda.hub_kernels:confirm_{repository}",
         )
         for op, repository, dims in rows
+    ]
+
+
+def _attention() -> list[Record]:
+    """Return what attends besides ``paged``, none of which promises to be graph-safe."""
+    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
+    return [
+        AttentionEntry(
+            "sdpa_gathered",
+            "interposer_ops.sdpa:SdpaBackend",
+            "cuda",
+            Requires(dtypes=_FLOATS),
+            score=-1.0,
+        ),
+        AttentionEntry(
+            "flex_gathered",
+            "interposer_ops.flex_attention:FlexBackend",
+            "cuda",
+            Requires(frozenset({"triton"}), dtypes=_FLOATS),
+            score=-1.5,
+        ),
+        AttentionEntry(
+            "flash_attention_2",
+            "interposer_cuda.flash_attention_2:FlashAttention2Backend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            score=-0.5,
+        ),
+        AttentionEntry(
+            "flash_attention_2_gathered",
+            "interposer_cuda.flash_attention_2:FlashAttention2GatheredBackend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            score=-0.8,
+        ),
+        AttentionEntry(
+            "flash_attention_3",
+            "interposer_cuda.flash_attention_3:FlashAttention3Backend",
+            "cuda",
+            Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
+            score=-0.5,
+        ),
+        AttentionEntry(
+            "flashinfer",
+            "interposer_cuda.flashinfer_attention:FlashInferBackend",
+            "cuda",
+            Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
+            score=-0.5,
+        ),
     ]
