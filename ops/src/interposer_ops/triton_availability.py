@@ -10,13 +10,25 @@ from pathlib import Path
 from interposer.request import Request
 from interposer.verdict import Verdict
 
-__all__ = ["INTERPRETER", "LEAST_VERSION", "judge", "judge_fp8", "judge_operands", "judge_package"]
+__all__ = [
+    "INTERPRETER",
+    "LEAST_VERSION",
+    "MOST_SPLIT_ROWS",
+    "judge",
+    "judge_fp8",
+    "judge_operands",
+    "judge_package",
+    "judge_split",
+]
 
 LEAST_VERSION = (3, 6)
 """The oldest triton that the kernels are written for, as major and minor."""
 
 INTERPRETER = "triton_interpreter"
 """The capability feature of a device on which kernels are interpreted instead of compiled."""
+
+MOST_SPLIT_ROWS = 16
+"""Up to how many rows products split their sums: those of one matrix instruction."""
 
 _INSTALL = "pip install 'interposer-ops[triton]'"
 # What the package is distributed as; builds of vendors have names of their own.
@@ -29,6 +41,8 @@ _DISTRIBUTIONS = (
     "triton-xpu",
     "triton-windows",
 )
+# Where sums are split: GPUs of so many units that the tiles of few rows leave most of them idle.
+_SPLITTING = ("gfx90a", "gfx942", "gfx950")
 # The backend of triton that compiles for an architecture. What begins otherwise is left to the
 # platform, which declares the feature "triton" where its device has a backend.
 _BACKENDS = {"sm_": "nvidia", "gfx": "amd"}
@@ -91,6 +105,24 @@ def judge_operands(request: Request) -> Verdict:
     if number.isdecimal() and int(number) < 80:
         return Verdict.refuse(f"needs sm_80 or newer, found {architecture}")
     return judge(request)
+
+
+def judge_split(request: Request) -> Verdict:
+    """Accept as ``judge_operands`` does, where sums of few rows are split among programs.
+
+    The reason of an acceptance says of how many rows.
+    """
+    architecture = request.capability.architecture
+    if INTERPRETER not in request.capability.features and architecture not in _SPLITTING:
+        return Verdict.refuse(
+            f"splits sums of few rows on {', '.join(_SPLITTING)}, the device is {architecture}"
+        )
+    verdict = judge_operands(request)
+    if not verdict:
+        return verdict
+    return Verdict.accept(
+        f"splits sums of up to {MOST_SPLIT_ROWS} rows; more are multiplied as without it"
+    )
 
 
 @cache

@@ -32,34 +32,30 @@ def interposer_records() -> list[Record]:
 
 
 def _products() -> list[Record]:
-    properties = frozenset({"deterministic", "graph_safe", "traceable"})
-    judge = "interposer_rocm.scaled_products_judge:judge"
+    """Return what multiplies 8-bit floats: as the hardware has them, and of few rows otherwise."""
+    products = "interposer_rocm.scaled_products"
+    fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
+    ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
+    plain = ("interposer_ops.scaled_mm:fp8_linear", f"{products}:fp8_linear_of_halves")
+    split = "interposer_rocm.split_products"
+    of_few = (f"{split}:fp8_linear", f"{split}:fp8_linear_of_halves")
     return [
         Kernel(
             "fp8_linear",
-            "fp8_linear_hipblaslt",
-            "interposer_ops.scaled_mm:fp8_linear",
+            f"fp8_linear_hipblaslt{format_}{technique}",
+            target,
             "rocm",
-            Requires(features=frozenset({"fp8_ocp"}), dtypes=_FLOATS),
-            judge,
-            score=11.0,
-            properties=properties,
-        ),
-        Kernel(
-            "fp8_linear",
-            "fp8_linear_hipblaslt_fnuz",
-            "interposer_rocm.scaled_products:fp8_linear_of_halves",
-            "rocm",
-            Requires(
-                features=frozenset({"fp8_fnuz"}),
-                architectures=frozenset({"gfx942"}),
-                dtypes=_FLOATS,
-            ),
-            judge,
-            "interposer_rocm.scaled_products:prepare_halves",
-            score=11.0,
-            properties=properties,
-        ),
+            needs,
+            f"interposer_rocm.scaled_products_judge:judge{technique}",
+            f"{products}:prepare_halves" if format_ else "",
+            score=score,
+            properties=frozenset({"deterministic", "graph_safe", traced}),
+        )
+        for technique, targets, score, traced in (
+            ("", plain, 11.0, "traceable"),
+            ("_split", of_few, 12.0, "opaque"),
+        )
+        for format_, needs, target in (("", ocp, targets[0]), ("_fnuz", fnuz, targets[1]))
     ]
 
 
