@@ -183,8 +183,12 @@ class _Ranking:
                 )
 
     def notes(self, chosen: Candidate) -> tuple[str, ...]:
-        """Return notes on what the user would have preferred, and on an emulation."""
-        notes = (f"an emulation: it {chosen.emulation}",) if chosen.emulation else ()
+        """Return notes on what the user would have preferred, an emulation and lost accuracy."""
+        notes: tuple[str, ...] = ()
+        if chosen.emulation:
+            notes = (f"an emulation: it {chosen.emulation}",)
+        if extra := getattr(chosen.record, "extra_roundings", 0):
+            notes += (f"may be off by {extra} roundings more than the op allows",)
         unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
         names = ", ".join(repr(glob) for glob in unmet)
         return (f"preferred, but refused or not there: {names}", *notes) if unmet else notes
