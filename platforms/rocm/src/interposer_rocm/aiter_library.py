@@ -33,6 +33,7 @@ __all__ = [
     "Inquiry",
     "confirm_experts",
     "confirm_latent",
+    "confirm_scaled_experts",
     "function",
     "inquire",
     "refresh",
@@ -54,9 +55,13 @@ _WANTED = {
         *("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"),
         *("max_seqlen_q", "sm_scale"),
     },
-    FUSED_MOE: {"hidden_states", "w1", "w2", "topk_weight", "topk_ids"},
+    FUSED_MOE: {
+        *("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),
+        *("activation", "quant_type"),
+    },
     SHUFFLE_WEIGHT: {"x", "layout"},
 }
+_SCALES = {"w1_scale", "w2_scale"}
 # Modules may be compiled when it is first imported on a machine.
 _LIMIT_SECONDS = 900.0
 _KNOWN = ("ImportError", "OSError", "CalledProcessError", "RuntimeError", "KeyError")
@@ -149,6 +154,18 @@ def function(name: str) -> Callable[..., Any]:
 def confirm_experts(_request: Request) -> Verdict:
     """Say whether AITER's experts can be called here, and weights shuffled for them."""
     return inquire().judge(FUSED_MOE, SHUFFLE_WEIGHT)
+
+
+def confirm_scaled_experts(request: Request) -> Verdict:
+    """Say whether AITER's experts can be called here with scales of their weights."""
+    verdict = confirm_experts(request)
+    missing = sorted(_SCALES - {*inquire().parameters.get(FUSED_MOE, ())})
+    if verdict and missing:
+        return Verdict.refuse(
+            f"aiter.fused_moe.fused_moe of AITER {aiter_version()} takes no {', '.join(missing)}. "
+            "Try a newer one"
+        )
+    return verdict
 
 
 def confirm_latent(request: Request) -> Verdict:

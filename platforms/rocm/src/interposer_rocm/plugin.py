@@ -18,6 +18,13 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
 # Nobody has run AITER's kernels through this plugin: they are taken where they are wanted.
 _WANTED_ONLY = -1.0
+# Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
+# 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
+# is 16 C. Rounding x moves gates and what they act on by what rounding themselves would, whose
+# terms have random signs: 16 C times 1 and, for the slope of silu, 2. They are independent, hence
+# 16 sqrt(1 + 1 + 4) C = 39.2 C. With the result's own half step Y, Y + 39.2 C is allowed by 80
+# roundings of (Y + C) / 2 each: 78 more than the op's two.
+_OF_ACTIVATIONS = 78
 
 
 @hookimpl
@@ -61,6 +68,7 @@ def _products() -> list[Record]:
 
 def _of_aiter() -> list[Record]:
     package, library = "interposer_rocm.aiter_package", "interposer_rocm.aiter_library"
+    scaled = "interposer_rocm.aiter_fp8_experts"
     return [
         AttentionEntry(
             "aiter_flash",
@@ -101,5 +109,34 @@ def _of_aiter() -> list[Record]:
             score=_WANTED_ONLY,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_experts",
+        ),
+        *(
+            Kernel(
+                "fused_experts_fp8",
+                f"fused_experts_fp8_aiter{format_}",
+                f"{scaled}:fused_experts_fp8",
+                "rocm",
+                Requires(
+                    features=frozenset({feature}),
+                    # float16 is eight times finer, and as many times more roundings would be lost.
+                    dtypes=("bfloat16",),
+                    dims={
+                        "hidden_size": Dim(multiple_of=128),
+                        "intermediate_size": Dim(multiple_of=128),
+                        "activation": Dim(one_of=("silu",)),
+                        "weight_dtype": Dim(one_of=("float8_e4m3fn",)),
+                    },
+                ),
+                f"{package}:judge_scaled_experts",
+                f"{scaled}:{prepare}",
+                score=_WANTED_ONLY,
+                properties=frozenset({"opaque"}),
+                confirm=f"{scaled}:confirm",
+                extra_roundings=_OF_ACTIVATIONS,
+            )
+            for format_, feature, prepare in (
+                ("", "fp8_ocp", "prepare"),
+                ("_fnuz", "fp8_fnuz", "prepare_halves"),
+            )
         ),
     ]
