@@ -8,7 +8,7 @@ import pytest
 import torch
 from platforms.rocm.tests.made_up_machine import Machine, Node
 
-from interposer.errors import PluginError, UnknownNameError
+from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer_rocm import system
 from interposer_rocm.abilities import capability_of, fixed_features
 from interposer_rocm.architectures import KNOWN, GfxVersion, architecture_of
@@ -122,9 +122,25 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
 def test_what_the_platform_provides() -> None:
     provided = {m for m in ROCmPlatform.optional_members() if ROCmPlatform.provides(m)}
     assert provided == {
-        *("compile_backend", "distributed_backend", "facts", "peak_memory_bytes", "pin_memory"),
-        *("start_method", "stream"),
+        *("capture_graph", "compile_backend", "distributed_backend", "facts"),
+        *("peak_memory_bytes", "pin_memory", "start_method", "stream"),
     }
+
+
+@pytest.mark.parametrize(
+    ("hip", "accepted"), [("", True), ("6.4.43482", False), ("7.0.0", True), ("10.1", True)]
+)
+def test_graphs_need_a_hip_that_says_what_it_cannot_capture(
+    hip: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = TorchBuild("2.11.0", hip)
+    monkeypatch.setattr(TorchBuild, "installed", lambda: build)
+    verdict = ROCmPlatform.provides("capture_graph")
+    assert verdict.accepted == accepted
+    if not accepted:
+        assert verdict.reason.endswith("replays what it read then. Graphs need HIP 7.0 or newer")
+        with pytest.raises(ConfigError, match="captures a step that waits for the host"):
+            ROCmPlatform().capture_graph(lambda: None)
 
 
 def test_devices_are_in_the_order_of_hip(platform: ROCmPlatform) -> None:
