@@ -16,7 +16,7 @@ _DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", 
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
-# Nobody has run AITER's kernels through this plugin: they are taken where they are wanted.
+# Nobody has run these libraries' kernels through this plugin: they are taken where they are wanted.
 _WANTED_ONLY = -1.0
 # Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
 # 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
@@ -33,7 +33,7 @@ def interposer_records() -> list[Record]:
     return [
         PlatformEntry("rocm", "interposer_rocm.platform:ROCmPlatform", driver_files=_DRIVER_FILES),
         *_products(),
-        *_of_aiter(),
+        *_of_libraries(),
         *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),
     ]
 
@@ -66,7 +66,7 @@ def _products() -> list[Record]:
     ]
 
 
-def _of_aiter() -> list[Record]:
+def _of_libraries() -> list[Record]:
     package, library = "interposer_rocm.aiter_package", "interposer_rocm.aiter_library"
     scaled = "interposer_rocm.aiter_fp8_experts"
     return [
@@ -76,6 +76,14 @@ def _of_aiter() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
+            score=_WANTED_ONLY,
+        ),
+        AttentionEntry(
+            "flash_attention",
+            "interposer_rocm.flash_attention:FlashAttentionBackend",
+            "rocm",
+            Requires(dtypes=_OF_16_BITS),
+            "interposer_rocm.flash_attention_judge:judge",
             score=_WANTED_ONLY,
         ),
         Kernel(
