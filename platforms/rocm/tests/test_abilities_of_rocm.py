@@ -46,11 +46,11 @@ def test_other_names_are_no_versions(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "has", "lacks"),
     [
-        ("gfx908", {"mfma", "wave64", "cdna1"}, {"triton", "wmma", "cdna2"}),
+        ("gfx908", {"mfma", "wave64", "cdna1", "triton"}, {"wmma", "cdna2"}),
         ("gfx90a", {"mfma", "wave64", "cdna2", "triton"}, {"fp8_fnuz", "fp8_ocp"}),
         ("gfx942", {"mfma", "wave64", "cdna3", "fp8_fnuz", "triton"}, {"fp8_ocp"}),
         ("gfx950", {"mfma", "wave64", "cdna4", "fp8_ocp", "triton"}, {"fp8_fnuz"}),
-        ("gfx1030", {"wave32", "rdna2"}, {"wmma", "mfma"}),
+        ("gfx1030", {"wave32", "rdna2"}, {"wmma", "mfma", "triton"}),
         ("gfx1100", {"wave32", "wmma", "rdna3"}, {"mfma", "fp8_ocp"}),
         ("gfx1151", {"wave32", "wmma", "rdna3"}, {"fp8_ocp"}),
         ("gfx1201", {"wave32", "wmma", "rdna4", "fp8_ocp"}, {"fp8_fnuz"}),

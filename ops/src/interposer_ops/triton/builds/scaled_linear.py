@@ -19,7 +19,10 @@ _HIDDEN, _MLP = 4096, 14336
 # Tokens and outputs: a step of one sequence, of some, and a prefill.
 _SIZES = ((1, _HIDDEN), (64, _MLP), (4096, _MLP))
 _NOT_FNUZ = frozenset(
-    {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx950", "gfx1100", "gfx1201"}
+    {
+        *("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+        *("gfx908", "gfx90a", "gfx950", "gfx1100", "gfx1201"),
+    }
 )
 
 
