@@ -144,15 +144,6 @@ def test_what_is_right_fits_some_device(
 @pytest.mark.parametrize(
     ("record", "fault"),
     [
-        (
-            kernel("a", features=frozenset({"wheel"})),
-            "needs the feature 'wheel', which no described device has, so that it may be "
-            "misspelt; nearest: 'wheels', 'beads'",
-        ),
-        (
-            kernel("a", architectures=frozenset({"brass", "bras"})),
-            "needs the architecture 'bras', which no described device has",
-        ),
         (kernel("a", predicate="wants_fp9"), "needs the format 'float9', which no described"),
         (
             kernel("a", dims={"hidden_size": Dim(at_least=1)}),
@@ -176,6 +167,57 @@ def test_what_is_wrong_is_found(
     assert any(text.startswith(fault) for text in found.faults), found.faults
     assert not report.sound
     assert f"WRONG {found.title}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("record", "fits", "note"),
+    [
+        (
+            kernel("a", architectures=frozenset({"gold"}), features=frozenset({"wheels"})),
+            (),
+            "needs the architecture 'gold' (nearest: 'wood', 'brass'); by all else that it needs "
+            "it fits large",
+        ),
+        (
+            kernel("a", features=frozenset({"wheel"}), predicate="wants_fp8"),
+            (),
+            "needs the feature 'wheel' (nearest: 'wheels', 'beads'); by all else that it needs it "
+            "fits large",
+        ),
+        (
+            kernel("a", architectures=frozenset({"brass", "gold"})),
+            ("large",),
+            "needs the architecture 'gold' (nearest: 'wood', 'brass')",
+        ),
+        (
+            kernel("a", architectures=frozenset({"gold"}), dims={"width": Dim(at_most=4)}),
+            (),
+            "needs the architecture 'gold' (nearest: 'wood', 'brass')",
+        ),
+    ],
+)
+def test_what_is_for_hardware_that_nobody_describes_is_noted(
+    planned: Callable[..., PlanReport], record: Kernel, fits: tuple[str, ...], note: str
+) -> None:
+    report = planned(record)
+    found = only(report, "a")
+    assert (found.state, found.fits) == ("sound" if fits else "fits nowhere", fits)
+    assert found.notes == (f"not coherent with any description: {note}",)
+    assert found.notes[0] in str(report)
+    assert report.sound
+
+
+def test_what_is_wrong_besides_is_found_on_undescribed_hardware(
+    planned: Callable[..., PlanReport],
+) -> None:
+    gold = frozenset({"gold"})
+    failing = kernel("failing", architectures=gold, predicate="raises")
+    unstated = kernel("unstated", architectures=gold, dims={"hidden_size": Dim(at_least=1)})
+    searching = kernel("searching", architectures=gold, predicate="wants_fp9")
+    report = planned(failing, unstated, searching)
+    assert only(report, "failing").faults[0].startswith("on small: its own code failed: KeyError")
+    assert only(report, "unstated").faults[0].startswith("requires the dim 'hidden_size', which")
+    assert only(report, "searching").faults[0].startswith("needs the format 'float9', which no")
 
 
 def test_what_fits_nowhere_says_why(planned: Callable[..., PlanReport]) -> None:

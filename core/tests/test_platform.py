@@ -9,6 +9,7 @@ import torch
 
 from interposer import Capability, Device, Platform, Verdict
 from interposer.errors import InterposerError, MissingMemberError
+from interposer.numerics import NumericsPolicy
 
 CAPABILITY = Capability("any")
 
@@ -42,6 +43,7 @@ CALLS = {
     "pin_memory": (torch.zeros(1),),
     "map_host_memory": (torch.zeros(1),),
     "peak_memory_bytes": ("cpu",),
+    "memory_profile": ("cpu",),
     "numa_nodes": (),
     "cores": (),
     "bind_threads": ([0],),
@@ -94,6 +96,12 @@ def test_required_members_are_abstract(member: str) -> None:
     incomplete = type("Incomplete", (Bare,), {member: getattr(Platform, member)})
     with pytest.raises(TypeError, match=member):
         incomplete()
+
+
+def test_numerics_need_no_override() -> None:
+    with Bare().numerics(NumericsPolicy("high")):
+        assert torch.get_float32_matmul_precision() == "high"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_seeding_makes_random_numbers_repeat() -> None:

@@ -254,8 +254,8 @@ class ScalingByTheFirstHead(PagedBackend):
 
 class ForgettingScalesOnReading(PagedBackend):
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        _, _, *prepared = super().prepare_scales(key_scale, value_scale)
-        return torch.ones_like(key_scale), torch.ones_like(value_scale), *prepared
+        _, rounding = super().prepare_scales(key_scale, value_scale)
+        return (torch.ones_like(key_scale), torch.ones_like(value_scale)), rounding
 
 
 class StoringCoarsely(PagedBackend):

@@ -94,6 +94,8 @@ class AttentionSpec:
     def judge_plain_decoder(self) -> Verdict:
         """Accept decoder attention over an unconverted cache, at most windowed or softcapped.
 
+        Heads come in groups of one size, each of which shares a kv head.
+
         The part of ``AttentionBackend.accepts`` that plain backends share.
         """
         if self.type != "decoder":
@@ -103,6 +105,9 @@ class AttentionSpec:
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
                 return Verdict.refuse(f"does not do {feature}")
+        if self.num_heads % self.num_kv_heads:
+            heads = f"{self.num_heads} heads, {self.num_kv_heads} kv heads"
+            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         return Verdict.accept()
 
 
@@ -156,6 +161,12 @@ class KVCacheLayout:
             raise RecordError(f"stride_order {self.stride_order} does not order {axes} axes")
         if self.layers_axis is not None and not 0 <= self.layers_axis <= axes:
             raise RecordError(f"layers_axis {self.layers_axis} is not among {axes + 1} dimensions")
+
+    @classmethod
+    def keys_first(cls, spec: AttentionSpec) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, all keys before all values, as most kernels read them."""
+        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
+        return cls(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_pages`` pages."""

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import torch
 
+from interposer.errors import ConfigError
 from interposer.verdict import Verdict
 
-__all__ = ["empty", "huge_page_bytes", "huge_pages", "trim"]
+__all__ = ["empty", "huge_page_bytes", "huge_pages", "require_pinned", "trim"]
 
 _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
@@ -44,6 +45,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
             return _mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def require_pinned(tensor: torch.Tensor) -> None:
+    """Return if a device can be given an address of ``tensor``.
+
+    Raises: ConfigError: it is no page-locked memory of the host.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_pinned():
+        raise ConfigError(
+            f"only pinned host memory has an address on the device, this tensor is on "
+            f"{tensor.device} and not pinned. Try: platform.pin_memory(tensor)"
+        )
 
 
 def trim() -> None:

@@ -15,6 +15,8 @@ import torch
 
 from interposer.capability import Capability, Device, Memory
 from interposer.errors import MissingMemberError
+from interposer.memory_profile import MemoryProfile
+from interposer.numerics import NumericsPolicy, applied
 from interposer.verdict import Verdict
 
 __all__ = ["Platform", "optional"]
@@ -64,6 +66,10 @@ class Platform(ABC):
         """Seed the random generators of all devices of this platform."""
         torch.manual_seed(seed)
 
+    def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which products are as exact, and draws as repeatable, as it says."""
+        return applied(policy)
+
     @optional
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
         """Return a context in which work is queued on a stream of its own."""
@@ -95,6 +101,11 @@ class Platform(ABC):
     def peak_memory_bytes(self, device: str) -> int:
         """Return the most memory that this process has held on ``device``."""
         raise self._missing("peak_memory_bytes")
+
+    @optional
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
+        """Return a block that is told what it takes of ``device``, by torch and by others."""
+        raise self._missing("memory_profile")
 
     @optional
     def numa_nodes(self) -> Mapping[int, Sequence[int]]:

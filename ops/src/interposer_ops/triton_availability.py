@@ -16,6 +16,7 @@ __all__ = [
     "MOST_SPLIT_ROWS",
     "judge",
     "judge_fp8",
+    "judge_integers",
     "judge_operands",
     "judge_package",
     "judge_split",
@@ -93,17 +94,28 @@ def judge_operands(request: Request) -> Verdict:
 
     Formats that the hardware lacks are converted bit by bit, but for those without infinities and
     negative zero (fnuz), which are taken only on gfx942: the interpreter of triton 3.7.1 has no
-    masked loads of them. GPUs of NVIDIA older than sm_80 get no matrix instructions from it, and
-    its compiler fails on int8 there.
+    masked loads of them.
     """
     architecture = request.capability.architecture
     for name in ("x_dtype", "weight_dtype"):
         dtype = str(request.dims.get(name, ""))
         if dtype.endswith("fnuz") and architecture != "gfx942":
             return Verdict.refuse(f"takes {dtype} on gfx942 only, the device is {architecture}")
+    return judge(request)
+
+
+def judge_integers(request: Request) -> Verdict:
+    """Accept as ``judge`` does, and where integers can be multiplied.
+
+    For GPUs of NVIDIA older than sm_80 triton 3.7.1 has no matrix instructions. It multiplies
+    floats without them, and fails on int8 in its pass TritonGPUAccelerateMatmul.
+    """
+    architecture = request.capability.architecture
     number = architecture.removeprefix("sm_").rstrip("af")
     if number.isdecimal() and int(number) < 80:
-        return Verdict.refuse(f"needs sm_80 or newer, found {architecture}")
+        return Verdict.refuse(
+            f"triton multiplies integers on sm_80 and newer, the device is {architecture}"
+        )
     return judge(request)
 
 

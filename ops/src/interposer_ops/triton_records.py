@@ -20,6 +20,7 @@ _COPIED = (
 _FEATURES = frozenset({"triton"})
 _JUDGE = "interposer_ops.triton_availability:judge"
 _JUDGE_FP8 = "interposer_ops.triton_availability:judge_fp8"
+_JUDGE_INTEGERS = "interposer_ops.triton_availability:judge_integers"
 _JUDGE_OPERANDS = "interposer_ops.triton_availability:judge_operands"
 _JUDGE_SPLIT = "interposer_ops.triton_availability:judge_split"
 # By construction: no atomic adds, sums of a row in an order that its width alone decides, no
@@ -136,14 +137,14 @@ _ROWS = (
         "int8_linear",
         "scaled_linear",
         dims={"in_features": Dim(at_most=2**16)},
-        judge=_JUDGE_OPERANDS,
+        judge=_JUDGE_INTEGERS,
     ),
     # The same of a group, whose products are below 2^12.
     _Row(
         "w4a8_linear",
         "w4a8_linear",
         dims={"group_size": Dim(at_most=2**19)},
-        judge=_JUDGE_OPERANDS,
+        judge=_JUDGE_INTEGERS,
     ),
     *(
         _Row(

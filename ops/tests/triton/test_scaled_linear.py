@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer import Capability, Request
-from interposer_ops.triton_availability import INTERPRETER, judge_operands
+from interposer_ops.triton_availability import INTERPRETER, judge_integers, judge_operands
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,7 @@ def test_every_code_is_multiplied_as_what_it_stands_for(
 @pytest.mark.parametrize(
     ("architecture", "dtype", "accepted"),
     [
-        ("sm_75", "float8_e4m3fn", False),
-        ("sm_75", "int8", False),
+        ("sm_75", "float8_e4m3fn", True),
         ("sm_80", "float8_e4m3fn", True),
         ("sm_80", "float8_e4m3fnuz", False),
         ("sm_90a", "float8_e5m2", True),
@@ -78,6 +77,18 @@ def test_operands_are_taken_where_they_can_be_multiplied(
     verdict = judge_operands(request)
     assert verdict.accepted == accepted
     assert accepted or architecture in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "accepted"), [("sm_75", False), ("sm_80", True), ("gfx942", True)]
+)
+def test_integers_are_taken_where_triton_multiplies_them(architecture: str, accepted: bool) -> None:
+    capability = Capability(architecture, frozenset({"triton"}))
+    verdict = judge_integers(Request("kernel", "any", "any", capability, "bfloat16"))
+    assert verdict.accepted == accepted
+    assert accepted or verdict.reason == (
+        "triton multiplies integers on sm_80 and newer, the device is sm_75"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "accepted"), [("float8_e5m2", True), ("float8_e5m2fnuz", False)])

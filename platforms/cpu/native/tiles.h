@@ -53,6 +53,12 @@ inline __attribute__((always_inline)) void load_tile(const void* from, int64_t s
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
 }
 
+// The same of what is not wanted again soon: the first cache keeps other things.
+template <int tile>
+inline __attribute__((always_inline)) void load_tile_once(const void* from, int64_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
+}
+
 template <int tile>
 inline __attribute__((always_inline)) void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
@@ -68,6 +74,12 @@ inline __attribute__((always_inline)) void multiply_bfloat16_tiles() {
 template <int sums, int a, int b>
 inline __attribute__((always_inline)) void multiply_signed_unsigned_tiles() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
+}
+
+// The same where both are signed.
+template <int sums, int a, int b>
+inline __attribute__((always_inline)) void multiply_signed_tiles() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
 }
 
 #else
@@ -88,6 +100,11 @@ inline void load_tile(const void* from, int64_t stride) {
 }
 
 template <int tile>
+inline void load_tile_once(const void* from, int64_t stride) {
+  load_tile<tile>(from, stride);
+}
+
+template <int tile>
 inline void store_tile(void* to, int64_t stride) {
   emulated_tiles::store(tile, static_cast<char*>(to), stride);
 }
@@ -100,6 +117,11 @@ inline void multiply_bfloat16_tiles() {
 template <int sums, int a, int b>
 inline void multiply_signed_unsigned_tiles() {
   emulated_tiles::multiply_codes<int8_t, uint8_t>(sums, a, b);
+}
+
+template <int sums, int a, int b>
+inline void multiply_signed_tiles() {
+  emulated_tiles::multiply_codes<int8_t, int8_t>(sums, a, b);
 }
 
 #endif

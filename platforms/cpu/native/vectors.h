@@ -34,6 +34,7 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int8_t SignedBytes __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 

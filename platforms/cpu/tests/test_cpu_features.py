@@ -48,6 +48,7 @@ def test_both_sources_use_the_same_names() -> None:
 
 def test_torch_names_become_standard_names() -> None:
     reported = {"avx512_f": True, "fma3": True, "avx2": False, "l2_cache_size": 1, "neon": True}
+    reported["avx10_1"] = True
     assert reported_by_torch(reported) == {"avx512f", "fma", "neon"}
 
 

@@ -27,6 +27,8 @@ def chosen(name: str, kind: str) -> dict[str, str]:
         ("a100-fp8", "fp8_linear", "fp8_linear_triton"),
         ("h100-int4", "w4a16_linear", "w4a16_linear_triton"),
         ("b200-mxfp4", "mxfp4_linear", "mxfp4_linear_triton"),
+        ("t4-fp8", "fp8_linear", "fp8_linear_triton"),
+        ("t4-plain", "paged_attention", "paged_attention_triton"),
     ],
 )
 def test_what_is_to_be_chosen_is(name: str, op: str, kernel: str) -> None:

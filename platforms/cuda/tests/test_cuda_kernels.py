@@ -1,59 +1,21 @@
-"""Attention and kernels of this platform give right results on the processor."""
+"""Kernels of this platform give right results on the processor."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
-from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry
-from interposer.capability import Device
-from interposer.testing import attention_specs, check_attention, check_kernel
+from interposer import Capability, Request
+from interposer.testing import check_kernel
+from interposer_cuda import grouped_experts
 from interposer_cuda.grouped_linear import grouped_linear as grouped_linear_grouped_mm
-from interposer_cuda.sdpa import SdpaBackend
+from interposer_ops.experts import fused_experts
 from interposer_ops.linear import grouped_linear
-
-ANY = Capability("sm_90")
-DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
-SPECS = [(label, spec) for label, spec in attention_specs() if SdpaBackend.accepts(spec, ANY)]
-# Of the dtypes one has most of the cases, of the others a few stand for all.
-CHOSEN = [(f"{label} {spec.dtype}", spec) for label, spec in SPECS]
-
-
-def site(dtype: torch.dtype) -> Site:
-    registry = current_registry(Config(plugins={"interposer-ops"}))
-    return Site(Resolver(registry, DEVICE, Config()), "attention", dtype)
-
-
-def test_many_specs_are_accepted() -> None:
-    windows = [spec for _, spec in SPECS if spec.window_tokens]
-    grouped = [spec for _, spec in SPECS if spec.num_heads > spec.num_kv_heads > 1]
-    assert len(SPECS) >= 10
-    assert windows
-    assert grouped
-    assert {spec.dtype for _, spec in SPECS} >= {torch.float32, torch.bfloat16}
-
-
-@pytest.mark.parametrize("spec", [spec for _, spec in CHOSEN], ids=[label for label, _ in CHOSEN])
-def test_sdpa_attends_as_the_ops_define(spec: AttentionSpec) -> None:
-    assert check_attention(SdpaBackend, spec, site(spec.dtype)) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"softcap": 30.0}, "does not cap scores, softcap is 30.0"),
-        ({"sinks": True}, "does not do sinks"),
-        ({"type": "encoder"}, "serves decoder attention only, got encoder"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "stores the cache as torch."),
-        ({"num_heads": 3, "num_kv_heads": 2}, "needs heads in groups of one size, got 3 heads"),
-        ({"dtype": torch.float64}, "computes in 32 or 16 bit floats, got torch.float64"),
-    ],
-)
-def test_what_sdpa_cannot_do_is_refused(change: dict[str, object], expected: str) -> None:
-    spec = replace(SPECS[0][1], **change)  # type: ignore[arg-type]
-    assert SdpaBackend.accepts(spec, ANY).reason.startswith(expected)
 
 
 def test_grouped_products_are_those_of_the_op() -> None:
@@ -66,3 +28,73 @@ def test_grouped_products_are_those_of_the_op() -> None:
         faults = check_kernel(grouped_linear, grouped_linear_grouped_mm, case)
         assert faults == [], (case.label, tuple(x.shape))
     assert checked >= 10
+
+
+def products_in_float32(
+    rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply as the documented function would, if it returned what it sums in."""
+    assert rows.dtype == matrices.dtype == torch.bfloat16
+    assert rows.is_contiguous()
+    assert matrices.transpose(1, 2).is_contiguous()
+    assert rows.data_ptr() % 16 == matrices.data_ptr() % 16 == 0
+    assert offs.dtype == torch.int32
+    assert rows.shape[1] % 8 == matrices.shape[2] % 8 == 0
+    out = rows.new_full((len(rows), matrices.shape[2]), torch.nan, dtype=out_dtype)
+    start = 0
+    for end, matrix in zip(offs.tolist(), matrices, strict=True):
+        out[start:end] = rows[start:end].to(out_dtype) @ matrix.to(out_dtype)
+        start = end
+    return out
+
+
+@pytest.fixture
+def fresh_verdict() -> Iterator[None]:
+    grouped_experts._returns_float32.cache_clear()
+    yield
+    grouped_experts._returns_float32.cache_clear()
+
+
+EXPERTS = Request(
+    "kernel", "fused_experts", "experts", Capability("sm_90"), "bfloat16", {"biased": False}
+)
+
+
+def test_experts_by_grouped_products_are_those_of_the_op(
+    monkeypatch: pytest.MonkeyPatch, fresh_verdict: None
+) -> None:
+    monkeypatch.setattr(functional, "grouped_mm", products_in_float32)
+    assert grouped_experts.judge(EXPERTS)
+    checked: Counter[tuple[Any, Any]] = Counter()
+    for case in fused_experts.cases(torch.bfloat16, 0):
+        kind = case.dims["activation"], case.dims["biased"]
+        if case.dims["hidden_size"] % 8 or case.dims["intermediate_size"] % 8 or checked[kind] > 5:
+            continue
+        checked[kind] += 1
+        faults = check_kernel(
+            fused_experts, grouped_experts.fused_experts, case, prepare=grouped_experts.prepare
+        )
+        assert faults == [], case.label
+    assert set(checked) == {(a, b) for a in ("silu", "gelu", "swiglu_oai") for b in (True, False)}
+
+
+def test_experts_are_refused_while_torch_rounds_grouped_products(fresh_verdict: None) -> None:
+    reason = grouped_experts.judge(EXPERTS).reason
+    assert reason == (
+        f"torch {torch.__version__} rounds grouped products of bfloat16 to bfloat16, where the op "
+        "keeps float32"
+    )
+
+
+def test_rounded_products_are_told_from_those_of_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is why the kernel is refused."""
+
+    def rounded(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
+        return products_in_float32(*operands, **options).bfloat16().float()
+
+    monkeypatch.setattr(functional, "grouped_mm", rounded)
+    cases = fused_experts.cases(torch.bfloat16, 0)
+    case = next(case for case in cases if case.label == "many tokens, other ranks")
+    prepare, function = grouped_experts.prepare, grouped_experts.fused_experts
+    faults = check_kernel(fused_experts, function, case, prepare=prepare)
+    assert [fault.check for fault in faults] == ["value"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from interposer.errors import ConfigError, PluginError, UnknownNameError
+from interposer.numerics import NumericsPolicy
 from interposer_cuda.driver import Answer, CUDADevice
 from interposer_cuda.host_mapping import mapped
 from interposer_cuda.platform import CUDAPlatform
@@ -37,7 +38,7 @@ def test_what_it_provides() -> None:
     provided = {m for m in CUDAPlatform.optional_members() if CUDAPlatform.provides(m)}
     assert provided == {
         *("capture_graph", "compile_backend", "distributed_backend", "facts", "map_host_memory"),
-        *("peak_memory_bytes", "pin_memory", "start_method", "stream"),
+        *("memory_profile", "peak_memory_bytes", "pin_memory", "start_method", "stream"),
     }
 
 
@@ -70,6 +71,15 @@ def test_facts_are_sentences(platform: CUDAPlatform, monkeypatch: pytest.MonkeyP
         "NVIDIA H100 80GB HBM3, sm_90, 132 multiprocessors, 79.6 GiB at 3352 GB/s, uuid, "
         "reaches cuda:1, its compute mode is for one process"
     )
+
+
+def test_numerics_are_those_of_its_libraries(platform: CUDAPlatform) -> None:
+    matmul = torch.backends.cuda.matmul
+    with platform.numerics(NumericsPolicy(reduce_in_16_bits=False)):
+        assert not matmul.allow_fp16_reduced_precision_reduction
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    assert matmul.allow_fp16_reduced_precision_reduction
+    assert matmul.allow_bf16_reduced_precision_reduction
 
 
 def test_names_of_backends(platform: CUDAPlatform) -> None:

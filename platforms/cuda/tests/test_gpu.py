@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from interposer import Config, place
+from interposer import AttentionSpec, Config, Resolver, Site, current_registry, place
+from interposer.testing import attention_specs, check_attention
 from interposer.testing.trial_group import TrialGroup
-from interposer_cuda.memory_profile import memory_profile
+from interposer_cuda.flash_attention_2 import FlashAttention2Backend
 from interposer_cuda.platform import CUDAPlatform
+from interposer_ops.flex_attention import FlexBackend
 
 FOUND = CUDAPlatform.probe()
 pytestmark = [
@@ -69,12 +72,34 @@ def test_a_graph_replays_on_other_numbers(platform: CUDAPlatform) -> None:
 
 
 def test_memory_is_told_apart(platform: CUDAPlatform) -> None:
-    with memory_profile("cuda:0") as profile:
+    with platform.memory_profile("cuda:0") as profile:
         kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
     assert profile.torch_bytes >= kept.numel()
     assert profile.after.total_bytes == platform.memory("cuda:0").total_bytes
     assert platform.peak_memory_bytes("cuda:0") >= kept.numel()
     assert 0 < profile.room_bytes() < profile.after.total_bytes
+
+
+def spec_and_site(platform: CUDAPlatform, label: str) -> tuple[AttentionSpec, Site]:
+    found = dict(attention_specs())
+    spec = replace(found[label], dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    resolver = Resolver(current_registry(Config()), platform.devices()[0], Config())
+    return spec, Site(resolver, "attention", spec.dtype)
+
+
+def test_flex_attention_is_no_graph_whatever_is_set(platform: CUDAPlatform) -> None:
+    spec, site = spec_and_site(platform, "GQA window+softcap head 64 page 16")
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        assert check_attention(FlexBackend, spec, site) == []
+
+
+def test_flash_attention_2_reads_large_pages(platform: CUDAPlatform) -> None:
+    spec, site = spec_and_site(platform, "GQA window+softcap head 64 page 16")
+    large = replace(spec, page_size=256)
+    verdict = FlashAttention2Backend.accepts(large, platform.capability("cuda:0"))
+    if not verdict:
+        pytest.skip(verdict.reason)
+    assert check_attention(FlashAttention2Backend, large, site) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])

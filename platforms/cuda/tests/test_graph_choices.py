@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from interposer import Config, Resolver, Site, current_registry
+from interposer import AttentionSpec, Config, Resolver, Site, current_registry
 from interposer.capability import Capability, Device
 from interposer.graphs import judge_choices
 from interposer_ops.attention import paged_attention
 from interposer_ops.experts import fused_experts
 
 
-def resolver() -> Resolver:
+def resolver(config: Config | None = None) -> Resolver:
     device = Device("cuda", "cuda:0", "a GPU", Capability("sm_90", frozenset({"triton"})))
     registry = current_registry(Config(plugins={"interposer-ops", "interposer-cuda"}))
-    return Resolver(registry, device, Config(), described=True)
+    return Resolver(registry, device, config or Config(), described=True)
 
 
 def test_a_kernel_that_waits_for_the_host_is_named() -> None:
@@ -41,3 +42,22 @@ def facts() -> dict[str, int | float | str | bool]:
     flags = dict.fromkeys(("windowed", "softcapped", "sinks", "alibi", "prefix_lm"), False)
     numbers = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "page_size": 16}
     return {**flags, **numbers, "cache_dtype": "float32"}
+
+
+@pytest.mark.parametrize("name", ["flex_gathered", "sdpa_gathered"])
+def test_attention_that_waits_or_is_compiled_is_not_captured(name: str) -> None:
+    made = resolver(Config(attention={"decoder": name}))
+    spec = AttentionSpec(
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=64,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.bfloat16,
+        page_size=16,
+        scale=0.125,
+    )
+    made.attention(spec, Site(made, "attn", spec.dtype))
+    verdict = judge_choices([choice for choice, _ in made.choices.values()])
+    assert verdict.reason.startswith(
+        f"cannot be captured: {name} of interposer-cuda for 'decoder' does not promise to be graph_"
+    )

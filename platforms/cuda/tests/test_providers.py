@@ -1,120 +1,144 @@
 """Optional packages: which versions are taken, and what their functions are given.
 
-In a package's place stands a wheel that is made here and installed without an index. Its function
-computes on the processor what the package's documentation says that it computes.
-
-Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages, P pages, S page size.
+In a package's place stands a wheel that is made here and installed without an index. Its functions
+compute on the processor what the package's documentation says that they compute.
 """
 
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from platforms.cuda.tests.wheels import install, wheel
 
-from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry
+from interposer import (
+    AttentionBackend,
+    AttentionSpec,
+    Capability,
+    Config,
+    Request,
+    Resolver,
+    Site,
+    current_registry,
+)
 from interposer.capability import Device
-from interposer.testing import attention_specs, check_attention
+from interposer.errors import RequestError
+from interposer.testing import attention_specs, check_attention, check_kernel
+from interposer.tuning.workload import random_projections, typical_step
+from interposer_cuda import flashinfer_latent
+from interposer_cuda.flash_attention_2 import FlashAttention2Backend, FlashAttention2GatheredBackend
 from interposer_cuda.flash_attention_3 import FlashAttention3Backend
+from interposer_cuda.flashinfer_attention import FlashInferBackend
+from interposer_ops.latent_attention import latent_attention_decode
 
-FLASH_3 = """
-import torch
-
-
-def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-    window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):
-    for numbers in (cache_seqlens, page_table, cu_seqlens_q):
-        assert numbers.dtype == torch.int32 and numbers.is_contiguous()
-    assert q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    assert k_cache.stride(-1) == v_cache.stride(-1) == 1
-    starts = cu_seqlens_q.tolist()
-    assert max_seqlen_q >= max(b - a for a, b in zip(starts, starts[1:]))
-    out = torch.empty_like(q)
-    for row, length in enumerate(cache_seqlens.tolist()):
-        begin, end = starts[row], starts[row + 1]
-        slots = page_table[row].long()
-        keys, values = (c[slots].flatten(0, 1)[:length].float() for c in (k_cache, v_cache))
-        heads = q.shape[1] // keys.shape[1]
-        keys, values = (t.repeat_interleave(heads, 1) for t in (keys, values))
-        scores = torch.einsum("tnd,lnd->ntl", q[begin:end].float(), keys) * softmax_scale
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        # Aligned to the bottom right corner.
-        place = torch.arange(end - begin)[:, None] + length - (end - begin)
-        distance = place - torch.arange(length)
-        left, right = window_size
-        right = 0 if causal else right
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if left >= 0:
-            hidden |= distance > left
-        if right >= 0:
-            hidden |= -distance > right
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[begin:end] = torch.einsum("ntl,lnd->tnd", weights, values).to(q.dtype)
-    return out
-"""
-HOPPER = Capability("sm_90")
+HERE = Path(__file__).parent
+HOPPER = Capability("sm_90", formats=frozenset({"bfloat16", "float16"}))
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
+BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
+    FlashAttention2Backend: ("flash-attn", ">=2.6,<2.9"),
+    FlashAttention2GatheredBackend: ("flash-attn", ">=2.6,<2.9"),
+    FlashAttention3Backend: ("flash-attn-3", ">=3.0.0b1,<3.1"),
+    FlashInferBackend: ("flashinfer-python", ">=0.6,<0.8"),
+}
+VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b2", "flashinfer-python": "0.7.2"}
+FLASH = "from played_flash import of_version_{} as flash_attn_with_kvcache"
+MODULES = {
+    "flash-attn": {
+        "flash_attn": f"{FLASH.format(2)}, flash_attn_varlen_func\n",
+        "played_attention": "",
+        "played_flash": "",
+    },
+    "flash-attn-3": {"flash_attn_interface": FLASH.format(3)},
+    "flashinfer-python": {"flashinfer": (HERE / "played_flashinfer.py").read_text("utf-8")},
+}
+# Sequences of many pages of 256 tokens take long to compare.
+LARGE = {"MHA full head 32 page 4", "GQA window+softcap head 32 page 4"}
+IMPORTED = {name for modules in MODULES.values() for name in modules}
 
 
-def install(folder: Path, name: str, version: str, module: str, code: str) -> None:
-    """Make a wheel of one module and install it into ``folder``, without an index."""
-    stem = f"{name.replace('-', '_')}-{version}"
-    wheel = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{module}.py", code)
-        info = f"{stem}.dist-info"
-        file.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/RECORD", "")
-    command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
-    target = str(folder / "site")
-    subprocess.run([*command, "--target", target, str(wheel)], check=True, timeout=300)
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packages")
+    # Modules without a text are files that lie beside this one.
+    texts = {
+        name: {m: code or (HERE / f"{m}.py").read_text("utf-8") for m, code in modules.items()}
+        for name, modules in MODULES.items()
+    }
+    made = [wheel(folder, name, VERSIONS[name], modules) for name, modules in texts.items()]
+    return install(folder, *made)
 
 
 @pytest.fixture
-def flash_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    install(tmp_path, "flash-attn-3", "3.0.0b2", "flash_attn_interface", FLASH_3)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def packages(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(installed)
     importlib.invalidate_caches()
     yield
-    sys.modules.pop("flash_attn_interface", None)
+    for name in IMPORTED:
+        sys.modules.pop(name, None)
 
 
-def site(dtype: torch.dtype) -> Site:
+def site(dtype: torch.dtype, *, described: bool = False) -> Site:
     registry = current_registry(Config(plugins={"interposer-ops"}))
-    return Site(Resolver(registry, DEVICE, Config()), "attention", dtype)
+    return Site(Resolver(registry, DEVICE, Config(), described=described), "attention", dtype)
 
 
-def test_flash_attention_3_is_given_what_it_documents(flash_3: None) -> None:
+def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec]]:
+    """Yield those of the suite's specs, in sizes that the backend reads, that it accepts."""
+    large = backend is FlashAttention2Backend
+    for label, spec in attention_specs(quick=not large):
+        if spec.dtype != torch.bfloat16 or (large and label not in LARGE):
+            continue
+        own = replace(spec, num_heads=spec.num_heads // spec.num_kv_heads * 2, num_kv_heads=2)
+        own = replace(own, head_size=max(spec.head_size, 64), page_size=256 if large else 4)
+        if backend.accepts(own, HOPPER):
+            yield label, own
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packages_are_given_what_they_document(
+    packages: None, backend: type[AttentionBackend]
+) -> None:
     checked = []
-    for label, spec in attention_specs(quick=True):
-        for dtype in (torch.bfloat16, torch.float16):
-            own = replace(spec, dtype=dtype, cache_dtype=dtype)
-            if spec.dtype == torch.bfloat16 and FlashAttention3Backend.accepts(own, HOPPER):
-                assert check_attention(FlashAttention3Backend, own, site(dtype)) == [], label
-                checked.append(own)
-    assert len(checked) >= 10
+    for label, spec in served(backend):
+        assert check_attention(backend, spec, site(spec.dtype)) == [], label
+        checked.append(spec)
     assert {bool(spec.window_tokens) for spec in checked} == {True, False}
     assert {bool(spec.softcap) for spec in checked} == {True, False}
-    assert any(spec.num_heads > spec.num_kv_heads for spec in checked)
+    assert {spec.num_heads > spec.num_kv_heads for spec in checked} == {True, False}
+    rounded = {spec.cache_dtype for spec in checked if spec.is_quantized}
+    of_8_bits = {torch.float8_e4m3fn, torch.float8_e5m2}
+    assert rounded == (of_8_bits if backend is FlashInferBackend else set())
+
+
+def test_flashinfer_attends_to_latents_as_the_op_defines(packages: None) -> None:
+    checked = 0
+    for case in latent_attention_decode.cases(torch.bfloat16, 0):
+        query, cache = case.arguments["query"], case.arguments["cache"]
+        if case.arguments["latent_size"] != 512 or cache.dtype != query.dtype:
+            continue
+        checked += 1
+        kernel = flashinfer_latent.latent_attention_decode
+        assert check_kernel(latent_attention_decode, kernel, case) == [], case.label
+        scaled = replace(case, arguments={**case.arguments, "cache_scale": torch.tensor([0.75])})
+        assert check_kernel(latent_attention_decode, kernel, scaled) == [], case.label
+    assert checked
+
+
+def test_a_plan_is_good_until_the_next_one(packages: None) -> None:
+    backend = FlashInferBackend(SPEC, site(SPEC.dtype))
+    batch, num_pages = typical_step(4, SPEC.page_size)
+    (cache,) = backend.kv_layout().allocate(1, num_pages, "cpu")
+    query, key, value = random_projections(SPEC, 4, torch.Generator(), fused=False)
+    stale, last = backend.plan(batch), backend.plan(batch)
+    assert backend.forward(query, key, value, cache.zero_(), last).shape == (4, 4, 64)
+    with pytest.raises(RequestError, match="the plan is number 1 of this backend, whose wrapper"):
+        backend.forward(query, key, value, cache, stale)
 
 
 SPEC = AttentionSpec(
@@ -123,43 +147,87 @@ SPEC = AttentionSpec(
     head_size=64,
     dtype=torch.bfloat16,
     cache_dtype=torch.bfloat16,
-    page_size=16,
+    page_size=256,
     scale=0.125,
 )
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"dtype": torch.float32, "cache_dtype": torch.float32}, "computes in 16 bit floats, got"),
+FLOAT_8: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn}
+EVERY: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float32, "cache_dtype": torch.float32}, "computes in 16 bit floats, got"),
+    ({"num_heads": 3}, "needs heads in groups of one size, got 3 heads, 2 kv heads"),
+    ({"sinks": True}, "does not do sinks"),
+    ({"latent": True}, "does not do latent"),
+    ({"alibi": True}, "does not do alibi"),
+    ({"type": "encoder"}, "serves decoder attention only, got encoder"),
+    ({"cache_dtype": torch.int8}, ""),
+]
+OWN: dict[type[AttentionBackend], list[tuple[dict[str, Any], str]]] = {
+    FlashAttention2Backend: [
+        ({"page_size": 16}, "reads pages of multiples of 256 tokens, got 16"),
         ({"head_size": 100}, "takes heads of multiples of 8 up to 256, got 100"),
-        ({"head_size": 320}, "takes heads of multiples of 8 up to 256, got 320"),
-        ({"num_heads": 3}, "needs heads in groups of one size, got 3 heads, 2 kv heads"),
-        ({"cache_dtype": torch.float8_e4m3fn}, "wants queries in the cache's dtype, got torch."),
-        ({"sinks": True}, "does not do sinks"),
-        ({"type": "encoder"}, "serves decoder attention only, got encoder"),
+        (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
     ],
-)
-def test_what_flash_attention_3_cannot_do_is_refused(
-    flash_3: None, change: dict[str, object], expected: str
-) -> None:
-    assert FlashAttention3Backend.accepts(SPEC, HOPPER)
-    spec = replace(SPEC, **change)  # type: ignore[arg-type]
-    assert FlashAttention3Backend.accepts(spec, HOPPER).reason.startswith(expected)
-    assert "flash_attn_interface" not in sys.modules
+    FlashAttention2GatheredBackend: [
+        (FLOAT_8, "stores the cache as torch.bfloat16, asked for torch.float8_e4m3fn"),
+    ],
+    FlashAttention3Backend: [
+        ({"head_size": 320}, "takes heads of multiples of 8 up to 256, got 320"),
+        (FLOAT_8, "would round queries of torch.bfloat16 to the cache's torch.float8_e4m3fn"),
+    ],
+    FlashInferBackend: [
+        ({"head_size": 80}, "takes heads of 64, 128, 256, got 80"),
+        ({**FLOAT_8, "head_scales": True}, "takes one scale for all heads of a cache, got one"),
+    ],
+}
 
 
-@pytest.mark.parametrize("version", ["2.8.3", "3.1.0", "4.0.0"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_they_cannot_do_is_refused(packages: None, backend: type[AttentionBackend]) -> None:
+    assert backend.accepts(SPEC, HOPPER)
+    for change, expected in [*EVERY, *OWN[backend]]:
+        verdict = backend.accepts(replace(SPEC, **change), HOPPER)
+        assert not verdict
+        assert verdict.reason.startswith(expected)
+    # Neither is a package imported for a device that is only described.
+    backend(SPEC, site(SPEC.dtype, described=True))
+    assert not IMPORTED & {*sys.modules}
+
+
+def test_flashinfer_wants_the_dtype_in_hardware(packages: None) -> None:
+    turing = Capability("sm_75", formats=frozenset({"float16"}))
+    assert FlashInferBackend.accepts(SPEC, turing).reason == (
+        "sm_75 has no products of torch.bfloat16"
+    )
+    half = replace(SPEC, dtype=torch.float16, cache_dtype=torch.float16)
+    assert FlashInferBackend.accepts(half, turing)
+
+
+def test_a_latent_cache_of_another_dtype_is_refused(packages: None) -> None:
+    dims = {"cache_dtype": "float8_e4m3fn"}
+    request = Request("kernel", "latent_attention_decode", "cuda", HOPPER, "bfloat16", dims)
+    assert flashinfer_latent.judge(request).reason == (
+        "reads caches of bfloat16, as queries are, got float8_e4m3fn"
+    )
+    assert flashinfer_latent.judge(replace(request, dims={"cache_dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize("versions", [("2.5.9", "2.8.3", "0.5.3"), ("2.9.0", "3.1.0", "0.8.0")])
 def test_other_versions_are_refused_by_their_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: tuple[str, ...]
 ) -> None:
-    install(tmp_path, "flash-attn-3", version, "flash_attn_interface", "raise SystemExit(1)")
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = dict(zip(MODULES, versions, strict=True))
+    code = dict.fromkeys(IMPORTED, "raise SystemExit(1)")
+    made = [
+        wheel(tmp_path, name, version, {module: code[module] for module in MODULES[name]})
+        for name, version in found.items()
+    ]
+    monkeypatch.syspath_prepend(install(tmp_path, *made))
     importlib.invalidate_caches()
-    reason = FlashAttention3Backend.accepts(SPEC, HOPPER).reason
-    assert reason.startswith(f"needs flash-attn-3 >=3.0.0b1,<3.1, found {version}: build it from")
+    for backend, (name, known) in BACKENDS.items():
+        reason = backend.accepts(SPEC, HOPPER).reason
+        assert reason.startswith(f"needs {name} {known}, found {found[name]}: ")
 
 
-def test_what_is_not_installed_is_refused() -> None:
-    reason = FlashAttention3Backend.accepts(SPEC, HOPPER).reason
-    assert reason.startswith("needs the package flash-attn-3, which is not installed: build it")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_installed_is_refused(backend: type[AttentionBackend]) -> None:
+    reason = backend.accepts(SPEC, HOPPER).reason
+    assert reason.startswith(f"needs the package {BACKENDS[backend][0]}, which is not installed: ")

@@ -9,6 +9,7 @@ import torch
 from platforms.rocm.tests.made_up_machine import Machine, Node
 
 from interposer.errors import ConfigError, PluginError, UnknownNameError
+from interposer.numerics import NumericsPolicy
 from interposer_rocm import system
 from interposer_rocm.abilities import capability_of, fixed_features
 from interposer_rocm.architectures import KNOWN, GfxVersion, architecture_of
@@ -122,9 +123,17 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
 def test_what_the_platform_provides() -> None:
     provided = {m for m in ROCmPlatform.optional_members() if ROCmPlatform.provides(m)}
     assert provided == {
-        *("capture_graph", "compile_backend", "distributed_backend", "facts"),
+        *("capture_graph", "compile_backend", "distributed_backend", "facts", "memory_profile"),
         *("peak_memory_bytes", "pin_memory", "start_method", "stream"),
     }
+
+
+def test_numerics_are_those_of_its_libraries() -> None:
+    matmul = torch.backends.cuda.matmul  # its name in torch for HIP too
+    with ROCmPlatform().numerics(NumericsPolicy("high")):
+        assert torch.get_float32_matmul_precision() == "high"
+        assert not matmul.allow_bf16_reduced_precision_reduction
+    assert matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.parametrize(

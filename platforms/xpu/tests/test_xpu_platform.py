@@ -43,7 +43,7 @@ def test_what_it_provides() -> None:
     provided = {m for m in XPUPlatform.optional_members() if XPUPlatform.provides(m)}
     assert provided == {
         *("compile_backend", "distributed_backend", "facts", "map_host_memory"),
-        *("peak_memory_bytes", "pin_memory", "start_method", "stream"),
+        *("memory_profile", "peak_memory_bytes", "pin_memory", "start_method", "stream"),
     }
 
 

@@ -111,10 +111,19 @@ class _Planner:
         ]
         if not isinstance(record, Judged):
             return replace(plain, faults=tuple(faults))
-        faults += self._vocabulary.misspelt(record.requires.features, record.requires.architectures)
         if faults:
             return replace(plain, faults=tuple(faults))
-        return self._fitted(plain, record)
+        undescribed = [*self._vocabulary.undescribed(record.requires)]
+        found = self._fitted(plain, record)
+        if not undescribed or found.faults:
+            return found
+        # It may be for hardware that nobody describes: what else it needs can still be judged.
+        rest = replace(record, requires=self._vocabulary.described_part(record.requires))
+        judged = self._fitted(plain, rest)
+        note = f"not coherent with any description: needs {', '.join(undescribed)}"
+        if judged.fits and judged.fits != found.fits:
+            note += f"; by all else that it needs it fits {', '.join(judged.fits)}"
+        return replace(found, notes=(note,), faults=judged.faults)
 
     def _fitted(self, plain: PlannedRecord, record: Judged) -> PlannedRecord:
         requests = self._requests(record)
@@ -137,7 +146,9 @@ class _Planner:
                 refusals.append((name, verdict.reason))
         if refusals and not fits:
             # A name that is one of several alternatives may be of no device that is described.
-            faults += self._vocabulary.misspelt(asked.features, (), asked.formats)
+            faults += self._vocabulary.misspelt(
+                asked.features - record.requires.features, asked.formats
+            )
         return replace(
             plain, faults=tuple(dict.fromkeys(faults)), fits=tuple(fits), refusals=tuple(refusals)
         )

@@ -26,6 +26,7 @@ class PlannedRecord:
         unresolved: why what it names cannot be imported here, though that is no fault.
         fits: described devices that it accepts something on; empty also where no device is asked.
         refusals: why each other device was refused, by name of the device.
+        notes: what may be for hardware that nobody describes, or misspelt; no fault.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class PlannedRecord:
     unresolved: str = ""
     fits: tuple[str, ...] = ()
     refusals: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def state(self) -> PlanState:
@@ -108,12 +110,17 @@ class PlanReport:
             where = "every device" if everywhere else ", ".join(fits)
             head = f"fits {where}:" if fits else "resolves, and is bound to no device:"
             yield [head, *(f"  {title}" for title in titles)]
+        noted = [record for record in self.in_state("sound") if record.notes]
+        if noted:
+            told = [f"  {record.title}: {note}" for record in noted for note in record.notes]
+            yield ["to look at:", *told]
         for record in self.in_state("fits nowhere"):
             reasons: dict[str, list[str]] = {}
             for device, reason in record.refusals:
                 reasons.setdefault(reason, []).append(device)
             lines = (f"  {', '.join(devices)}: {reason}" for reason, devices in reasons.items())
-            yield [f"{record.title} fits no described device:", *lines]
+            notes = (f"  {note}" for note in record.notes)
+            yield [f"{record.title} fits no described device:", *notes, *lines]
         for record in self.in_state("unresolved"):
             yield [f"{record.title} cannot be looked at here: {record.unresolved}"]
         for record in self.in_state("wrong"):

@@ -9,6 +9,7 @@ from typing import Any
 from interposer.capability import Capability
 from interposer.device_description import DeviceDescription
 from interposer.errors import nearest_first
+from interposer.requires import Requires
 
 __all__ = ["Asked", "Vocabulary", "watched"]
 
@@ -39,25 +40,42 @@ class Vocabulary:
             frozenset(name for device in devices for name in device.formats),
         )
 
-    def misspelt(
-        self,
-        features: Iterable[str],
-        architectures: Iterable[str] = (),
-        formats: Iterable[str] = (),
-    ) -> Iterator[str]:
-        """Yield a sentence for every name that no described device has."""
-        kinds = (
-            ("feature", features, self.features),
-            ("architecture", architectures, self.architectures),
-            ("format", formats, self.formats),
-        )
-        for kind, asked, known in kinds:
-            for name in sorted(set(asked) - known):
-                nearest = ", ".join(map(repr, nearest_first(name, known)[:3])) or "none is known"
+    def misspelt(self, features: Iterable[str], formats: Iterable[str]) -> Iterator[str]:
+        """Yield a sentence for every name that code has looked for and no described device has."""
+        for kind, asked in (("feature", features), ("format", formats)):
+            for name in sorted(set(asked) - self._known(kind)):
                 yield (
                     f"needs the {kind} {name!r}, which no described device has, so that it may be "
-                    f"misspelt; nearest: {nearest}"
+                    f"misspelt; nearest: {self._nearest(kind, name)}"
                 )
+
+    def undescribed(self, requires: Requires) -> Iterator[str]:
+        """Yield a part of a sentence for every declared name that no described device has."""
+        for kind, asked in (
+            ("architecture", requires.architectures),
+            ("feature", requires.features),
+        ):
+            for name in sorted(asked - self._known(kind)):
+                yield f"the {kind} {name!r} (nearest: {self._nearest(kind, name)})"
+
+    def described_part(self, requires: Requires) -> Requires:
+        """Return the requirements without names that no described device has."""
+        return replace(
+            requires,
+            features=requires.features & self.features,
+            architectures=requires.architectures & self.architectures,
+        )
+
+    def _known(self, kind: str) -> frozenset[str]:
+        kinds = {
+            "feature": self.features,
+            "architecture": self.architectures,
+            "format": self.formats,
+        }
+        return kinds[kind]
+
+    def _nearest(self, kind: str, name: str) -> str:
+        return ", ".join(map(repr, nearest_first(name, self._known(kind))[:3])) or "none is known"
 
 
 def watched(capability: Capability, asked: Asked) -> Capability:

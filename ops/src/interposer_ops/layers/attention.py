@@ -20,18 +20,12 @@ from interposer import (
 )
 from interposer.errors import CheckpointError
 from interposer_ops.attention import paged_attention
-from interposer_ops.fp8_cache import reshape_and_cache_fp8
-from interposer_ops.int8_cache import reshape_and_cache_int8
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.cache_writer import CacheWriter
 
 __all__ = ["Attention", "PagedBackend"]
 
 _SCALES = ("k_scale", "v_scale")
 _OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-
-# The dims of ``reshape_and_cache``, and those of the ops that round which a spec knows.
-_WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
-_ROUNDED = ("num_kv_heads", "head_size", "page_size")
 
 
 class Attention(PluggableLayer):
@@ -111,19 +105,9 @@ class PagedBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        facts = spec.dims()
-        self.attend = site.bind(paged_attention, **facts)
-        if spec.is_quantized:
-            dims = {name: facts[name] for name in _ROUNDED}
-            is_float = spec.cache_dtype.is_floating_point
-            rounds: Any = reshape_and_cache_fp8 if is_float else reshape_and_cache_int8
-            if is_float:
-                dims["cache_dtype"] = facts["cache_dtype"]
-            self.round: Any = site.bind_kernel(rounds, **dims, per_head=spec.head_scales)
-            # What the op is called with behind the scales.
-            self.rounded_to = (spec.cache_dtype,) if is_float else ()
-        else:
-            self.write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
+        self.attend = site.bind(paged_attention, **spec.dims())
+        self._writer = CacheWriter(spec, site)
+        self.write = self._writer.store
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -134,9 +118,7 @@ class PagedBackend(AttentionBackend):
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
-        spec = self.spec
-        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch as it is."""
@@ -151,7 +133,7 @@ class PagedBackend(AttentionBackend):
         plan: AttentionBatch,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._attend(query, key, value, cache, plan, None)
+        return self._attend(query, key, value, cache, plan)
 
     def forward_with_sinks(
         self,
@@ -165,36 +147,9 @@ class PagedBackend(AttentionBackend):
         """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
         return self._attend(query, key, value, cache, plan, sinks)
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        keys, values = cache.unbind(0)
-        self.write(key, value, keys, values, plan.slots)
-        return self.attend(
-            query,
-            keys,
-            values,
-            plan.page_table,
-            plan.query_starts,
-            plan.seq_lens,
-            plan.max_query_tokens,
-            self.spec.scale,
-            True,
-            self.spec.window_tokens,
-            self.spec.softcap,
-            sinks,
-        )
-
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scales, and what the kernel that writes the cache wants instead."""
-        wanted = self.round.prepared(key_scale=key_scale, value_scale=value_scale)
-        return key_scale, value_scale, wanted["key_scale"], wanted["value_scale"]
+        """Return the scales, and what the kernel that writes the cache wants besides."""
+        return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
 
     def forward_quantized(
         self,
@@ -206,7 +161,7 @@ class PagedBackend(AttentionBackend):
         scales: Any,
     ) -> torch.Tensor:
         """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._attend_rounded(query, key, value, cache, plan, scales, None)
+        return self._attend(query, key, value, cache, plan, None, *scales)
 
     def forward_quantized_with_sinks(
         self,
@@ -219,22 +174,21 @@ class PagedBackend(AttentionBackend):
         sinks: torch.Tensor,
     ) -> torch.Tensor:
         """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
-        return self._attend_rounded(query, key, value, cache, plan, scales, sinks)
+        return self._attend(query, key, value, cache, plan, sinks, *scales)
 
-    def _attend_rounded(
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionBatch,
-        scales: Any,
-        sinks: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+        scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        rounding: tuple[Any, ...] = (),
     ) -> torch.Tensor:
         keys, values = cache.unbind(0)
-        key_scale, value_scale, *prepared = scales
-        wanted: Any = (*prepared, *self.rounded_to)
-        self.round.function(key, value, keys, values, plan.slots, *wanted)
+        self.write(key, value, keys, values, plan.slots, *rounding)
         return self.attend(
             query,
             keys,
@@ -250,6 +204,5 @@ class PagedBackend(AttentionBackend):
             sinks,
             None,
             None,
-            key_scale,
-            value_scale,
+            *scales,
         )

@@ -58,11 +58,22 @@ class Target:
     shared_bytes: int
     gpu: GPUTarget
 
+    @property
+    def has_matrix(self) -> bool:
+        """Whether triton has matrix instructions for it.
 
-# CUDA C++ Programming Guide, table of technical specifications: for one block 163 KiB, 227 KiB, and
-# 99 KiB of what is made for graphics.
+        Before sm_80 it has none of any dtype, though the hardware has ``mma.sync.m16n8k8``: it
+        multiplies element by element, and fails on integers (the pass TritonGPUAccelerateMatmul
+        of 3.7.1 says that they were deprecated).
+        """
+        return self.gpu.backend != "cuda" or int(self.gpu.arch) >= 80
+
+
+# CUDA C++ Programming Guide, table of technical specifications: for one block 64 KiB, 163 KiB,
+# 227 KiB, and 99 KiB of what is made for graphics.
 # LDS of one workgroup: AMD CDNA 1 to CDNA 3, RDNA 3 and RDNA 4 ISA guides, 64 KiB; CDNA 4, 160 KiB.
 TARGETS = (
+    Target("sm_75", 64 * 1024, GPUTarget("cuda", 75, 32)),
     Target("sm_80", 163 * 1024, GPUTarget("cuda", 80, 32)),
     Target("sm_89", 99 * 1024, GPUTarget("cuda", 89, 32)),
     Target("sm_90", 227 * 1024, GPUTarget("cuda", 90, 32)),

@@ -189,7 +189,8 @@ bool multiply_span(const interposer_product& product, const Prepared& prepared, 
 
 // Write a block's words as those of bfloat16, which holds what the codes stand for exactly.
 template <class F>
-void widen(const interposer_packed& weight, const Block& block, char* to) {
+void widen(const interposer_packed& weight, const Block& block, char* to,
+           int64_t row_bytes = kBlock * 4, int64_t tile_bytes = 64) {
   const int64_t groups = num_groups(weight);
   const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
   const char* words = block.words;
@@ -205,11 +206,11 @@ void widen(const interposer_packed& weight, const Block& block, char* to) {
         Words halves[F::kInputs];
         for (int p = 0; p < F::kParts; ++p) halves[F::place(p)] = (Words)parts[p] >> 16;
         for (int i = 0; i < F::kInputs; i += 2) {
-          store(to + i / 2 * kBlock * 4 + t * 64, halves[i] | halves[i + 1] << 16);
+          store(to + i / 2 * row_bytes + t * tile_bytes, halves[i] | halves[i + 1] << 16);
         }
       }
       words += kBlock * 4;
-      to += F::kInputs / 2 * kBlock * 4;
+      to += F::kInputs / 2 * row_bytes;
     }
   }
 }
@@ -218,55 +219,41 @@ void widen(const interposer_packed& weight, const Block& block, char* to) {
 template <class Codes, class Wide>
 bool multiply_widened(const interposer_product& product, const Prepared& prepared, Span span) {
   const interposer_packed& weight = *product.weight;
+#if defined(INTERPOSER_TILES)
+  if (takes_tiles<Wide>(product, span)) {
+    auto spread = [](const interposer_packed& weight, const Block& block, char* to,
+                     int64_t tile_bytes) { widen<Codes>(weight, block, to, 64, tile_bytes); };
+    if constexpr (Tiled<Wide>::kKnown) {
+      return multiply_spread<Wide>(product, prepared, span, spread);
+    }
+  }
+#endif
   const int64_t bytes = padded_inputs(weight.inputs) / 2 * kBlock * 4;
   char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
   if (memory == nullptr) return false;
-  TileRegisters tiles;
   for (int64_t index = span.first_block; index < span.last_block; ++index) {
     Block block = block_of(weight, index);
     widen<Codes>(weight, block, memory);
     block.words = memory;
-    if (multiply_tiled<Wide>(tiles, product, prepared, block, span)) continue;
     multiply_block<Wide>(product, prepared, block, span.first_row, span.last_row);
   }
   return true;
 }
 
+// Codes by codes of x.
 template <class Codes>
 bool multiply_by_codes(const interposer_product& product, const Prepared& prepared, Span span) {
-  if (product.weight->zeros_at) return multiply_span<Codes>(product, prepared, span);
-  return multiply_span<Symmetric<Codes>>(product, prepared, span);
-}
-
-#if defined(INTERPOSER_TILES)
-// Returns false without memory for a block's codes as bytes, which tiles want: made once for all
-// rows.
-template <class F>
-bool multiply_spread(const interposer_product& product, const Prepared& prepared, Span span) {
   const interposer_packed& weight = *product.weight;
-  const int64_t bytes = padded_inputs(weight.inputs) * kBlock;
-  char* memory = static_cast<char*>(interposer_scratch(kForWeights, bytes));
-  if (memory == nullptr) return false;
-  TileRegisters tiles;
-  for (int64_t index = span.first_block; index < span.last_block; ++index) {
-    Block block = block_of(weight, index);
-    spread_nibbles(block.words, padded_inputs(weight.inputs) / 8, memory);
-    block.words = memory;
-    multiply_tiled<F>(tiles, product, prepared, block, span);
-  }
-  return true;
-}
-#endif
-
-// Codes of four bits by codes of x.
-bool multiply_nibbles(const interposer_product& product, const Prepared& prepared, Span span) {
 #if defined(INTERPOSER_TILES)
-  if (takes_tiles<NibblesOnCodes>(*product.weight, span)) {
-    if (product.weight->zeros_at) return multiply_spread<NibblesOnCodes>(product, prepared, span);
-    return multiply_spread<Symmetric<NibblesOnCodes>>(product, prepared, span);
+  // Less their zero points, codes of eight bits may take nine.
+  const bool few_bits = weight.format == kWeightInt4;
+  if (takes_tiles<CentredOnCodes>(product, span) &&
+      (few_bits || (!weight.zeros_at && num_groups(weight) > 1))) {
+    return multiply_spread<CentredOnCodes>(product, prepared, span, spread_codes<Codes>);
   }
 #endif
-  return multiply_by_codes<Int4OnCodes>(product, prepared, span);
+  if (weight.zeros_at) return multiply_span<Codes>(product, prepared, span);
+  return multiply_span<Symmetric<Codes>>(product, prepared, span);
 }
 
 // Whether rows of x are multiplied as they are. All threads must say the same, so it depends on the
@@ -326,7 +313,10 @@ bool multiply_codes(const interposer_product& product, const Prepared& prepared,
 
 #if defined(INTERPOSER_PAIRS)
 bool multiply_pairs(const interposer_product& product, const Prepared& prepared, Span span) {
-  [[maybe_unused]] const bool many = span.last_row - span.first_row >= kManyRows;
+  [[maybe_unused]] bool many = span.last_row - span.first_row >= kManyRows;
+#if defined(INTERPOSER_TILES)
+  many = many || takes_tiles<BFloat16OnPairs>(product, span);
+#endif
   switch (product.weight->format) {
     case kWeightBFloat16:
       return multiply_span<BFloat16OnPairs>(product, prepared, span);
@@ -359,7 +349,7 @@ bool multiply(const interposer_product& product, const Prepared& prepared, int64
   const Span span = {first_block, last_block, first_row, last_row};
   const int32_t format = product.weight->format;
   if (product.x_type == kInt8) {
-    if (format == kWeightInt4) return multiply_nibbles(product, prepared, span);
+    if (format == kWeightInt4) return multiply_by_codes<Int4OnCodes>(product, prepared, span);
     return multiply_by_codes<Int8OnCodes>(product, prepared, span);
   }
 #if defined(INTERPOSER_PAIRS)

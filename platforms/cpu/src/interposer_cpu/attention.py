@@ -40,9 +40,6 @@ class SdpaBackend(AttentionBackend):
         """Accept decoders with a plain cache and plain scores."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
-        if spec.num_heads % spec.num_kv_heads:
-            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.softcap is not None:
             return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
         return spec.judge_plain_decoder()

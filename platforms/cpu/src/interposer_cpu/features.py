@@ -60,6 +60,8 @@ _ARM = (
 _Z = ("nnpa", "vx", "vxd", "vxe", "vxe2", "vxe3", "vxp", "vxp2")
 _EXACT = frozenset({*_X86, *_ARM, *_Z})
 _FAMILIES = ("amx_", "avx", "sse")
+# Versions, which torch counts as features and Linux does not; what they hold is told by itself.
+_VERSIONS = ("avx10_",)
 _FORMATS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "fp16"},
@@ -102,5 +104,5 @@ def formats(found: frozenset[str]) -> frozenset[str]:
 
 
 def _known(names: list[str]) -> frozenset[str]:
-    standard = (_OTHER_NAMES.get(name, name) for name in names)
+    standard = (_OTHER_NAMES.get(n, n) for n in names if not n.startswith(_VERSIONS))
     return frozenset(n for n in standard if n in _EXACT or n.startswith(_FAMILIES))

@@ -62,9 +62,6 @@ class NativeBackend(NativePagedBackend):
         """Accept decoders whose pages and heads are made of sixteens."""
         if spec.dtype not in _TYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
-        if spec.num_heads % spec.num_kv_heads:
-            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.head_size % _LANES or spec.head_size > _MOST_HEAD_SIZE:
             return Verdict.refuse(
                 f"takes head sizes of multiples of {_LANES} up to {_MOST_HEAD_SIZE}, "

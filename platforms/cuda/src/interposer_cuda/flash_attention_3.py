@@ -13,7 +13,7 @@ and key, a window of ``(left, right)`` tokens besides the query's own; README th
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,31 +26,12 @@ from interposer import (
     Site,
     Verdict,
 )
+from interposer_cuda.flash_step import FlashStep, judge_flash
 from interposer_cuda.providers import FLASH_ATTENTION_3
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.cache_writer import CacheWriter
+from interposer_ops.gathered_attention import window_ends
 
-__all__ = ["FlashAttention3Backend", "FlashPlan"]
-
-_DTYPES = (torch.bfloat16, torch.float16)
-_LARGEST_HEAD = 256
-_WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
-
-
-class FlashPlan(NamedTuple):
-    """What is the same for all layers: int32, but for the slots.
-
-    Attributes:
-        slots: ``[T]`` int64.
-        page_table: ``[B, M]``.
-        seq_lens: ``[B]``.
-        query_starts: ``[B + 1]``.
-    """
-
-    slots: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_starts: torch.Tensor
-    max_query_tokens: int
+__all__ = ["FlashAttention3Backend"]
 
 
 class FlashAttention3Backend(AttentionBackend):
@@ -58,49 +39,29 @@ class FlashAttention3Backend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
-        facts = spec.dims()
-        self._write = site.bind(reshape_and_cache, **{name: facts[name] for name in _WRITTEN})
-        self._attend: Any = import_module("flash_attn_interface").flash_attn_with_kvcache
-        window = spec.window_tokens
-        # It counts the tokens before the query's own.
-        self._window = (-1, -1) if window is None else (window - 1, 0)
+        self._write = CacheWriter(spec, site).store
+        self._window = window_ends(spec)
+        if not site.resolver.described:
+            self._attend: Any = import_module("flash_attn_interface").flash_attn_with_kvcache
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Accept decoders in 16 bits with a cache of the same dtype."""
-        verdict = FLASH_ATTENTION_3.judge()
-        if not verdict:
-            return verdict
-        if spec.dtype not in _DTYPES:
-            return Verdict.refuse(f"computes in 16 bit floats, got {spec.dtype}")
-        if spec.head_size % 8 or spec.head_size > _LARGEST_HEAD:
-            return Verdict.refuse(
-                f"takes heads of multiples of 8 up to {_LARGEST_HEAD}, got {spec.head_size}"
-            )
-        if spec.num_heads % spec.num_kv_heads:
-            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.is_quantized:
+            # Its descales are those of queries too: one rounding more than the spec asks for.
             return Verdict.refuse(
-                f"wants queries in the cache's dtype, got {spec.dtype} and {spec.cache_dtype}"
+                f"would round queries of {spec.dtype} to the cache's {spec.cache_dtype} as well"
             )
-        return spec.judge_plain_decoder()
+        # What cannot be had by installing it, is said first.
+        return judge_flash(spec) and FLASH_ATTENTION_3.judge()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
-        spec = self.spec
-        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout.keys_first(self.spec)
 
-    def plan(self, batch: AttentionBatch) -> FlashPlan:
+    def plan(self, batch: AttentionBatch) -> FlashStep:
         """Return the batch in int32; the host waits for nothing."""
-        return FlashPlan(
-            batch.slots,
-            batch.page_table.to(torch.int32),
-            batch.seq_lens.to(torch.int32),
-            batch.query_starts.to(torch.int32),
-            batch.max_query_tokens,
-        )
+        return FlashStep.of(batch)
 
     def forward(
         self,
@@ -108,7 +69,7 @@ class FlashAttention3Backend(AttentionBackend):
         key: torch.Tensor,
         value: torch.Tensor,
         cache: torch.Tensor,
-        plan: FlashPlan,
+        plan: FlashStep,
     ) -> torch.Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.unbind(0)

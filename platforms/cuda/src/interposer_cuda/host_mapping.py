@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from interposer.errors import ConfigError
+from interposer.host_memory import require_pinned
 
 __all__ = ["mapped"]
 
@@ -39,11 +40,7 @@ def mapped(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises: ConfigError: it is not pinned, is empty, or its elements are no numbers of 1 to 8 bytes.
     """
-    if tensor.device.type != "cpu" or not tensor.is_pinned():
-        raise ConfigError(
-            f"only pinned host memory has an address on the device, this tensor is on "
-            f"{tensor.device} and not pinned. Try: platform.pin_memory(tensor)"
-        )
+    require_pinned(tensor)
     if not tensor.numel() or tensor.element_size() not in _TYPES:
         raise ConfigError(
             f"a tensor of {tensor.numel()} elements of {tensor.dtype} has nothing to map"

@@ -12,6 +12,8 @@ from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
 from interposer.errors import PluginError, UnknownNameError
 from interposer.graph_recorder import GraphRecorder
+from interposer.memory_profile import MemoryProfile, memory_profile
+from interposer.numerics import NumericsPolicy, applied
 from interposer_cuda import driver, host_mapping, system
 from interposer_cuda.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda.architectures import architecture_of
@@ -24,6 +26,7 @@ __all__ = ["CUDAPlatform"]
 
 _COMPUTE_MODES = {2: "prohibited", 3: "for one process"}
 _GIB = 2**30
+_REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))
 
 
 class CUDAPlatform(Platform):
@@ -62,6 +65,11 @@ class CUDAPlatform(Platform):
         found = self._device(device)
         return [getattr(torch, name) for name in architecture_of(found.major, found.minor).dtypes]
 
+    def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
+        """Return a block that holds to ``policy``, in what torch lets cuBLAS do too."""
+        matmul = torch.backends.cuda.matmul
+        return applied(policy, [(matmul, name) for name in _REDUCTIONS])
+
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
         """Return a context in which work is queued on a stream of its own.
 
@@ -89,6 +97,10 @@ class CUDAPlatform(Platform):
     def peak_memory_bytes(self, device: str) -> int:
         """Return the most memory that torch has taken on ``device``."""
         return torch.accelerator.max_memory_reserved(device)
+
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
+        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        return memory_profile(device)
 
     def start_method(self) -> str:
         """Return ``"spawn"``: a fork of a process that has used CUDA cannot use it."""

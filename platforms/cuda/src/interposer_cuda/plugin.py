@@ -14,25 +14,17 @@ _DESCRIBED = ("a100", "b200", "h100", "h200", "rtx4090", "rtx5090", "t4")
 # What changes with the driver: verdicts and measurements are kept per driver.
 _DRIVER_FILES = ("/proc/driver/nvidia/version",)
 
+_NARROW = ("bfloat16", "float16")
+_FLOATS = ("float32", *_NARROW)
+# Flash attention and latent attention are compiled for Ampere and newer, which have it.
+_ASYNC = frozenset({"cp_async"})
+# Nobody has run other packages' kernels through this plugin: they are taken where they are wanted.
+_WANTED_ONLY = -1.0
+
 
 @hookimpl
 def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
-    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
-    sdpa = AttentionEntry(
-        "sdpa_gathered",
-        "interposer_cuda.sdpa:SdpaBackend",
-        "cuda",
-        Requires(dtypes=("float32", "bfloat16", "float16")),
-        score=-1.0,
-    )
-    flash_3 = AttentionEntry(
-        "flash_attention_3",
-        "interposer_cuda.flash_attention_3:FlashAttention3Backend",
-        "cuda",
-        Requires(architectures=frozenset({"sm_90"}), dtypes=("bfloat16", "float16")),
-        score=-0.5,
-    )
     # On others torch multiplies group by group, for which the host has to know their sizes.
     grouped = Kernel(
         "grouped_linear",
@@ -47,10 +39,146 @@ def interposer_records() -> list[Record]:
         score=5.0,
         properties=frozenset({"graph_safe", "opaque"}),
     )
+    # Before the experts in turn, which wait for the device; behind those of Triton.
+    experts = Kernel(
+        "fused_experts",
+        "fused_experts_grouped_mm",
+        "interposer_cuda.grouped_experts:fused_experts",
+        "cuda",
+        Requires(
+            architectures=frozenset({"sm_90", "sm_100"}),
+            dtypes=("bfloat16",),
+            dims={"hidden_size": Dim(multiple_of=8), "intermediate_size": Dim(multiple_of=8)},
+        ),
+        "interposer_cuda.grouped_experts:judge",
+        "interposer_cuda.grouped_experts:prepare",
+        score=6.0,
+        properties=frozenset({"opaque"}),
+    )
+    # The sizes that its kernels are tested for.
+    latent = Kernel(
+        "latent_attention_decode",
+        "latent_attention_decode_flashinfer",
+        "interposer_cuda.flashinfer_latent:latent_attention_decode",
+        "cuda",
+        Requires(
+            _ASYNC,
+            dtypes=_NARROW,
+            dims={"latent_size": Dim(one_of=(512,)), "rotary_size": Dim(one_of=(64,))},
+        ),
+        "interposer_cuda.flashinfer_latent:judge",
+        score=_WANTED_ONLY,
+        properties=frozenset({"opaque"}),
+    )
     return [
-        sdpa,
-        flash_3,
+        *_attention(),
         grouped,
+        experts,
+        *_of_flashinfer(),
+        *_of_the_hub(),
+        latent,
         PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
+    ]
+
+
+def _of_flashinfer() -> list[Record]:
+    products = "interposer_cuda.flashinfer_products"
+    blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
+    sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
+    large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
+    whole = {name: Dim(multiple_of=128) for name in sizes}
+    squares = {name: Dim(one_of=(128,)) for name in ("block_rows", "block_columns")}
+    formats = {name: Dim(one_of=("float8_e4m3fn",)) for name in ("x_dtype", "weight_dtype")}
+    rows = [
+        ("nvfp4_linear", blackwell, sizes, "prepare_nvfp4"),
+        ("mxfp8_linear", blackwell, large, "prepare_mxfp8"),
+        ("fp8_block_linear", blackwell - {"sm_103"}, {**whole, **squares, **formats}, ""),
+    ]
+    return [
+        Kernel(
+            op,
+            f"{op}_flashinfer",
+            f"{products}:{op}",
+            "cuda",
+            Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
+            f"{products}:judge",
+            f"{products}:{prepare}" if prepare else "",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"{products}:confirm",
+        )
+        for op, architectures, dims, prepare in rows
+    ]
+
+
+def _of_the_hub() -> list[Record]:
+    activations = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "quick_gelu")
+    wide = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
+    rows = [
+        *((op, "activation", {}) for op in activations),
+        *((op, "layer_norm", wide) for op in ("rms_norm", "layer_norm")),
+    ]
+    return [
+        Kernel(
+            op,
+            f"{op}_hub",
+            f"interposer_cuda.hub_kernels:{op}",
+            "cuda",
+            Requires(dtypes=_FLOATS, dims=dims),
+            f"interposer_cuda.hub_cache:judge_{repository}",
+            score=_WANTED_ONLY,
+            properties=frozenset({"opaque"}),
+            confirm=f"interposer_cuda.hub_kernels:confirm_{repository}",
+        )
+        for op, repository, dims in rows
+    ]
+
+
+def _attention() -> list[Record]:
+    """Return what attends besides ``paged``, none of which promises to be graph-safe."""
+    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
+    return [
+        AttentionEntry(
+            "sdpa_gathered",
+            "interposer_ops.sdpa:SdpaBackend",
+            "cuda",
+            Requires(dtypes=_FLOATS),
+            score=-1.0,
+        ),
+        AttentionEntry(
+            "flex_gathered",
+            "interposer_ops.flex_attention:FlexBackend",
+            "cuda",
+            Requires(frozenset({"triton"}), dtypes=_FLOATS),
+            score=-1.5,
+        ),
+        AttentionEntry(
+            "flash_attention_2",
+            "interposer_cuda.flash_attention_2:FlashAttention2Backend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            score=-0.5,
+        ),
+        AttentionEntry(
+            "flash_attention_2_gathered",
+            "interposer_cuda.flash_attention_2:FlashAttention2GatheredBackend",
+            "cuda",
+            Requires(_ASYNC, dtypes=_NARROW),
+            score=-0.8,
+        ),
+        AttentionEntry(
+            "flash_attention_3",
+            "interposer_cuda.flash_attention_3:FlashAttention3Backend",
+            "cuda",
+            Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
+            score=-0.5,
+        ),
+        AttentionEntry(
+            "flashinfer",
+            "interposer_cuda.flashinfer_attention:FlashInferBackend",
+            "cuda",
+            Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
+            score=-0.5,
+        ),
     ]

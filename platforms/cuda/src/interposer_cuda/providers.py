@@ -13,7 +13,14 @@ from packaging.specifiers import SpecifierSet
 
 from interposer.verdict import Verdict
 
-__all__ = ["FLASH_ATTENTION_3", "Provider"]
+__all__ = [
+    "FLASHINFER",
+    "FLASHINFER_PRODUCTS",
+    "FLASH_ATTENTION_2",
+    "FLASH_ATTENTION_3",
+    "HUB_KERNELS",
+    "Provider",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,15 @@ class Provider:
         return Verdict.accept()
 
 
+FLASHINFER = Provider("flashinfer-python", ">=0.6,<0.8", "pip install flashinfer-python")
+FLASH_ATTENTION_2 = Provider(
+    "flash-attn", ">=2.6,<2.9", "pip install flash-attn --no-build-isolation"
+)
 FLASH_ATTENTION_3 = Provider(
     "flash-attn-3",
     ">=3.0.0b1,<3.1",
     "build it from the folder hopper of github.com/Dao-AILab/flash-attention",
 )
+# Its products were read in one version only.
+FLASHINFER_PRODUCTS = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
+HUB_KERNELS = Provider("kernels", ">=0.17,<0.18", "pip install 'kernels<0.18'")

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from interposer_ops.paged_slots import cumulated, read_slots
 from interposer_rocm.aiter_library import MLA_DECODE, function
-from interposer_rocm.paged_slots import cumulated, read_slots
 
 __all__ = ["latent_attention_decode"]
 

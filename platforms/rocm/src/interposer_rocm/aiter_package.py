@@ -86,9 +86,6 @@ def judge_flash(spec: AttentionSpec, capability: Capability) -> Verdict:
         return Verdict.refuse(f"computes in floats of 16 bits, got {spec.dtype}")
     if spec.head_size % 8 or spec.head_size > 256:
         return Verdict.refuse(f"head_size is {spec.head_size}, must be a multiple of 8 up to 256")
-    if spec.num_heads % spec.num_kv_heads:
-        heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-        return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
     return _first(spec.judge_plain_decoder(), judge_device(capability.architecture))
 
 

@@ -12,6 +12,8 @@ from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
 from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer.graph_recorder import GraphRecorder
+from interposer.memory_profile import MemoryProfile, memory_profile
+from interposer.numerics import NumericsPolicy, applied
 from interposer_rocm import system
 from interposer_rocm.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_rocm.architectures import architecture_of
@@ -23,6 +25,8 @@ from interposer_rocm.visibility import VARIABLES
 __all__ = ["ROCmPlatform"]
 
 _GIB = 2**30
+# torch for HIP has them under the same name.
+_REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))
 
 
 class ROCmPlatform(Platform):
@@ -63,6 +67,11 @@ class ROCmPlatform(Platform):
         known = architecture_of(self._gpus[self._ordinal(device)].version)
         return [getattr(torch, name) for name in known.dtypes]
 
+    def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
+        """Return a block that holds to ``policy``, in what torch lets AMD's libraries do too."""
+        matmul = torch.backends.cuda.matmul
+        return applied(policy, [(matmul, name) for name in _REDUCTIONS])
+
     def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
         """Return a context in which work is queued on a stream of its own.
 
@@ -99,6 +108,10 @@ class ROCmPlatform(Platform):
     def peak_memory_bytes(self, device: str) -> int:
         """Return the most memory that torch has taken on ``device``."""
         return torch.accelerator.max_memory_reserved(device)
+
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
+        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        return memory_profile(device)
 
     def start_method(self) -> str:
         """Return ``"spawn"``: HIP cannot be used in a fork of a process that has used it."""

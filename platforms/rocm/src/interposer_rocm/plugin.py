@@ -16,7 +16,7 @@ _DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", 
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
-# Nobody has run these libraries' kernels through this plugin: they are taken where they are wanted.
+# Nobody has run these through this plugin: they are taken where they are wanted.
 _WANTED_ONLY = -1.0
 # Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
 # 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
@@ -32,6 +32,21 @@ def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
     return [
         PlatformEntry("rocm", "interposer_rocm.platform:ROCmPlatform", driver_files=_DRIVER_FILES),
+        # Portable kernels, which read pages where they lie, go before these.
+        AttentionEntry(
+            "sdpa_gathered",
+            "interposer_ops.sdpa:SdpaBackend",
+            "rocm",
+            Requires(dtypes=_FLOATS),
+            score=_WANTED_ONLY,
+        ),
+        AttentionEntry(
+            "flex_gathered",
+            "interposer_ops.flex_attention:FlexBackend",
+            "rocm",
+            Requires(frozenset({"triton"}), dtypes=_FLOATS),
+            score=-1.5,
+        ),
         *_products(),
         *_of_libraries(),
         *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),

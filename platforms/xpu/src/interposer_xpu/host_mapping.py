@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from interposer.errors import ConfigError
+from interposer.host_memory import require_pinned
 from interposer_xpu import kernel_package
 
 __all__ = ["mapped"]
@@ -19,11 +20,7 @@ def mapped(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises: ConfigError: it is not pinned or not contiguous, or the package cannot be used.
     """
-    if tensor.device.type != "cpu" or not tensor.is_pinned():
-        raise ConfigError(
-            f"only pinned host memory has an address on the device, this tensor is on "
-            f"{tensor.device} and not pinned. Try: platform.pin_memory(tensor)"
-        )
+    require_pinned(tensor)
     if not tensor.is_contiguous():
         raise ConfigError(
             f"only contiguous memory is mapped, strides are {tensor.stride()} for the shape "

@@ -11,6 +11,7 @@ import torch
 from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
 from interposer.errors import PluginError, UnknownNameError
+from interposer.memory_profile import MemoryProfile, memory_profile
 from interposer_xpu import (
     extension,
     host_mapping,
@@ -85,6 +86,10 @@ class XPUPlatform(Platform):
     def peak_memory_bytes(self, device: str) -> int:
         """Return the most memory that torch has taken on ``device``."""
         return torch.accelerator.max_memory_reserved(device)
+
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
+        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        return memory_profile(device)
 
     def start_method(self) -> str:
         """Return ``"spawn"``: a fork of a process that has used Level Zero cannot use it."""

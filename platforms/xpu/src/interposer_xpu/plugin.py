@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from interposer.hookspecs import hookimpl
-from interposer.records import DeviceEntry, Kernel, PlatformEntry, Record
+from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
 from interposer.requires import Dim, Requires
 
 INTERPOSER_API = ">=1.0,<2"
@@ -114,7 +114,24 @@ def interposer_records() -> list[Record]:
         score=5.0,
         properties=_OPAQUE,
     )
+    # Not run on a GPU: portable kernels, which read pages where they lie, go before these.
+    sdpa = AttentionEntry(
+        "sdpa_gathered",
+        "interposer_ops.sdpa:SdpaBackend",
+        "xpu",
+        Requires(dtypes=("float32", *_NARROW)),
+        score=-1.0,
+    )
+    flex = AttentionEntry(
+        "flex_gathered",
+        "interposer_ops.flex_attention:FlexBackend",
+        "xpu",
+        Requires(frozenset({"triton"}), dtypes=("float32", *_NARROW)),
+        score=-1.5,
+    )
     return [
+        sdpa,
+        flex,
         PlatformEntry("xpu", "interposer_xpu.platform:XPUPlatform", driver_files=_DRIVER_FILES),
         *(int4, fp8, fp8_weights, experts, routing, norm),
         *(DeviceEntry(name, "xpu", f"interposer_xpu:devices/{name}.json") for name in _DESCRIBED),

@@ -43,7 +43,7 @@ BUILDS = (
         "float8_e4m3fn, a scale of each head",
         _gathered_fp8(_E4M3, 8),
         dims={"cache_dtype": "float8_e4m3fn"},
-        without=frozenset({"sm_80"}),
+        without=frozenset({"sm_75", "sm_80"}),
     ),
     Build(
         "gather_cache_fp8_triton",

@@ -18,7 +18,9 @@ _FNUZ = torch.float8_e4m3fnuz
 _HIDDEN, _MLP = 4096, 14336
 # Tokens and outputs: a step of one sequence, of some, and a prefill.
 _SIZES = ((1, _HIDDEN), (64, _MLP), (4096, _MLP))
-_NOT_FNUZ = frozenset(
+# Triton multiplies integers from sm_80 on.
+_OLD = frozenset({"sm_75"})
+_NOT_FNUZ = _OLD | frozenset(
     {
         *("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
         *("gfx908", "gfx90a", "gfx950", "gfx1100", "gfx1201"),
@@ -93,6 +95,7 @@ def _builds() -> Iterator[Build]:
             _bound(_int8, num_tokens, out_features, False),
             dims=features,
             matrix=True,
+            without=_OLD,
         )
     features = {"in_features": _HIDDEN, "out_features": _HIDDEN}
     for num_tokens in (64, 4096):
@@ -117,6 +120,7 @@ def _builds() -> Iterator[Build]:
             _bound(_int8, num_tokens, _HIDDEN, True),
             dims=features,
             matrix=True,
+            without=_OLD,
         )
 
 

@@ -16,7 +16,10 @@ _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _E4M3, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 # What the records refuse.
 _WITHOUT = frozenset(
-    {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx908", "gfx1030", "gfx1100", "gfx1201"}
+    {
+        *("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+        *("gfx908", "gfx1100", "gfx1201"),
+    }
 )
 
 

@@ -41,7 +41,9 @@ def _w4a8(
 def _build(label: str, tokens: int, out_features: int, **options: Any) -> Build:
     dims: Dims = {"group_size": options.get("group_size", 128)}
     make = _w4a8(tokens, out_features, **options)
-    return Build("w4a8_linear_triton", label, make, dims=dims, matrix=True)
+    # It multiplies integers, which triton does from sm_80 on.
+    without = frozenset({"sm_75"})
+    return Build("w4a8_linear_triton", label, make, dims=dims, matrix=True, without=without)
 
 
 BUILDS = (

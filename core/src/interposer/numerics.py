@@ -1,18 +1,18 @@
-"""How exactly the vendor's libraries multiply, and what is drawn, as one value.
+"""How exactly libraries multiply, and what is drawn, as one value.
 
 torch keeps these as settings of the process; whoever changes one changes it for everybody. Here
 they are a policy that holds within a block.
 
-Source: torch's notes on numerical accuracy (reduced precision reductions) and on CUDA semantics
-(TensorFloat-32).
+Source: torch's notes on numerical accuracy (reduced precision reductions, TensorFloat-32) and its
+``set_float32_matmul_precision``, which sets every backend that torch has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,8 @@ class NumericsPolicy:
     Attributes:
         float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
             TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
-        reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits.
+        reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits; a platform
+            without such a setting keeps them in 32.
         seed: of all devices' generators; None leaves them.
 
     Raises: ConfigError: the precision is unknown.
@@ -47,25 +48,25 @@ class NumericsPolicy:
 
 
 @contextmanager
-def applied(policy: NumericsPolicy) -> Iterator[None]:
+def applied(policy: NumericsPolicy, reductions: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
     """Hold to ``policy`` within a block, and put back what held before.
 
     A graph that is captured inside keeps it; generators stay as the block leaves them.
+
+    Args:
+        reductions: where a platform's libraries are told whether sums may be kept in 16 bits, as
+            objects and names of their attributes.
     """
-    matmul = torch.backends.cuda.matmul
-    before = (
-        torch.get_float32_matmul_precision(),
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
+    precision = torch.get_float32_matmul_precision()
+    allowed = [getattr(owner, name) for owner, name in reductions]
     try:
         torch.set_float32_matmul_precision(policy.float32)
-        matmul.allow_fp16_reduced_precision_reduction = policy.reduce_in_16_bits
-        matmul.allow_bf16_reduced_precision_reduction = policy.reduce_in_16_bits
+        for owner, name in reductions:
+            setattr(owner, name, policy.reduce_in_16_bits)
         if policy.seed is not None:
             torch.manual_seed(policy.seed)
         yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        matmul.allow_fp16_reduced_precision_reduction = before[1]
-        matmul.allow_bf16_reduced_precision_reduction = before[2]
+        torch.set_float32_matmul_precision(precision)
+        for (owner, name), before in zip(reductions, allowed, strict=True):
+            setattr(owner, name, before)

@@ -1,8 +1,8 @@
-"""Decoder attention through torch's scaled dot products: flash, cuDNN or memory-efficient.
+"""Decoder attention through torch's scaled dot products, whichever kernels torch has for them.
 
 It copies what is read of the cache, and waits for the host once per step, so that it is no match
-for kernels that read pages where they lie; it serves where these cannot be had. Results are tested
-on the processor; on a GPU it was not run.
+for kernels that read pages where they lie; it serves where these cannot be had. Platforms offer it
+by records of their own. Results are tested on the processor; on an accelerator it was not run.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
 S page size, L cached tokens that are read.
@@ -21,7 +21,7 @@ from interposer import (
     KVCacheLayout,
     Verdict,
 )
-from interposer_cuda.sdpa_plan import Decodes, Plan, Prompt, make_plan
+from interposer_ops.sdpa_plan import Decodes, Plan, Prompt, make_plan
 
 __all__ = ["SdpaBackend"]
 
@@ -36,18 +36,13 @@ class SdpaBackend(AttentionBackend):
         """Accept decoders with a plain cache and plain scores."""
         if spec.dtype not in _DTYPES:
             return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
-        if spec.num_heads % spec.num_kv_heads:
-            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
-            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
         if spec.softcap is not None:
             return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
         return spec.judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
-        spec = self.spec
-        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return slots and masks, on the device."""

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from interposer.errors import ConfigError
-from interposer_cuda.numerics import NumericsPolicy, applied
+from interposer.numerics import NumericsPolicy, applied
+
+LIBRARY = SimpleNamespace(half=True, bfloat=False)
+REDUCTIONS = [(LIBRARY, "half"), (LIBRARY, "bfloat")]
 
 
 def settings() -> tuple[object, ...]:
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.get_float32_matmul_precision(),
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-    )
+    return (torch.get_float32_matmul_precision(), LIBRARY.half, LIBRARY.bfloat)
 
 
 def test_it_holds_within_the_block() -> None:
     before = settings()
-    with applied(NumericsPolicy("high", reduce_in_16_bits=True)):
+    with applied(NumericsPolicy("high", reduce_in_16_bits=True), REDUCTIONS):
         assert settings() == ("high", True, True)
-        with applied(NumericsPolicy()):
+        with applied(NumericsPolicy(), REDUCTIONS):
             assert settings() == ("highest", False, False)
         assert settings() == ("high", True, True)
     assert settings() == before
@@ -30,7 +30,7 @@ def test_it_holds_within_the_block() -> None:
 
 def test_what_is_raised_leaves_the_settings_alone() -> None:
     before = settings()
-    with pytest.raises(ZeroDivisionError), applied(NumericsPolicy("medium")):
+    with pytest.raises(ZeroDivisionError), applied(NumericsPolicy("medium"), REDUCTIONS):
         _ = 1 / 0
     assert settings() == before
 

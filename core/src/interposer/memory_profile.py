@@ -1,9 +1,9 @@
 """What a piece of work takes of a device's memory: torch's part of it, and everybody else's.
 
-Graphs, cuBLAS workspaces, NCCL and other processes take memory that torch's allocator does not
-know of, so that a cache which is sized by the allocator alone overflows.
+Graphs, workspaces of libraries, communication and other processes take memory that torch's
+allocator does not know of, so that a cache which is sized by the allocator alone overflows.
 
-The arithmetic is tested; reading a GPU was not run.
+The arithmetic is tested; reading an accelerator was not run.
 """
 
 from __future__ import annotations

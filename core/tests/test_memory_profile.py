@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from interposer_cuda.memory_profile import MemorySnapshot, memory_profile
+from interposer.memory_profile import MemorySnapshot, memory_profile
 
 TOTAL = 2**30
 

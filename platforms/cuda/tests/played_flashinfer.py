@@ -1,0 +1,112 @@
+"""The classes of flashinfer-python that interposer-cuda calls.
+
+Signatures: those that 0.6.0 and 0.7.2 of flashinfer-python share.
+"""
+
+# mypy: ignore-errors
+import itertools
+
+import torch
+from played_attention import attend, rows, same, whole
+
+
+class Paged:
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+        assert float_workspace_buffer.numel() >= 128 * 2**20
+        assert kv_layout == "NHD"
+        self.backend = backend
+
+    def keep(self, starts, indptr, indices, last_page_len, heads, dim, page_size, causal, facts):
+        whole(starts, indptr, indices, last_page_len)
+        assert len(indices) == indptr[-1]
+        assert len(indptr) == len(last_page_len) + 1
+        # As its get_seq_lens has it.
+        full = (indptr.diff() - 1).clamp(min=0) * page_size
+        self.lengths, self.starts, self.causal = full + last_page_len, starts.tolist(), causal
+        self.pages = [indices[a:b] for a, b in itertools.pairwise(indptr)]
+        self.sizes, self.facts = (*heads, dim, page_size), facts
+
+    def run(
+        self, q, paged_kv_cache, *, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
+        return_lse=False, enable_pdl=None, window_left=None, sinks=None,
+    ):  # fmt: skip
+        facts, (keys, values) = self.facts, paged_kv_cache
+        same(q)
+        assert (q.dtype, keys.dtype) == (facts["q_data_type"], facts["kv_data_type"])
+        assert (q.shape[1], keys.shape[2], q.shape[2], keys.shape[1]) == self.sizes
+        if keys.dtype != q.dtype:
+            assert self.backend == "fa2"
+            assert type(k_scale) is type(v_scale) is float
+        scale = facts["sm_scale"] * (1.0 if k_scale is None else k_scale)
+        window = (facts["window_left"], -1)
+        found = torch.empty_like(q)
+        for row, length in enumerate(self.lengths.tolist()):
+            own = slice(self.starts[row], self.starts[row + 1])
+            cached = (rows(c, self.pages[row], length) for c in (keys, values))
+            cap = facts["logits_soft_cap"] or 0.0
+            found[own] = attend(q[own], *cached, scale, window, self.causal, cap).to(q.dtype)
+        return found if v_scale is None else found * v_scale
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Paged):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores, **facts):
+        super().__init__(float_workspace_buffer, kv_layout, **facts)
+        self.use_tensor_cores = use_tensor_cores
+
+    def plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        *, window_left=-1, logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+        sm_scale=None,
+    ):  # fmt: skip
+        assert self.use_tensor_cores or num_qo_heads // num_kv_heads in (1, 2, 3, 4, 8)
+        starts = torch.arange(len(indptr), dtype=torch.int32)
+        facts = {k: v for k, v in locals().items() if k in FACTS}
+        heads = num_qo_heads, num_kv_heads
+        # One query sees all there is, so that there is nothing causal.
+        self.keep(starts, indptr, indices, last_page_len, heads, head_dim, page_size, False, facts)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Paged):
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+        num_kv_heads, head_dim_qk, page_size, *, causal=False, sm_scale=None, window_left=-1,
+        logits_soft_cap=None, q_data_type="float16", kv_data_type=None,
+    ):  # fmt: skip
+        facts = {k: v for k, v in locals().items() if k in FACTS}
+        heads = num_qo_heads, num_kv_heads
+        pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self.keep(qo_indptr, *pages, heads, head_dim_qk, page_size, causal, facts)
+
+
+class BatchMLAPagedAttentionWrapper:
+    def __init__(self, float_workspace_buffer, backend="auto"):
+        assert float_workspace_buffer.numel() >= 128 * 2**20
+
+    def plan(
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
+        page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler=False,
+    ):  # fmt: skip
+        whole(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert len(kv_indices) == kv_indptr[-1]
+        assert q_data_type == kv_data_type
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64)
+        self.pages = [kv_indices[a:b] for a, b in itertools.pairwise(kv_indptr)]
+        self.starts, self.lengths = qo_indptr.tolist(), kv_len_arr.tolist()
+        self.scale, self.causal, self.page_size = sm_scale, causal, page_size
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False):
+        same(q_nope, q_pe, ckv_cache, kpe_cache)
+        assert ckv_cache.shape[1] == self.page_size
+        query = torch.cat((q_nope, q_pe), -1)
+        found = torch.empty_like(q_nope)
+        for row, length in enumerate(self.lengths):
+            own = slice(self.starts[row], self.starts[row + 1])
+            latent, rotary = (rows(c, self.pages[row], length) for c in (ckv_cache, kpe_cache))
+            keys = torch.cat((latent, rotary), -1)[:, None]
+            found[own] = attend(
+                query[own], keys, latent[:, None], self.scale, causal=self.causal
+            ).to(query.dtype)
+        return found
+
+
+FACTS = {"window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "sm_scale"}
