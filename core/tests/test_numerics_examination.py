@@ -185,6 +185,12 @@ def test_a_kernel_without_its_record_is_refused() -> None:
     assert "declares no kernel 'add_wrong'" in reason
 
 
+def test_roundings_that_a_record_states_are_allowed() -> None:
+    """0.1 % of 2 are 0.001, and 2^-24 of it an unit roundoff: so many are too few, or enough."""
+    assert not perform(task("wrong", extra_roundings=4_000)).verdict
+    assert perform(task("wrong", extra_roundings=20_000)).verdict
+
+
 def test_a_sample_has_the_size_of_the_request() -> None:
     finding = perform(task("wrong_if_large", "sampled_add", dims={"rows": 128}))
     assert "on case 'sample', output 0" in finding.verdict.reason

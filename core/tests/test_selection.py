@@ -518,3 +518,13 @@ def test_an_emulation_may_be_refused() -> None:
         with pytest.raises(NoCandidateError) as caught:
             select(REQUEST, [emulating(), candidate("a", refusal="odd size")], refusing)
         assert reason in [r.reason for r in caught.value.refusals]
+
+
+def test_what_the_chosen_one_says_of_itself_is_a_note() -> None:
+    telling = replace(candidate("a"), judge=lambda _: Verdict.accept("up to 16 rows"))
+    assert select(REQUEST, [telling, candidate("b", score=1.0)]).notes == ("up to 16 rows",)
+    rough = replace(telling, record=Kernel("linear", "a", "a.b:c", extra_roundings=3))
+    roughly = "may be off by 3 roundings more than the op allows"
+    assert select(REQUEST, [rough]).notes == (roughly, "up to 16 rows")
+    platform = Request("platform", "", "")
+    assert select(platform, [telling]).notes == ()

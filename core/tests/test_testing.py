@@ -356,6 +356,25 @@ def test_constants_are_prepared() -> None:
     assert faults_of(toy_norm, toy_norm.reference, lambda weight: {"weight": weight + 1})
 
 
+def doubly_rounded_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, places = toy_norm.reference(x, weight, eps)
+    return y * (1 + 4 * torch.finfo(x.dtype).eps), places
+
+
+@pytest.mark.parametrize("extra", [0, 8])
+def test_a_kernel_may_state_roundings_of_its_own(trials_of: TrialsOf, extra: int) -> None:
+    """What is off by eight more is right where its record says so; the op stays as it is."""
+    target = f"{__name__}:doubly_rounded_norm"
+    record = Kernel("toy_norm", "toy_norm_rough", target, extra_roundings=extra)
+    trials = trials_of(OpEntry("toy_norm", f"{__name__}:toy_norm"), record)
+    wrong = {t.candidate.name for t in trials if t.aspect == "numerics" and t.verdict and t.run()}
+    assert wrong == (set() if extra else {"toy_norm_rough"})
+    assert toy_norm.tolerance.roundings == 3
+    assert toy_norm.allowing(0) is toy_norm
+
+
 def test_preparing_must_not_write_the_constants() -> None:
     def greedy(*, weight: torch.Tensor) -> dict[str, Any]:
         prepared = halved(weight=weight)

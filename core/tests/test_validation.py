@@ -125,6 +125,8 @@ class SlyKernel(Kernel):
         (kernel("math:x", platform=3), "a platform that is an int, not a text"),
         (kernel("math:x", score=float("inf")), "a score that is not a finite number"),
         (kernel("math:x", score=True), "a score that is not a finite number"),
+        (kernel("math:x", extra_roundings=-1), "extra_roundings that are no int of at least 0"),
+        (kernel("math:x", extra_roundings=True), "extra_roundings that are no int of at least 0"),
         (kernel("math:x", properties={"deterministic"}), "no frozenset of texts"),
         (kernel("math:x", requires=None), "requires that is a NoneType, not a Requires"),
         (kernel("math:x", requires=Requires(features={1})), "no frozenset of texts"),  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ class Canary:
             "definition": self._definition(record.op),
             "target": record.target,
             "prepare": record.prepare,
+            "extra_roundings": record.extra_roundings,
             "dtype": request.dtype,
             "dims": dict(request.dims),
             "device": self._device.torch_device,

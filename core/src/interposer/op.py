@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -149,6 +150,16 @@ class CustomOp(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"CustomOp({self.schema})"
+
+    def allowing(self, extra_roundings: int) -> CustomOp[P, R]:
+        """Return the op with a tolerance of so many roundings more, itself where they are 0."""
+        if not extra_roundings:
+            return self
+        loosened = copy(self)
+        loosened.tolerance = replace(
+            self.tolerance, roundings=self.tolerance.roundings + extra_roundings
+        )
+        return loosened
 
     def fake(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return fake tensors of the shapes, dtypes and strides that the reference returns.

@@ -81,6 +81,9 @@ class Kernel:
         confirm: import string of ``(Request) -> Verdict``, asked in this process where the kernel
             would be chosen, and not of a device that is only described: for what takes long to find
             out, such as whether a library that compiles itself can be imported.
+        extra_roundings: to the dtype of results on the way, beyond those that the op's tolerance
+            allows: of what the kernel stores in fewer bits than the op defines. Whoever compares it
+            with the reference allows as many more.
     """
 
     op: str
@@ -94,6 +97,7 @@ class Kernel:
     properties: frozenset[str] = frozenset()
     form: str = ""
     confirm: str = ""
+    extra_roundings: int = 0
 
     def __post_init__(self) -> None:
         _check(self, self.predicate, self.prepare, self.confirm)

@@ -82,7 +82,7 @@ def select(
         ranking.why(chosen, others),
         (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
         {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
-        ranking.notes(chosen),
+        (*ranking.notes(chosen), *_told(request, verdicts, chosen)),
     )
 
 
@@ -183,11 +183,23 @@ class _Ranking:
                 )
 
     def notes(self, chosen: Candidate) -> tuple[str, ...]:
-        """Return notes on what the user would have preferred, and on an emulation."""
-        notes = (f"an emulation: it {chosen.emulation}",) if chosen.emulation else ()
+        """Return notes on what the user would have preferred, an emulation and lost accuracy."""
+        notes: tuple[str, ...] = ()
+        if chosen.emulation:
+            notes = (f"an emulation: it {chosen.emulation}",)
+        if extra := getattr(chosen.record, "extra_roundings", 0):
+            notes += (f"may be off by {extra} roundings more than the op allows",)
         unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
         names = ", ".join(repr(glob) for glob in unmet)
         return (f"preferred, but refused or not there: {names}", *notes) if unmet else notes
+
+
+def _told(
+    request: Request, verdicts: Iterable[tuple[Candidate, Verdict]], chosen: Candidate
+) -> tuple[str, ...]:
+    """Return what the chosen one said of itself; a platform says it to whoever looks for it."""
+    reasons = (verdict.reason for candidate, verdict in verdicts if candidate is chosen)
+    return tuple(filter(None, reasons)) if request.kind != "platform" else ()
 
 
 def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:

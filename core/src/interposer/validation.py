@@ -167,6 +167,9 @@ def _check_field(label: str, value: object) -> str:
         case "driver_files":
             sound = type(value) is tuple and all(type(item) is str for item in value)
             return "" if sound else "driver_files that are no tuple of texts"
+        case "extra_roundings":
+            sound = type(value) is int and value >= 0
+            return "" if sound else "extra_roundings that are no int of at least 0"
         case "explicit":
             return "" if type(value) is bool else "an explicit that is neither True nor False"
     if type(value) is not str:

@@ -132,7 +132,9 @@ def fused_experts_fp8(
         expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
         activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
-    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, granularity.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
+        ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
+        are those of blocks.
     Raises: RequestError: ``activation`` is none of the three.
     """
     ids = expert_ids.clamp(min=0)

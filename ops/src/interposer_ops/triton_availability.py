@@ -13,11 +13,13 @@ from interposer.verdict import Verdict
 __all__ = [
     "INTERPRETER",
     "LEAST_VERSION",
+    "MOST_SPLIT_ROWS",
     "judge",
     "judge_fp8",
     "judge_integers",
     "judge_operands",
     "judge_package",
+    "judge_split",
 ]
 
 LEAST_VERSION = (3, 6)
@@ -25,6 +27,9 @@ LEAST_VERSION = (3, 6)
 
 INTERPRETER = "triton_interpreter"
 """The capability feature of a device on which kernels are interpreted instead of compiled."""
+
+MOST_SPLIT_ROWS = 16
+"""Up to how many rows products split their sums: those of one matrix instruction."""
 
 _INSTALL = "pip install 'interposer-ops[triton]'"
 # What the package is distributed as; builds of vendors have names of their own.
@@ -37,6 +42,8 @@ _DISTRIBUTIONS = (
     "triton-xpu",
     "triton-windows",
 )
+# Where sums are split: GPUs of so many units that the tiles of few rows leave most of them idle.
+_SPLITTING = ("gfx90a", "gfx942", "gfx950")
 # The backend of triton that compiles for an architecture. What begins otherwise is left to the
 # platform, which declares the feature "triton" where its device has a backend.
 _BACKENDS = {"sm_": "nvidia", "gfx": "amd"}
@@ -110,6 +117,24 @@ def judge_integers(request: Request) -> Verdict:
             f"triton multiplies integers on sm_80 and newer, the device is {architecture}"
         )
     return judge(request)
+
+
+def judge_split(request: Request) -> Verdict:
+    """Accept as ``judge_operands`` does, where sums of few rows are split among programs.
+
+    The reason of an acceptance says of how many rows.
+    """
+    architecture = request.capability.architecture
+    if INTERPRETER not in request.capability.features and architecture not in _SPLITTING:
+        return Verdict.refuse(
+            f"splits sums of few rows on {', '.join(_SPLITTING)}, the device is {architecture}"
+        )
+    verdict = judge_operands(request)
+    if not verdict:
+        return verdict
+    return Verdict.accept(
+        f"splits sums of up to {MOST_SPLIT_ROWS} rows; more are multiplied as without it"
+    )
 
 
 @cache

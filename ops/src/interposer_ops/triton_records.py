@@ -22,6 +22,7 @@ _JUDGE = "interposer_ops.triton_availability:judge"
 _JUDGE_FP8 = "interposer_ops.triton_availability:judge_fp8"
 _JUDGE_INTEGERS = "interposer_ops.triton_availability:judge_integers"
 _JUDGE_OPERANDS = "interposer_ops.triton_availability:judge_operands"
+_JUDGE_SPLIT = "interposer_ops.triton_availability:judge_split"
 # By construction: no atomic adds, sums of a row in an order that its width alone decides, no
 # synchronisation, and no allocation whose size depends on values.
 _PROMISES = frozenset({"batch_invariant", "deterministic", "graph_safe", "opaque"})
@@ -37,6 +38,7 @@ class _Row(NamedTuple):
     judge: str = _JUDGE
     score: float = 10.0
     promises: frozenset[str] = _PROMISES
+    technique: str = "triton"
 
 
 _ACTIVATIONS = (
@@ -105,6 +107,23 @@ _ROWS = (
         "scaled_linear",
         judge=_JUDGE_OPERANDS,
         promises=_PROMISES - {"batch_invariant"},
+    ),
+    # What multiplies many rows is the same as without them.
+    _Row(
+        "linear",
+        "split_linear",
+        dtypes=("bfloat16", "float16"),
+        judge=_JUDGE_SPLIT,
+        promises=_PROMISES - {"batch_invariant"},
+        technique="split",
+    ),
+    _Row(
+        "fp8_linear",
+        "split_linear",
+        judge=_JUDGE_SPLIT,
+        score=10.5,
+        promises=_PROMISES - {"batch_invariant"},
+        technique="split",
     ),
     _Row(
         "fp8_block_linear",
@@ -178,7 +197,7 @@ def triton_records() -> list[Record]:
     kernels = [
         Kernel(
             row.op,
-            f"{row.op}_triton",
+            f"{row.op}_{row.technique}",
             f"interposer_ops.triton.{row.module}:{row.op}",
             requires=Requires(_FEATURES, dtypes=row.dtypes, dims=row.dims),
             predicate=row.judge,

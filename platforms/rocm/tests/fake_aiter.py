@@ -21,6 +21,8 @@ class ActivationType:
 
 class QuantType:
     No = "no"
+    per_Token = "per_Token"
+    per_128x128 = "per_128x128"
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, dropout_p=0.0,
@@ -85,19 +87,40 @@ from aiter.ops.shuffle import unshuffled
 def fused_moe(
     hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None,
     activation=aiter.ActivationType.Silu, quant_type=aiter.QuantType.No, doweight_stage1=False,
+    w1_scale=None, w2_scale=None, a1_scale=None, a2_scale=None,
 ):
     assert w1.is_shuffled and w2.is_shuffled
     assert topk_ids.dtype == torch.int32 and topk_weight.dtype == torch.float32
-    assert activation == "silu" and quant_type == "no"
+    assert activation == "silu"
+    assert (quant_type == "no") == (w1_scale is None) == (w1.element_size() > 1)
     assert topk_ids.min() >= 0 and topk_ids.max() < len(w1)
-    first, second = unshuffled(w1).float(), unshuffled(w2).float()
+    first, second = scaled(w1, w1_scale, quant_type), scaled(w2, w2_scale, quant_type)
     out = torch.zeros(hidden_states.shape)
     for t, x in enumerate(hidden_states.float()):
+        x = rounded(x, w1.dtype, quant_type)
         for weight, expert in zip(topk_weight[t], topk_ids[t].long()):
             gate, up = (first[expert] @ x).chunk(2)
             inner = (torch.nn.functional.silu(gate) * up).to(hidden_states.dtype).float()
-            out[t] += weight * (second[expert] @ inner)
+            out[t] += weight * (second[expert] @ rounded(inner, w1.dtype, quant_type))
     return out.to(hidden_states.dtype)
+
+def scaled(weight, scale, quant_type):
+    plain = unshuffled(weight).float()
+    if quant_type == "no":
+        return plain
+    experts, rows, columns = weight.shape
+    if quant_type == "per_Token":
+        assert scale.shape == (experts, rows, 1) and scale.dtype == torch.float32
+        return plain * scale
+    assert scale.shape == (experts, rows // 128, columns // 128)
+    return plain * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+
+def rounded(x, dtype, quant_type):
+    if quant_type == "no":
+        return x
+    parts = x.view(-1, 128) if quant_type == "per_128x128" else x[None]
+    scale = (parts.abs().amax(-1, keepdim=True) / torch.finfo(dtype).max).clamp(min=1e-30)
+    return ((parts / scale).to(dtype).float() * scale).flatten()
 """
 
 _SHUFFLE = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from platforms.rocm.tests.made_up_machine import Machine, Node
 
-from interposer.errors import PluginError, UnknownNameError
+from interposer.errors import ConfigError, PluginError, UnknownNameError
 from interposer.numerics import NumericsPolicy
 from interposer_rocm import system
 from interposer_rocm.abilities import capability_of, fixed_features
@@ -47,11 +47,11 @@ def test_other_names_are_no_versions(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "has", "lacks"),
     [
-        ("gfx908", {"mfma", "wave64", "cdna1"}, {"triton", "wmma", "cdna2"}),
+        ("gfx908", {"mfma", "wave64", "cdna1", "triton"}, {"wmma", "cdna2"}),
         ("gfx90a", {"mfma", "wave64", "cdna2", "triton"}, {"fp8_fnuz", "fp8_ocp"}),
         ("gfx942", {"mfma", "wave64", "cdna3", "fp8_fnuz", "triton"}, {"fp8_ocp"}),
         ("gfx950", {"mfma", "wave64", "cdna4", "fp8_ocp", "triton"}, {"fp8_fnuz"}),
-        ("gfx1030", {"wave32", "rdna2"}, {"wmma", "mfma"}),
+        ("gfx1030", {"wave32", "rdna2"}, {"wmma", "mfma", "triton"}),
         ("gfx1100", {"wave32", "wmma", "rdna3"}, {"mfma", "fp8_ocp"}),
         ("gfx1151", {"wave32", "wmma", "rdna3"}, {"fp8_ocp"}),
         ("gfx1201", {"wave32", "wmma", "rdna4", "fp8_ocp"}, {"fp8_fnuz"}),
@@ -123,8 +123,8 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ROCmPlatform:
 def test_what_the_platform_provides() -> None:
     provided = {m for m in ROCmPlatform.optional_members() if ROCmPlatform.provides(m)}
     assert provided == {
-        *("compile_backend", "distributed_backend", "facts", "peak_memory_bytes", "pin_memory"),
-        *("memory_profile", "start_method", "stream"),
+        *("capture_graph", "compile_backend", "distributed_backend", "facts", "memory_profile"),
+        *("peak_memory_bytes", "pin_memory", "start_method", "stream"),
     }
 
 
@@ -134,6 +134,22 @@ def test_numerics_are_those_of_its_libraries() -> None:
         assert torch.get_float32_matmul_precision() == "high"
         assert not matmul.allow_bf16_reduced_precision_reduction
     assert matmul.allow_bf16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(
+    ("hip", "accepted"), [("", True), ("6.4.43482", False), ("7.0.0", True), ("10.1", True)]
+)
+def test_graphs_need_a_hip_that_says_what_it_cannot_capture(
+    hip: str, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = TorchBuild("2.11.0", hip)
+    monkeypatch.setattr(TorchBuild, "installed", lambda: build)
+    verdict = ROCmPlatform.provides("capture_graph")
+    assert verdict.accepted == accepted
+    if not accepted:
+        assert verdict.reason.endswith("replays what it read then. Graphs need HIP 7.0 or newer")
+        with pytest.raises(ConfigError, match="captures a step that waits for the host"):
+            ROCmPlatform().capture_graph(lambda: None)
 
 
 def test_devices_are_in_the_order_of_hip(platform: ROCmPlatform) -> None:

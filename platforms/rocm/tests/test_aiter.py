@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from platforms.rocm.tests.fake_aiter import WORKING, install
 from interposer import (
     AttentionSpec,
     Capability,
+    Case,
     Config,
     Request,
     Resolver,
@@ -28,17 +30,20 @@ from interposer import (
 from interposer.capability import Device
 from interposer.cases import normal
 from interposer.errors import NoCandidateError, PluginError
+from interposer.records import Kernel, load_target
 from interposer.testing import attention_specs, check_attention, check_kernel
-from interposer_ops.cases.expert_bounds import bounded_case, routed
-from interposer_ops.experts import fused_experts
+from interposer_ops.cases.expert_bounds import bounded_case, routed, shape_of, spread
+from interposer_ops.experts import fused_experts, fused_experts_fp8
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_rocm import aiter_library
 from interposer_rocm.aiter_experts import fused_experts as fused_experts_aiter
 from interposer_rocm.aiter_experts import prepare
 from interposer_rocm.aiter_flash import AiterFlashBackend
+from interposer_rocm.aiter_fp8_experts import prepare as prepare_fp8
 from interposer_rocm.aiter_latent import latent_attention_decode as latent_attention_decode_aiter
 from interposer_rocm.aiter_library import AiterError, inquire, refresh, require
 from interposer_rocm.aiter_package import aiter_version, judge_device, judge_flash
+from interposer_rocm.plugin import interposer_records
 
 PARTS = {"interposer-ops", "interposer-rocm"}
 MI300X = Device("rocm", "cpu", "one that computes on the processor", Capability("gfx942"))
@@ -252,6 +257,112 @@ def test_experts_are_those_of_the_op(
     }
     case = bounded_case(arguments, gate_up.clone(), down.clone(), {"biased": False})
     assert check_kernel(fused_experts, fused_experts_aiter, case, prepare=prepare) == []
+
+
+GRANULARITIES = {"tensor": (1, 1), "channel": (256, 1), "block": (2, 2)}
+
+
+def scaled_experts(granularity: str, tokens: int = 9) -> Case:
+    """Return a case of experts of 8 bits, of 256 inputs and 128 inside."""
+    generator = torch.Generator().manual_seed(0)
+    dims = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 4, "top_k": 2}
+    arguments: dict[str, Any] = {"x": normal((tokens, 256), torch.bfloat16, generator)}
+    wide = {}
+    for name, columns in (("gate_up", 256), ("down", 128)):
+        weight = normal((4, 256, columns), torch.float32, generator).to(torch.float8_e4m3fn)
+        rows, across = GRANULARITIES[granularity]
+        scale = torch.rand((4, rows, max(across * columns // 256, 1)), generator=generator) + 0.5
+        arguments |= {name: weight, f"{name}_scale": scale * columns**-0.5}
+        wide[name] = spread(weight.float(), arguments[f"{name}_scale"])
+    point: Any = {"shape": shape_of(dims, tokens), "ranks": "some"}
+    arguments |= {**routed(point, generator), "activation": "silu"}
+    return bounded_case(arguments, wide["gate_up"], wide["down"], {"granularity": granularity})
+
+
+RECORDS = {r.name: r for r in interposer_records() if isinstance(r, Kernel)}
+SCALED = ("fused_experts_fp8_aiter", "fused_experts_fp8_aiter_fnuz")
+
+
+def test_experts_of_8_bits_are_those_of_the_op(working: Path, use: Any) -> None:
+    """Within what the record states of rounded activations, which is more than nothing."""
+    use(working)
+    for name, granularity in product(SCALED, GRANULARITIES):
+        record = RECORDS[name]
+        kernel, prepare = load_target(record.target), load_target(record.prepare)
+        case = scaled_experts(granularity)
+        allowing = fused_experts_fp8.allowing(record.extra_roundings)
+        assert check_kernel(allowing, kernel, case, prepare=prepare) == [], (name, granularity)
+        assert check_kernel(fused_experts_fp8, kernel, case, prepare=prepare), (name, granularity)
+
+
+SCALED_DIMS: dict[str, Any] = {
+    **{"hidden_size": 256, "intermediate_size": 128, "num_experts": 4, "top_k": 2},
+    **{"activation": "silu", "granularity": "block", "weight_dtype": "float8_e4m3fn"},
+    **{"block_rows": 128, "block_columns": 128},
+}
+
+
+def bound_of_8_bits(**dims: Any) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """Return the experts that are chosen where AITER's are wanted, refusals, and notes."""
+    capability = Capability("gfx942", frozenset({"fp8_fnuz"}))
+    device = replace(MI300X, capability=capability)
+    wanted = Rule(prefer=["*_aiter*"])
+    config = Config(plugins=PARTS, isolation="off", kernels={"fused_experts_fp8": wanted})
+    found = Resolver(current_registry(config), device, config, trusted=frozenset(PARTS))
+    choice = found.kernel(fused_experts_fp8, torch.bfloat16, {**SCALED_DIMS, **dims}, "m").choice
+    refusals = {refusal.candidate: refusal.reason for refusal in choice.refusals}
+    return choice.chosen.name, refusals, choice.notes
+
+
+def test_experts_of_8_bits_say_what_they_round(working: Path, use: Any) -> None:
+    use(working)
+    chosen, refusals, notes = bound_of_8_bits()
+    assert chosen == "fused_experts_fp8_aiter_fnuz"
+    assert refusals["fused_experts_fp8_aiter"] == "needs fp8_ocp, which the device lacks"
+    assert "rounds activations to 8-bit floats" in notes
+    assert "may be off by 78 roundings more than the op allows" in notes
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ({"block_rows": 64}, "takes scales of blocks of 128 by 128, got 64 by 128"),
+        ({"weight_dtype": "float8_e5m2"}, "weight_dtype is 'float8_e5m2', must be one of"),
+        ({"activation": "gelu"}, "activation is 'gelu', must be one of ['silu']"),
+    ],
+)
+def test_what_experts_of_8_bits_do_not_take(
+    dims: dict[str, Any], expected: str, working: Path, use: Any
+) -> None:
+    use(working)
+    chosen, refusals, _ = bound_of_8_bits(**dims)
+    assert "aiter" not in chosen
+    assert refusals["fused_experts_fp8_aiter_fnuz"].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "expected"),
+    [
+        ("fused_moe.py", "w1_scale=None, w2_scale=None, ", "", "takes no w1_scale, w2_scale. Try"),
+        ("ops/shuffle.py", "def shuffle_weight(x, ", "def shuffle_weight(x, y, ", "'y'"),
+    ],
+)
+def test_others_take_over_where_an_expert_cannot_be_prepared(
+    file: str, old: str, new: str, expected: str, tmp_path: Path, use: Any
+) -> None:
+    changed = WORKING[f"aiter/{file}"].replace(old, new)
+    assert changed != WORKING[f"aiter/{file}"]
+    use(install(tmp_path, {**WORKING, f"aiter/{file}": changed}))
+    chosen, refusals, _ = bound_of_8_bits()
+    assert "aiter" not in chosen
+    assert expected in refusals["fused_experts_fp8_aiter_fnuz"]
+
+
+def test_blocks_of_other_sizes_cannot_be_prepared(working: Path, use: Any) -> None:
+    use(working)
+    weight = torch.zeros((1, 256, 256), dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"has scales of \(4, 4\), must be \(2, 2\): one per bl"):
+        prepare_fp8(weight, torch.ones(1, 4, 4), weight, torch.ones(1, 2, 2))
 
 
 PREFERRED = Rule(prefer=["*_aiter"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from interposer import Capability, Request
+from interposer.judges import Direct, judge_declared
 from interposer.records import Kernel
 from interposer.testing import check_kernel
 from interposer_ops.fp8_linear import fp8_linear
@@ -44,8 +45,18 @@ def test_bits_are_those_of_the_other_format_but_for_two() -> None:
     assert changed == [0x7F, 0x80, 0xFF]
 
 
-def test_products_of_halves_are_those_of_the_op() -> None:
-    """torch multiplies fnuz on the processor as well; sizes are those that it takes there."""
+def multiply_fnuz(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Do what torch's operator does on gfx942; on a processor, not every build of it takes fnuz."""
+    assert a.dtype == b.dtype == torch.float8_e4m3fnuz
+    product = a.float() @ b.float() * scale_a * scale_b
+    bias = options["bias"]
+    return (product if bias is None else product + bias.float()).to(options["out_dtype"])
+
+
+def test_products_of_halves_are_those_of_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", multiply_fnuz)
     checked = 0
     for case in fp8_linear.cases(torch.bfloat16, 0):
         x, weight = case.arguments["x"], case.arguments["weight"]
@@ -79,8 +90,16 @@ def test_what_the_operator_takes(changes: dict[str, Any], dtype: str, expected: 
 @pytest.mark.parametrize(
     ("architecture", "features", "fitting"),
     [
-        ("gfx942", {"fp8_fnuz"}, ["fp8_linear_hipblaslt_fnuz"]),
-        ("gfx950", {"fp8_ocp"}, ["fp8_linear_hipblaslt"]),
+        (
+            "gfx942",
+            {"fp8_fnuz", "triton"},
+            ["fp8_linear_hipblaslt_fnuz", "fp8_linear_hipblaslt_fnuz_split"],
+        ),
+        (
+            "gfx950",
+            {"fp8_ocp", "triton"},
+            ["fp8_linear_hipblaslt", "fp8_linear_hipblaslt_split"],
+        ),
         ("gfx1201", {"fp8_ocp"}, ["fp8_linear_hipblaslt"]),
         ("gfx90a", set(), []),
         ("gfx1100", set(), []),
@@ -92,4 +111,30 @@ def test_each_gpu_gets_the_product_of_its_format(
     capability = Capability(architecture, frozenset(features))
     request = Request("kernel", "fp8_linear", "rocm", capability, "bfloat16", DIMS)
     own = [record for record in RECORDS.values() if record.op == "fp8_linear"]
-    assert [record.name for record in own if record.requires.judge(request)] == fitting
+    taken = [record.name for record in own if judge_declared(record, Direct())(request)]
+    assert taken == fitting
+
+
+@pytest.mark.parametrize(("rows", "is_split"), [(1, True), (16, True), (17, False)])
+def test_few_rows_are_split(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is split gets numbers and scales that mean the same; the processor multiplies them."""
+    split = pytest.importorskip("interposer_rocm.split_products", reason="needs the package triton")
+    calls = []
+
+    def multiply(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return fp8_linear.reference(*arguments)
+
+    monkeypatch.setattr(split.split_linear, "fp8_linear", multiply)
+    monkeypatch.setattr(split.scaled_mm, "fp8_linear", fp8_linear.reference)
+    x, weight = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (rows, 48))
+    x_scale, weight_scale = torch.rand(rows, 1) + 0.5, torch.rand(48) + 0.5
+    given = (x_scale, weight_scale, None, torch.bfloat16)
+    expected = fp8_linear.reference(x, weight, *given)
+    half = prepare_halves(weight, weight_scale, None)
+    out = split.fp8_linear_of_halves(
+        *(x, half["weight"], x_scale, half["weight_scale"], None, torch.bfloat16)
+    )
+    torch.testing.assert_close(out, expected)
+    assert bool(calls) == is_split
+    torch.testing.assert_close(split.fp8_linear(x, weight, *given), expected)

@@ -45,11 +45,15 @@ class Fp8Experts(ExpertsMethod):
         """
         self.prefix = site.prefix
         self.projections = projections_of(site, spec)
-        in_blocks = not isinstance(self.granularity, str)
+        blocks: dict[str, int] = {}
+        if not isinstance(self.granularity, str):
+            blocks = dict(zip(("block_rows", "block_columns"), self.granularity, strict=True))
         self.bound = site.bind_kernel(
             fused_experts_fp8,
             **{name: value for name, value in spec.dims().items() if name != "biased"},
-            granularity="block" if in_blocks else str(self.granularity),
+            granularity="block" if blocks else str(self.granularity),
+            weight_dtype=str(FORMAT).removeprefix("torch."),
+            **blocks,
         )
         for projection in self.projections:
             rows, inputs = projection.all_outputs, projection.inputs

@@ -158,6 +158,7 @@ def _run(
     if isinstance(record, Kernel):
         function = load_target(record.target)
         prepare = load_target(record.prepare) if record.prepare else None
+        op = op.allowing(record.extra_roundings)
     else:
         function, prepare = op.reference, None
     subject = Subject(op, function, prepare, candidate.properties, device)

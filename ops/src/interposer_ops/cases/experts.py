@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from interposer import Case
@@ -101,7 +103,19 @@ def _fp8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
         **routed(point, generator),
         "activation": point["activation"],
     }
-    return bounded_case(arguments, first, second, {"granularity": point["granularity"]})
+    return bounded_case(arguments, first, second, _fp8_dims(point["granularity"], arguments))
+
+
+def _fp8_dims(granularity: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    weight, scale = arguments["gate_up"], arguments["gate_up_scale"]
+    dims = {
+        "granularity": granularity,
+        "weight_dtype": str(weight.dtype).removeprefix("torch."),
+    }
+    if granularity != "block":
+        return dims
+    rows, columns = weight.shape[1] // scale.shape[1], weight.shape[2] // scale.shape[2]
+    return {**dims, "block_rows": rows, "block_columns": columns}
 
 
 fused_experts_fp8_cases = CaseSpace(

@@ -71,7 +71,7 @@ class Target:
 
 # CUDA C++ Programming Guide, table of technical specifications: for one block 64 KiB, 163 KiB,
 # 227 KiB, and 99 KiB of what is made for graphics.
-# LDS of one workgroup: AMD CDNA 2, CDNA 3, RDNA 3 and RDNA 4 ISA guides, 64 KiB; CDNA 4, 160 KiB.
+# LDS of one workgroup: AMD CDNA 1 to CDNA 3, RDNA 3 and RDNA 4 ISA guides, 64 KiB; CDNA 4, 160 KiB.
 TARGETS = (
     Target("sm_75", 64 * 1024, GPUTarget("cuda", 75, 32)),
     Target("sm_80", 163 * 1024, GPUTarget("cuda", 80, 32)),
@@ -79,6 +79,7 @@ TARGETS = (
     Target("sm_90", 227 * 1024, GPUTarget("cuda", 90, 32)),
     Target("sm_100", 227 * 1024, GPUTarget("cuda", 100, 32)),
     Target("sm_120", 99 * 1024, GPUTarget("cuda", 120, 32)),
+    Target("gfx908", 64 * 1024, GPUTarget("hip", "gfx908", 64)),
     Target("gfx90a", 64 * 1024, GPUTarget("hip", "gfx90a", 64)),
     Target("gfx942", 64 * 1024, GPUTarget("hip", "gfx942", 64)),
     Target("gfx950", 160 * 1024, GPUTarget("hip", "gfx950", 64)),

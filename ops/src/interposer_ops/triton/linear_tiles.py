@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops.triton.float8 import decoded
 from interposer_ops.triton.parameters import parameters_for, per_device
 
-__all__ = ["LinearTile", "linear_tile", "place_of"]
+__all__ = ["LinearTile", "linear_tile", "place_of", "product", "stored"]
 
 
 class LinearTile(NamedTuple):
@@ -76,3 +77,26 @@ def place_of(
     row = (first + within % height).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
     output = within // height * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     return row, output
+
+
+@triton.jit
+def product(a, b, total, STEP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
+    """Return ``total`` plus the product of tiles of floats, of 8 bits or else "plain"."""
+    if X_FORMAT == "plain":
+        total = tl.dot(a, b, total)
+    elif X_FORMAT == "stored":
+        # Where the instruction adds in less than float32, its sums leave it after every step.
+        total = tl.dot(a, b, total, max_num_imprecise_acc=STEP)
+    else:
+        total = tl.dot(decoded(a, X_FORMAT), decoded(b, WEIGHT_FORMAT), total)
+    return total
+
+
+@triton.jit
+def stored(result, bias, y, row, output, known, num_rows, OUTPUTS: tl.constexpr):
+    """Add the bias and store what there are rows and outputs of, in the dtype of ``y``."""
+    if bias is not None:
+        result += tl.load(bias + known).to(tl.float32)[None, :]
+    target = y + row[:, None] * OUTPUTS + output[None, :]
+    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
+    tl.store(target, result.to(y.dtype.element_ty), mask=inside)

@@ -47,7 +47,8 @@ ARCHITECTURES = (
     "default",
     "interpreter",
     *("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"),
-    *("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"),
+    *("gfx908", "gfx90a", "gfx942", "gfx950"),
+    *("gfx1100", "gfx1101", "gfx1151", "gfx1200", "gfx1201"),
 )
 """The architectures that a file may have an entry for."""
 

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from interposer_ops.triton.float8 import decoded, operands
-from interposer_ops.triton.linear_tiles import linear_tile, place_of
+from interposer_ops.triton.float8 import operands
+from interposer_ops.triton.linear_tiles import linear_tile, place_of, product, stored
 from interposer_ops.triton.rows import as_rows
 
 __all__ = ["fp8_block_linear", "fp8_linear", "int8_linear"]
@@ -174,13 +174,13 @@ def _scaled_linear(
             if zero_point is not None:
                 sums += tl.sum(b.to(tl.int32), axis=0)
         else:
-            total = _product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
+            total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
     if zero_point is not None:
         shift = tl.load(zero_point + there * x_scale_stride)
         total -= shift[:, None] * sums[None, :]
     result = total.to(tl.float32) * tl.load(x_scale + there * x_scale_stride)[:, None]
     result *= tl.load(weight_scale + known * weight_scale_stride)[None, :]
-    _store(result, bias, y, row, output, known, num_rows, OUTPUTS)
+    stored(result, bias, y, row, output, known, num_rows, OUTPUTS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -226,12 +226,12 @@ def _block_linear(
         x_scale = tl.load(x_scales + block * scale_column_stride)
         weight_scale = tl.load(weight_scales + block)
         part = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
-        part = _product(a, b, part, STEP, X_FORMAT, WEIGHT_FORMAT)
+        part = product(a, b, part, STEP, X_FORMAT, WEIGHT_FORMAT)
         if BLOCK_ROWS % OUTPUT_TILE == 0:
             total += part * (x_scale * weight_scale)[:, None]
         else:
             total += part * x_scale[:, None] * weight_scale[None, :]
-    _store(total, bias, y, row, output, known, num_rows, OUTPUTS)
+    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
 
 
 @triton.jit
@@ -245,23 +245,3 @@ def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
         a = tl.load(x + start, mask=inside[None, :], other=0.0)
         b = tl.load(weight + start, mask=inside[:, None], other=0.0)
     return a, b
-
-
-@triton.jit
-def _product(a, b, total, STEP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
-    """Return ``total`` plus the product of tiles of 8-bit floats."""
-    if X_FORMAT == "stored":
-        # Where the instruction adds in less than float32, its sums leave it after every step.
-        total = tl.dot(a, b, total, max_num_imprecise_acc=STEP)
-    else:
-        total = tl.dot(decoded(a, X_FORMAT), decoded(b, WEIGHT_FORMAT), total)
-    return total
-
-
-@triton.jit
-def _store(result, bias, y, row, output, known, num_rows, OUTPUTS: tl.constexpr):
-    if bias is not None:
-        result += tl.load(bias + known).to(tl.float32)[None, :]
-    target = y + row[:, None] * OUTPUTS + output[None, :]
-    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
-    tl.store(target, result.to(y.dtype.element_ty), mask=inside)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
-from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer.graphs import judge_compilation
+from interposer.errors import PluginError, UnknownNameError
+from interposer.graph_recorder import GraphRecorder
 from interposer.memory_profile import MemoryProfile, memory_profile
 from interposer.numerics import NumericsPolicy, applied
-from interposer_cuda import driver, graph_capture, host_mapping, system
+from interposer_cuda import driver, host_mapping, system
 from interposer_cuda.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda.architectures import architecture_of
 from interposer_cuda.driver import Answer, CUDADevice, DriverError
@@ -81,14 +80,11 @@ class CUDAPlatform(Platform):
     def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
         """Return a replay of ``step``, captured on the current device after some calls of it.
 
-        All graphs of this platform share one pool of memory, see ``graph_capture.capture``.
+        All graphs of this platform share one pool of memory, see ``GraphRecorder``.
 
         Raises: ConfigError: ``step`` is compiled, or captured already.
         """
-        verdict = judge_compilation(step)
-        if not verdict:
-            raise ConfigError(verdict.reason)
-        return graph_capture.capture(step, self._pool)
+        return self._recorder.record(step)
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` in page-locked host memory."""
@@ -157,8 +153,8 @@ class CUDAPlatform(Platform):
         return answer
 
     @cached_property
-    def _pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
+    def _recorder(self) -> GraphRecorder:
+        return GraphRecorder(torch.cuda, torch.cuda.CUDAGraph)
 
     def _device(self, name: str) -> CUDADevice:
         devices = self._answer.devices

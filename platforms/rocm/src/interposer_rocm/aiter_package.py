@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ARCHITECTURES",
+    "BLOCK",
+    "NEEDS_FNUZ",
     "aiter_version",
     "is_quantized",
     "judge_device",
     "judge_experts",
     "judge_flash",
     "judge_latent",
+    "judge_scaled_experts",
 ]
 
 ARCHITECTURES = frozenset({"gfx942", "gfx950"})
@@ -39,6 +42,12 @@ _INSTALL = "pip install amd-aiter"
 _DISTRIBUTIONS = ("amd-aiter", "aiter")
 # The 8-bit float that matrix units of each multiply.
 _FP8 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
+NEEDS_FNUZ = frozenset({"gfx942"})
+"""Where 8-bit floats have neither infinities nor a negative zero."""
+
+BLOCK = 128
+"""Outputs and inputs of a block of a weight that has a scale."""
+
 _LATENT, _ROTARY = 512, 64
 _HEADS = (16, 128)
 
@@ -103,6 +112,18 @@ def judge_latent(request: Request) -> Verdict:
 def judge_experts(request: Request) -> Verdict:
     """Accept where AITER is there; what it takes is declared."""
     return judge_device(request.capability.architecture)
+
+
+def judge_scaled_experts(request: Request) -> Verdict:
+    """Accept scales per matrix, per output and per block of 128 by 128, and say what is rounded."""
+    dims = request.dims
+    blocks = dims.get("block_rows"), dims.get("block_columns")
+    if dims.get("granularity") == "block" and blocks != (BLOCK, BLOCK):
+        return Verdict.refuse(
+            f"takes scales of blocks of {BLOCK} by {BLOCK}, got {blocks[0]} by {blocks[1]}"
+        )
+    verdict = judge_device(request.capability.architecture)
+    return Verdict.accept("rounds activations to 8-bit floats") if verdict else verdict
 
 
 def is_quantized(dims: Mapping[str, object], dtype: str) -> bool:

@@ -103,7 +103,7 @@ _W32 = ("wmma", "wave32", "triton")
 
 _VEGA = Architecture("Vega", frozenset({"wave64"}), _PLAIN, _OLD)
 _VEGA20 = Architecture("Vega 20", frozenset({"wave64"}), _DOTS, _OLD, transfers=2)
-_MI100 = Architecture("CDNA 1", _features("cdna", 1, *_M64), _CDNA1, _WIDE, transfers=2)
+_MI100 = Architecture("CDNA 1", _features("cdna", 1, *_M64, "triton"), _CDNA1, _WIDE, transfers=2)
 _MI200 = Architecture("CDNA 2", _features("cdna", 2, *_M64, "triton"), _CDNA1, _WIDE, transfers=2)
 _MI300 = Architecture("CDNA 3", _features("cdna", 3, *_M64, "triton"), _CDNA3, _WIDE, transfers=4)
 _MI350 = Architecture("CDNA 4", _features("cdna", 4, *_M64, "triton"), _CDNA4, _WIDE, 160 * _KIB, 4)

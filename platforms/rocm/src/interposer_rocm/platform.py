@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
 from interposer.environment import variables
-from interposer.errors import PluginError, UnknownNameError
+from interposer.errors import ConfigError, PluginError, UnknownNameError
+from interposer.graph_recorder import GraphRecorder
 from interposer.memory_profile import MemoryProfile, memory_profile
 from interposer.numerics import NumericsPolicy, applied
 from interposer_rocm import system
@@ -78,6 +79,28 @@ class ROCmPlatform(Platform):
         """
         return torch.Stream(device)
 
+    @classmethod
+    def provides(cls, member: str) -> Verdict:
+        """Say what ``Platform.provides`` does, but for graphs of a HIP that fails silently."""
+        verdict = super().provides(member)
+        if verdict and member == "capture_graph":
+            return TorchBuild.installed().judge_graphs()
+        return verdict
+
+    def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
+        """Return a replay of ``step``, captured on the current device after some calls of it.
+
+        A torch for HIP has HIP's graphs under the names of CUDA's. All graphs of this platform
+        share one pool of memory, see ``GraphRecorder``. Not run: no GPU was at hand.
+
+        Raises: ConfigError: ``step`` is compiled, or captured already; or torch was built for a
+            HIP that captures wrong steps without saying so.
+        """
+        verdict = TorchBuild.installed().judge_graphs()
+        if not verdict:
+            raise ConfigError(verdict.reason)
+        return self._recorder.record(step)
+
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` in page-locked host memory."""
         return tensor.pin_memory()
@@ -131,6 +154,10 @@ class ROCmPlatform(Platform):
                 "interposer doctor says what is missing",
             )
         return shown.gpus
+
+    @cached_property
+    def _recorder(self) -> GraphRecorder:
+        return GraphRecorder(torch.cuda, torch.cuda.CUDAGraph)
 
     def _ordinal(self, name: str) -> int:
         known = [f"cuda:{ordinal}" for ordinal in range(len(self._gpus))]

@@ -18,6 +18,13 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
 # Nobody has run these through this plugin: they are taken where they are wanted.
 _WANTED_ONLY = -1.0
+# Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
+# 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
+# is 16 C. Rounding x moves gates and what they act on by what rounding themselves would, whose
+# terms have random signs: 16 C times 1 and, for the slope of silu, 2. They are independent, hence
+# 16 sqrt(1 + 1 + 4) C = 39.2 C. With the result's own half step Y, Y + 39.2 C is allowed by 80
+# roundings of (Y + C) / 2 each: 78 more than the op's two.
+_OF_ACTIVATIONS = 78
 
 
 @hookimpl
@@ -41,45 +48,42 @@ def interposer_records() -> list[Record]:
             score=-1.5,
         ),
         *_products(),
-        *_of_aiter(),
+        *_of_libraries(),
         *(DeviceEntry(name, "rocm", f"interposer_rocm:devices/{name}.json") for name in _DESCRIBED),
     ]
 
 
 def _products() -> list[Record]:
-    properties = frozenset({"deterministic", "graph_safe", "traceable"})
-    judge = "interposer_rocm.scaled_products_judge:judge"
+    """Return what multiplies 8-bit floats: as the hardware has them, and of few rows otherwise."""
+    products = "interposer_rocm.scaled_products"
+    fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
+    ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
+    plain = ("interposer_ops.scaled_mm:fp8_linear", f"{products}:fp8_linear_of_halves")
+    split = "interposer_rocm.split_products"
+    of_few = (f"{split}:fp8_linear", f"{split}:fp8_linear_of_halves")
     return [
         Kernel(
             "fp8_linear",
-            "fp8_linear_hipblaslt",
-            "interposer_ops.scaled_mm:fp8_linear",
+            f"fp8_linear_hipblaslt{format_}{technique}",
+            target,
             "rocm",
-            Requires(features=frozenset({"fp8_ocp"}), dtypes=_FLOATS),
-            judge,
-            score=11.0,
-            properties=properties,
-        ),
-        Kernel(
-            "fp8_linear",
-            "fp8_linear_hipblaslt_fnuz",
-            "interposer_rocm.scaled_products:fp8_linear_of_halves",
-            "rocm",
-            Requires(
-                features=frozenset({"fp8_fnuz"}),
-                architectures=frozenset({"gfx942"}),
-                dtypes=_FLOATS,
-            ),
-            judge,
-            "interposer_rocm.scaled_products:prepare_halves",
-            score=11.0,
-            properties=properties,
-        ),
+            needs,
+            f"interposer_rocm.scaled_products_judge:judge{technique}",
+            f"{products}:prepare_halves" if format_ else "",
+            score=score,
+            properties=frozenset({"deterministic", "graph_safe", traced}),
+        )
+        for technique, targets, score, traced in (
+            ("", plain, 11.0, "traceable"),
+            ("_split", of_few, 12.0, "opaque"),
+        )
+        for format_, needs, target in (("", ocp, targets[0]), ("_fnuz", fnuz, targets[1]))
     ]
 
 
-def _of_aiter() -> list[Record]:
+def _of_libraries() -> list[Record]:
     package, library = "interposer_rocm.aiter_package", "interposer_rocm.aiter_library"
+    scaled = "interposer_rocm.aiter_fp8_experts"
     return [
         AttentionEntry(
             "aiter_flash",
@@ -87,6 +91,14 @@ def _of_aiter() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
+            score=_WANTED_ONLY,
+        ),
+        AttentionEntry(
+            "flash_attention",
+            "interposer_rocm.flash_attention:FlashAttentionBackend",
+            "rocm",
+            Requires(dtypes=_OF_16_BITS),
+            "interposer_rocm.flash_attention_judge:judge",
             score=_WANTED_ONLY,
         ),
         Kernel(
@@ -120,5 +132,34 @@ def _of_aiter() -> list[Record]:
             score=_WANTED_ONLY,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_experts",
+        ),
+        *(
+            Kernel(
+                "fused_experts_fp8",
+                f"fused_experts_fp8_aiter{format_}",
+                f"{scaled}:fused_experts_fp8",
+                "rocm",
+                Requires(
+                    features=frozenset({feature}),
+                    # float16 is eight times finer, and as many times more roundings would be lost.
+                    dtypes=("bfloat16",),
+                    dims={
+                        "hidden_size": Dim(multiple_of=128),
+                        "intermediate_size": Dim(multiple_of=128),
+                        "activation": Dim(one_of=("silu",)),
+                        "weight_dtype": Dim(one_of=("float8_e4m3fn",)),
+                    },
+                ),
+                f"{package}:judge_scaled_experts",
+                f"{scaled}:{prepare}",
+                score=_WANTED_ONLY,
+                properties=frozenset({"opaque"}),
+                confirm=f"{scaled}:confirm",
+                extra_roundings=_OF_ACTIVATIONS,
+            )
+            for format_, feature, prepare in (
+                ("", "fp8_ocp", "prepare"),
+                ("_fnuz", "fp8_fnuz", "prepare_halves"),
+            )
         ),
     ]

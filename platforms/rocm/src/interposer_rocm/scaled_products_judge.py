@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from interposer.request import Request
 from interposer.verdict import Verdict
+from interposer_ops.triton_availability import judge_split as judge_few_rows
 
-__all__ = ["judge"]
+__all__ = ["judge", "judge_split"]
 
 _MULTIPLE = 16
 _FORMAT = "float8_e4m3fn"
@@ -29,3 +30,9 @@ def judge(request: Request) -> Verdict:
     if not single and request.dtype != "bfloat16":
         return Verdict.refuse(f"scales of rows need results of bfloat16, got {request.dtype}")
     return Verdict.accept()
+
+
+def judge_split(request: Request) -> Verdict:
+    """Accept what the operator takes where portable kernels split sums of few rows."""
+    verdict = judge(request)
+    return judge_few_rows(request) if verdict else verdict

@@ -6,6 +6,7 @@ nothing of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ __all__ = ["TorchBuild"]
 _INSTALL = (
     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm7.0"
 )
+
+_GRAPHS = (7, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,23 @@ class TorchBuild:
         built = f"for CUDA {self.cuda}, that is GPUs of NVIDIA" if self.cuda else "without HIP"
         return Verdict.refuse(
             f"there is {seen}, but torch {self.version} is built {built}. Try: {_INSTALL}"
+        )
+
+    def judge_graphs(self) -> Verdict:
+        """Refuse a HIP that captures what cannot be replayed without an error.
+
+        A build without HIP only plans for others, and is accepted.
+
+        Source: pytorch/pytorch, issue 155684; HIP 7.0 made it an error.
+        """
+        found = re.match(r"(\d+)\.(\d+)", self.hip)
+        if found is None or tuple(map(int, found.groups())) >= _GRAPHS:
+            return Verdict.accept()
+        least = ".".join(map(str, _GRAPHS))
+        return Verdict.refuse(
+            f"HIP {self.hip}, which torch {self.version} is built for, captures a step that waits "
+            f"for the host without an error and replays what it read then. Graphs need HIP {least} "
+            "or newer"
         )
 
     def judge_architecture(self, architecture: str) -> Verdict:

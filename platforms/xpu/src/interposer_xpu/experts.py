@@ -1,9 +1,9 @@
 """``fused_experts_mxfp4`` by the grouped product of vllm-xpu-kernels and its routing.
 
 Rows are laid out by expert, multiplied, activated, multiplied again and gathered. The product
-stores the dtype of the rows, so that what is activated was rounded once more than the op defines:
-the record goes behind kernels that do not. Arguments are tested against a package that plays the
-ops on the processor; on a GPU they were not run.
+stores the dtype of the rows, so that what is activated was rounded, which the op does not define:
+the record says by how much, and goes behind kernels that do not. Arguments are tested against a
+package that plays the ops on the processor; on a GPU they were not run.
 
 Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
 """

@@ -21,6 +21,7 @@ from interposer_ops.triton.builds import (
     row_copies,
     sampling,
     scaled_linear,
+    split_linear,
     w4a8_linear,
     weight_only_linear,
 )
@@ -32,6 +33,7 @@ BUILDS = (
     *experts.BUILDS,
     *weight_only_linear.BUILDS,
     *scaled_linear.BUILDS,
+    *split_linear.BUILDS,
     *w4a8_linear.BUILDS,
     *microscaled_linear.BUILDS,
     *lora.BUILDS,

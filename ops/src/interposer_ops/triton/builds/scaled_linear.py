@@ -21,7 +21,10 @@ _SIZES = ((1, _HIDDEN), (64, _MLP), (4096, _MLP))
 # Triton multiplies integers from sm_80 on.
 _OLD = frozenset({"sm_75"})
 _NOT_FNUZ = _OLD | frozenset(
-    {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx950", "gfx1100", "gfx1201"}
+    {
+        *("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+        *("gfx908", "gfx90a", "gfx950", "gfx1100", "gfx1201"),
+    }
 )
 
 

@@ -1,10 +1,10 @@
-"""A program that imports AITER and prints, as JSON, what came of it.
+"""A program that imports a package of kernels and prints, as JSON, what came of it.
 
-    python aiter_inquiry.py PATHS FUNCTION...
+    python package_inquiry.py PATHS FUNCTION...
 
-It runs in a process of its own: the import initialises HIP, changes ``sys.path``, may compile for
-minutes, and ends the process where it was built for other GPUs. ``PATHS`` is ``sys.path`` as JSON,
-a ``FUNCTION`` is ``module:name``.
+It runs in a process of its own: AITER's import initialises HIP, changes ``sys.path``, may compile
+for minutes, and ends the process where it was built for other GPUs. ``PATHS`` is ``sys.path`` as
+JSON, a ``FUNCTION`` is ``module:name``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def answer(functions: list[str]) -> dict[str, Any]:
 
 
 def _names(function: str) -> list[str]:
-    importlib.import_module("aiter")
     module, _, name = function.partition(":")
+    importlib.import_module(module.partition(".")[0])
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:

@@ -1,0 +1,64 @@
+"""Whether flash-attn is installed and takes a specification, said without importing it or torch.
+
+Source: the README of Dao-AILab/flash-attention, "AMD ROCm Support": MI200 to MI355 by kernels of
+CK, the same and RDNA by those of Triton, floats of 16 bits, heads up to 256; its
+``csrc/flash_attn_ck``, which does nothing about a softcap.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from interposer.verdict import Verdict
+
+if TYPE_CHECKING:
+    from interposer import AttentionSpec, Capability
+
+__all__ = ["flash_attention_version", "judge"]
+
+_DISTRIBUTION = "flash-attn"
+_KNOWN = "2."
+_LARGEST_HEAD = 256
+_WITH_MATRIX_UNITS = frozenset({"mfma", "wmma"})
+
+
+def flash_attention_version() -> str:
+    """Return the installed version; empty where there is none."""
+    try:
+        return version(_DISTRIBUTION)
+    except PackageNotFoundError:
+        return ""
+
+
+def judge(spec: AttentionSpec, capability: Capability) -> Verdict:
+    """Accept decoders with a plain cache of 16 bits, windowed, on GPUs with matrix units."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        return Verdict.refuse(f"computes in floats of 16 bits, got {spec.dtype}")
+    if spec.head_size % 8 or spec.head_size > _LARGEST_HEAD:
+        return Verdict.refuse(
+            f"head_size is {spec.head_size}, must be a multiple of 8 up to {_LARGEST_HEAD}"
+        )
+    if spec.num_heads % spec.num_kv_heads:
+        heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
+        return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
+    if spec.softcap:
+        return Verdict.refuse("leaves softcapped logits as they are on these GPUs")
+    verdict = spec.judge_plain_decoder()
+    if not verdict:
+        return verdict
+    if not capability.features & _WITH_MATRIX_UNITS:
+        return Verdict.refuse(f"has no kernels for {capability.architecture}")
+    found = flash_attention_version()
+    if found.startswith(_KNOWN):
+        return Verdict.accept()
+    problem = (
+        f"needs a flash-attn {_KNOWN}x, found {found}"
+        if found
+        else "needs the package flash-attn, which is not installed"
+    )
+    return Verdict.refuse(
+        f"{problem}. It is not needed: the backend 'paged' serves with Triton kernels, and "
+        "'aiter_flash' where AITER is installed"
+    )

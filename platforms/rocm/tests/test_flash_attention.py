@@ -1,0 +1,109 @@
+"""flash-attn is optional: judged by its metadata, examined in another process, and called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from platforms.rocm.tests.fake_aiter import WORKING, install
+
+from interposer import Capability, Config, Resolver, Site, current_registry
+from interposer.capability import Device
+from interposer.errors import NoCandidateError
+from interposer.testing import attention_specs, check_attention
+from interposer_rocm import flash_attention
+from interposer_rocm.flash_attention import FlashAttentionBackend
+from interposer_rocm.flash_attention_judge import flash_attention_version, judge
+
+PARTS = {"interposer-ops", "interposer-rocm"}
+CAPABILITY = Capability("gfx90a", frozenset({"mfma"}))
+MI250X = Device("rocm", "cpu", "one that computes on the processor", CAPABILITY)
+# What it has of the same meaning, by the names that flash-attn has for it.
+TEXT = (
+    WORKING["aiter/__init__.py"]
+    .replace("logits_soft_cap=0.0", "softcap=0.0")
+    .replace("logits_soft_cap", "softcap")
+    .replace("(-1, -1, 0)", "(-1, -1)")
+)
+NOT_THERE = (
+    "needs the package flash-attn, which is not installed. It is not needed: the backend 'paged' "
+    "serves with Triton kernels, and 'aiter_flash' where AITER is installed"
+)
+SPECS = [
+    spec for _, spec in attention_specs(quick=True) if judge(spec, CAPABILITY).reason == NOT_THERE
+]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Return a function that installs a package of that name for this test."""
+
+    def put(text: str = TEXT, version: str = "2.8.3") -> None:
+        folder = install(tmp_path, {"flash_attn/__init__.py": text}, "flash-attn", version)
+        monkeypatch.syspath_prepend(str(folder))
+        flash_attention.refresh()
+
+    yield put
+    flash_attention.refresh()
+    sys.modules.pop("flash_attn", None)
+
+
+def pinned() -> Resolver:
+    config = Config(plugins=PARTS, isolation="off", attention={"decoder": "flash_attention"})
+    return Resolver(current_registry(config), MI250X, config, trusted=frozenset(PARTS))
+
+
+def test_it_attends_as_the_ops_define(use: Any) -> None:
+    use()
+    assert len(SPECS) >= 4
+    assert any(spec.window_tokens for spec in SPECS)
+    for spec in SPECS:
+        assert judge(spec, CAPABILITY)
+        site = Site(pinned(), "attention", spec.dtype)
+        assert check_attention(FlashAttentionBackend, spec, site) == [], spec
+
+
+def test_without_it_the_alternatives_are_named() -> None:
+    assert flash_attention_version() == ""
+    resolver, spec = pinned(), SPECS[0]
+    with pytest.raises(NoCandidateError, match="It is not needed: the backend 'paged' serves"):
+        resolver.attention(spec, Site(resolver, "attention", spec.dtype))
+
+
+def test_what_cannot_be_imported_is_told(use: Any) -> None:
+    use("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
+    resolver, spec = pinned(), SPECS[0]
+    with pytest.raises(NoCandidateError) as caught:
+        resolver.attention(spec, Site(resolver, "attention", spec.dtype))
+    (refusal,) = [r for r in caught.value.refusals if r.candidate == "flash_attention"]
+    assert refusal.reason == (
+        "flash-attn 2.8.3 cannot be imported: ImportError: flash_attn_2_cuda.so: undefined symbol: "
+        "_ZN3c10"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "expected"),
+    [
+        ({"softcap": 30.0}, CAPABILITY, "leaves softcapped logits as they are"),
+        ({"head_size": 264}, CAPABILITY, "head_size is 264, must be a multiple of 8 up to 256"),
+        ({"num_heads": 3, "num_kv_heads": 2}, CAPABILITY, "needs heads in groups of one size"),
+        ({"dtype": torch.float32}, CAPABILITY, "computes in floats of 16 bits, got torch.float32"),
+        ({"sinks": True}, CAPABILITY, "does not do sinks"),
+        ({}, Capability("gfx1030"), "has no kernels for gfx1030"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    change: dict[str, Any], capability: Capability, expected: str
+) -> None:
+    assert judge(replace(SPECS[0], **change), capability).reason.startswith(expected)
+
+
+def test_other_versions_are_refused(use: Any) -> None:
+    use(version="4.0.0")
+    assert judge(SPECS[0], CAPABILITY).reason.startswith("needs a flash-attn 2.x, found 4.0.0. It")
