@@ -267,7 +267,8 @@ template <class F, bool kScaledX>
 void multiply_tiled_groups(const interposer_product& product, const Prepared& prepared,
                            const char* words, const float* scales, const GroupSteps<F>& steps,
                            int64_t output, int64_t row, int64_t rows) {
-  alignas(64) char sums[2 * kSumBytes] = {};  // rows that are not there stay zero
+  alignas(64) char sums[2 * kSumBytes];
+  if (rows < kTileRows) std::memset(sums, 0, sizeof sums);  // of rows that are not there
   const int64_t groups = num_groups(*product.weight);
   const char* x = static_cast<const char*>(prepared.data) + row * prepared.stride;
   const float* x_scales = product.x_scales + row * product.x_scale_stride;
