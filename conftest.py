@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -22,6 +23,13 @@ _CACHE = (
     / f"interposer-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
 )
 os.environ["INTERPOSER_CACHE_DIR"] = str(_CACHE)
+
+# Verdicts on what is installed are the same for all workers.
+_VERDICTS = _CACHE.with_name("interposer-verdicts")
+_VERDICTS.mkdir(parents=True, exist_ok=True)
+_CACHE.mkdir(exist_ok=True)
+with contextlib.suppress(FileExistsError):
+    (_CACHE / "verdicts").symlink_to(_VERDICTS)
 
 
 @pytest.fixture(autouse=True)

@@ -131,7 +131,8 @@ def test_fused_layer_equals_its_parts(label: str) -> None:
     assert not torch.equal(outputs[:, :128], outputs[:, 256:384])
 
 
-def test_suite_finds_nothing_wrong() -> None:
+def test_suite_tries_the_examples() -> None:
+    # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
     trials = [
         trial
         for trial in conformance(
@@ -139,9 +140,7 @@ def test_suite_finds_nothing_wrong() -> None:
         )
         if trial.aspect == "scheme" and trial.request.name == "compressed-tensors"
     ]
-    assert {trial.label for trial in trials} == set(EXAMPLES)
-    for trial in trials:
-        assert trial.run() == [], trial.label
+    assert {trial.label for trial in trials if trial.verdict} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize(

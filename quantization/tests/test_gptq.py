@@ -639,7 +639,7 @@ def scheme_trials() -> Iterator[Any]:
     return (t for t in found if t.aspect == "scheme" and t.request.name == "gptq")
 
 
-def test_conformance_trials_find_no_fault() -> None:
-    trials = list(scheme_trials())
-    assert {"4 bits, act order", "8 bits, asymmetric, act order"} <= {t.label for t in trials}
-    assert [fault for trial in trials for fault in trial.run()] == []
+def test_conformance_tries_the_examples() -> None:
+    # The trials themselves are run in ops/tests/test_conformance.py, among all that is installed.
+    tried = {trial.label for trial in scheme_trials() if trial.verdict}
+    assert {"4 bits, act order", "8 bits, asymmetric, act order"} <= tried

@@ -23,6 +23,7 @@ PROVIDED = {
     "distributed_backend",
     "compile_backend",
 }
+# What is refused comes first, so that one process shows that it changes nothing.
 BIND = """
 import json, os, sys
 import torch
@@ -31,9 +32,12 @@ from interposer_cpu.platform import CPUPlatform
 torch.set_num_threads(2)
 torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # starts the pool of threads
 platform = CPUPlatform()
-verdict = platform.bind_threads(json.loads(sys.argv[1]))
-affinities = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
-print(json.dumps([verdict.accepted, verdict.reason, sorted(affinities), platform.num_threads()]))
+found = []
+for processors in json.loads(sys.argv[1]):
+    verdict = platform.bind_threads(processors)
+    every = {tuple(sorted(os.sched_getaffinity(int(t)))) for t in os.listdir("/proc/self/task")}
+    found.append([verdict.accepted, verdict.reason, sorted(every), platform.num_threads()])
+print(json.dumps(found))
 """
 # A process that may use some processors only binds its threads by the public function.
 BIND_CORES = """
@@ -73,11 +77,11 @@ print("reduced")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's thread affinity")
 
 
-def bind(processors: list[int]) -> tuple[bool, str, list[list[int]], int]:
-    arguments = [sys.executable, "-c", BIND, json.dumps(processors)]
+def bind(*every: list[int]) -> list[tuple[bool, str, list[list[int]], int]]:
+    """Return of each binding: was it accepted, why, the affinities, and how many threads."""
+    arguments = [sys.executable, "-c", BIND, json.dumps(every)]
     done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    accepted, reason, affinities, num_threads = json.loads(done.stdout)
-    return accepted, reason, affinities, num_threads
+    return [tuple(found) for found in json.loads(done.stdout)]
 
 
 def test_the_plugin_is_found_and_placed() -> None:
@@ -152,23 +156,19 @@ def test_threads_numa_and_backends() -> None:
 
 
 @linux
-def test_binding_reaches_every_thread() -> None:
-    target = host.allowed_processors()[-1]
-    accepted, reason, affinities, num_threads = bind([target])
-    assert accepted, reason
-    assert affinities == [[target]]
-    assert num_threads == 1
-
-
-@linux
-@pytest.mark.parametrize("extra", [[100_000], [-1], [1 << 80]])
-def test_denied_processors_are_a_refusal_that_changes_nothing(extra: list[int]) -> None:
+def test_binding_reaches_every_thread_and_a_refusal_none() -> None:
     before = host.allowed_processors()
-    accepted, reason, affinities, num_threads = bind([before[0], *extra])
-    assert not accepted
-    assert str(extra[0]) in reason
-    assert affinities == [before]
-    assert num_threads == 2
+    denied = [100_000, -1, 1 << 80]
+    *refused, bound = bind(*([before[0], number] for number in denied), before[-1:])
+    for number, (accepted, reason, affinities, num_threads) in zip(denied, refused, strict=True):
+        assert not accepted
+        assert str(number) in reason
+        assert affinities == [before]
+        assert num_threads == 2
+    accepted, reason, affinities, num_threads = bound
+    assert accepted, reason
+    assert affinities == [before[-1:]]
+    assert num_threads == 1
 
 
 def bind_cores(allowed: list[int], *settings: dict[str, object]) -> list[list[object]]:

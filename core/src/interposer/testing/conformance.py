@@ -25,10 +25,12 @@ from interposer.testing.attention_promise import (
     check_attention_batches,
     check_attention_determinism,
 )
+from interposer.testing.call import Given, Subject
 from interposer.testing.declaration import declaration_trials
 from interposer.testing.exemplar import Exemplar, exemplar_of, exemplars
+from interposer.testing.expectation import Expectation
 from interposer.testing.fault import Fault
-from interposer.testing.kernel import check_kernel
+from interposer.testing.kernel import check_subject
 from interposer.testing.part import layer_trials, scheme_trials
 from interposer.testing.promise import Promises
 from interposer.testing.trial import Aspect, Trial
@@ -134,16 +136,28 @@ def attention_trials(
 
 
 class _Latest:
-    """Builds cases and keeps the last one, so that a list of trials does not hold them all."""
+    """Builds cases and keeps the last one, so that a list of trials does not hold them all.
+
+    What the reference says of it is kept too: the candidates of an op follow one another on a case.
+    """
 
     def __init__(self) -> None:
         self._last: tuple[PlannedCase, Case] | None = None
+        self._expectation: Expectation | None = None
 
     def built(self, plan: PlannedCase) -> Case:
         """Return the case of ``plan``, whose arguments are for reading."""
         if self._last is None or self._last[0] is not plan:
+            self._expectation = None
             self._last = plan, plan.build()
         return self._last[1]
+
+    def expected(self, op: CustomOp[..., Any], plan: PlannedCase, given: Given) -> Expectation:
+        """Return what is expected on the case of ``plan``, given in the form of any candidate."""
+        case = self.built(plan)
+        if self._expectation is None:
+            self._expectation = Expectation.of(op, case, given)
+        return self._expectation
 
 
 def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:
@@ -172,12 +186,13 @@ def _check_candidate(
     candidate: Candidate, op: CustomOp[..., Any], latest: _Latest, plan: PlannedCase, device: str
 ) -> list[Fault]:
     record, case = candidate.record, latest.built(plan)
+    expect = partial(latest.expected, op, plan)
     if not isinstance(record, Kernel):
-        return check_kernel(op, op.reference, case, device=device)
+        return check_subject(Subject(op, op.reference, device=device), case, expect)
     function = load_target(record.target)
     prepare = load_target(record.prepare) if record.prepare else None
     allowing = op.allowing(record.extra_roundings)
-    return check_kernel(allowing, function, case, prepare=prepare, device=device)
+    return check_subject(Subject(allowing, function, prepare, device=device), case, expect)
 
 
 def _check_backend(
