@@ -35,7 +35,11 @@ FIRST = list({build.kernel: build for build in reversed(BUILDS)}.values())[::-1]
 
 # GPUs whose code is alike: the fast test compiles a kernel for one of each kind, in turns, so that
 # every GPU has its share of the kernels. The slow test compiles all of them for all.
-ALIKE = (("sm_80", "sm_90", "sm_100"), ("gfx90a", "gfx942", "gfx950"), ("gfx1100", "gfx1201"))
+ALIKE = (
+    ("sm_80", "sm_90", "sm_100"),
+    ("gfx908", "gfx90a", "gfx942", "gfx950"),
+    ("gfx1100", "gfx1201"),
+)
 # What has little shared memory differs in what fits.
 SMALL = ("sm_75", "sm_89", "sm_120")
 # What the matrix instructions of AMD are called: CDNA's, and RDNA's.
