@@ -9,7 +9,8 @@ import torch
 
 from interposer import Capability, Config, Device, Platform, Verdict, place
 from interposer.errors import MissingMemberError
-from interposer_cpu import host
+from interposer_cpu import host, native
+from interposer_cpu.features import architecture
 from interposer_cpu.platform import CPUPlatform
 
 PROVIDED = {
@@ -56,6 +57,21 @@ for settings in every:
         said = ["ConfigError", str(error)]
     found.append([*said, sorted(os.sched_getaffinity(0))])
 print(json.dumps(found))
+"""
+# A processor of the first level of its architecture, with and without the compiled library.
+OLD = """
+import json, sys
+present, features = json.loads(sys.argv[2])
+if not present:
+    sys.modules["interposer_cpu._native"] = None
+from interposer import Capability
+from interposer_cpu.platform import CPUPlatform
+
+class Old(CPUPlatform):
+    def capability(self, device):
+        return Capability(sys.argv[1], frozenset(features), frozenset({"float32"}))
+
+print(*Old().dtypes("cpu"))
 """
 REDUCE = """
 import sys
@@ -112,11 +128,22 @@ def test_capability_is_within_what_this_process_may_use() -> None:
     assert all(feature == feature.lower() for feature in capability.features)
 
 
-def test_dtypes_have_hardware_arithmetic() -> None:
+def test_dtypes_have_arithmetic() -> None:
     platform = CPUPlatform()
     names = [str(dtype).removeprefix("torch.") for dtype in platform.dtypes("cpu")]
     formats = platform.capability("cpu").formats
-    assert names == [n for n in ("bfloat16", "float32", "float16") if n in formats]
+    assert names[0] == ("bfloat16" if "bfloat16" in formats else "float32")
+    assert ("float16" in names) == ("float16" in formats)
+    assert "bfloat16" in names or native.why_absent()
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_bfloat16_needs_native_kernels_where_the_hardware_has_none(present: bool) -> None:
+    lowest = sorted(next(iter(native.NEEDS[architecture()].values())))
+    arguments = [sys.executable, "-c", OLD, architecture(), json.dumps([present, lowest])]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    widened = ["torch.bfloat16"] if present and not native.why_absent() else []
+    assert done.stdout.split() == ["torch.float32", *widened]
 
 
 def test_memory_figures_are_sane() -> None:

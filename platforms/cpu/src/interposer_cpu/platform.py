@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from interposer import Capability, Device, Memory, Platform, Verdict
-from interposer_cpu import facts, features, host
+from interposer_cpu import facts, features, host, native
 from interposer_cpu.binding import bind_process
 
 __all__ = ["CPUPlatform"]
@@ -42,14 +42,19 @@ class CPUPlatform(Platform):
         )
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return bfloat16 first where the hardware computes in it, float32 first elsewhere.
+        """Return what models may be computed in: bfloat16 first where the hardware computes in it.
 
-        float16 is offered only with hardware arithmetic: emulated it is unusably slow.
+        Elsewhere native kernels widen it as they read it, which halves memory but not arithmetic,
+        so it stands behind float32; without them torch would widen whole weights. float16 is
+        offered only with hardware arithmetic: emulated it is unusably slow.
         """
-        formats = self.capability(device).formats
-        offered = [torch.bfloat16] if "bfloat16" in formats else []
-        offered.append(torch.float32)
-        return [*offered, torch.float16] if "float16" in formats else offered
+        capability = self.capability(device)
+        offered = [torch.float32]
+        if "bfloat16" in capability.formats:
+            offered.insert(0, torch.bfloat16)
+        elif native.judge_device(capability):
+            offered.append(torch.bfloat16)
+        return [*offered, torch.float16] if "float16" in capability.formats else offered
 
     def memory(self, device: str) -> Memory:
         """Return total and available memory within the limits of control groups."""
