@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -64,20 +65,61 @@ def test_whole_huge_pages_are_asked_for_and_no_more(
     assert torch.equal(copy.deepcopy(memory), memory)
 
 
+def is_mapped(address: int) -> bool:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in maps]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+
+
 @linux
 def test_memory_goes_back_with_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
     view = host_memory.empty([64 * MIB], torch.uint8)[5:]
-    address = f"{view.data_ptr() - 5:x}"
-
-    def mapped() -> bool:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        spans = [line.split()[0].split("-") for line in maps]
-        return any(int(a, 16) <= int(address, 16) < int(b, 16) for a, b in spans)
-
-    assert mapped()
+    address = view.data_ptr()
+    assert is_mapped(address)
     del view
-    assert not mapped()
+    assert not is_mapped(address)
+
+
+@linux
+def test_what_is_freed_in_a_block_serves_the_next_of_its_size() -> None:
+    with host_memory.reused():
+        first = host_memory.empty([3, MIB], torch.int16).fill_(7)
+        address = first.data_ptr()
+        part = first[1]
+        del first
+        assert host_memory.empty([6, MIB], torch.uint8).data_ptr() != address  # a part is in use
+        assert (part == 7).all()
+        del part
+        assert host_memory.empty([7, MIB], torch.uint8).data_ptr() != address
+        again = host_memory.empty([6, MIB], torch.uint8)
+        assert again.data_ptr() == address
+        assert again.fill_(9).sum() == 9 * 6 * MIB
+        others: list[int] = []
+        thread = Thread(
+            target=lambda: others.append(host_memory.empty([7, MIB], torch.uint8).data_ptr())
+        )
+        thread.start()
+        thread.join()
+    assert (again == 9).all()  # what is in use stays behind the block
+    assert is_mapped(address)
+    del again
+    assert not is_mapped(address)
+    assert not is_mapped(others[0])
+
+
+@linux
+def test_no_more_is_kept_than_layers_need() -> None:
+    def addresses(count: int) -> set[int]:
+        tensors = [host_memory.empty([20 * MIB], torch.uint8) for _ in range(count)]
+        return {tensor.data_ptr() for tensor in tensors}
+
+    with host_memory.reused():
+        before = addresses(5)
+        kept = [address for address in before if is_mapped(address)]
+        assert len(kept) == 3
+        assert set(kept) <= addresses(5)
+    assert not any(map(is_mapped, kept))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's malloc_trim")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,3 +113,37 @@ def test_an_exchanged_layer_is_the_one_that_would_be_loaded(
     assert torch.equal(result(layers[0]), wanted)
     weights[0].update(first.items(), "test")
     assert torch.equal(result(layers[0]), before)
+
+
+@pytest.mark.parametrize(("scheme", "settings"), examples())
+def test_what_a_checkpoint_holds_is_only_read_and_not_kept(
+    scheme: Any, settings: Mapping[str, Any]
+) -> None:
+    tensors = drawn(built(scheme, settings, "cpu"), 1)
+    held = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    stored = {name: codes.clone() for name, codes in held.items()}
+    layer = built(scheme, settings, "meta")
+    Weights(nn.ModuleList([layer]), "cpu").load(tensors.items(), "test")
+    assert all(torch.equal(held[name], codes) for name, codes in stored.items())
+    before = result(layer)
+    for codes in held.values():
+        codes.zero_()
+    assert torch.equal(result(layer), before)
+
+
+@pytest.mark.parametrize("method", ["online_fp8", "online_int4", "online_int8", "online_w4a8"])
+def test_a_weight_that_is_quantized_needs_no_copy_of_its_own(method: str) -> None:
+    scheme = next(
+        load_target(record.target)
+        for record in interposer_records()
+        if isinstance(record, SchemeEntry) and record.method == method
+    )
+    layer = built(scheme, {}, "meta")
+    place = places_of([layer])[0][f"{PREFIX}.weight"]
+    whole = torch.empty(OUT_FEATURES, IN_FEATURES)
+    assert place.can_borrow(torch.zeros_like(whole), whole)
+    assert not place.can_borrow(torch.zeros_like(whole, dtype=torch.bfloat16), whole)
+    assert not place.can_borrow(torch.zeros(IN_FEATURES, OUT_FEATURES).T, whole)
+    assert not place.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)
+    part = replace(place, stop=OUT_FEATURES // 2)
+    assert not part.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)

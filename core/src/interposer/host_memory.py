@@ -14,8 +14,11 @@ import ctypes
 import mmap
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -25,12 +28,15 @@ import torch
 from interposer.errors import ConfigError
 from interposer.verdict import Verdict
 
-__all__ = ["empty", "huge_page_bytes", "huge_pages", "require_pinned", "trim"]
+__all__ = ["empty", "huge_page_bytes", "huge_pages", "require_pinned", "reused", "trim"]
 
 _ROOT = Path("/")
 _FOLDER = "sys/kernel/mm/transparent_hugepage"
 _CAN_MAP = all(hasattr(mmap, name) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE"))
 _LEAST_MAPPED_BYTES = 1 << 18
+_MOST_SPARE_BYTES = 64 << 20
+
+_Map = tuple[mmap.mmap, int]  # and the offset of what is used of it
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -45,6 +51,23 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
             return _mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+@contextmanager
+def reused() -> Iterator[None]:
+    """Return a block in which memory whose tensor went serves the next one of the same size.
+
+    The layers of a model hold plain weights of the same few sizes one after another. New memory is
+    cleared by the system and lies in no cache, which takes as long as copying a weight there. Up to
+    64 MiB are kept, until the block ends. Other threads and later memory have no part in it.
+    """
+    spare = _Spare()
+    token = _spare.set(spare)
+    try:
+        yield
+    finally:
+        _spare.reset(token)
+        spare.close()
 
 
 def require_pinned(tensor: torch.Tensor) -> None:
@@ -105,7 +128,18 @@ def _requested_bytes() -> int:
 
 
 def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
-    num_bytes, huge_bytes = count * dtype.itemsize, _requested_bytes()
+    num_bytes, spare = count * dtype.itemsize, _spare.get()
+    found = None if spare is None else spare.take(num_bytes)
+    memory, start = found or _new_map(num_bytes)
+    # The tensor keeps the object that it was made from, and that the mapping, which ends with it.
+    kept = memoryview(memory)
+    if spare is not None:
+        weakref.finalize(kept, spare.put, num_bytes, (memory, start)).atexit = False
+    return torch.frombuffer(kept, dtype=dtype, count=count, offset=start)
+
+
+def _new_map(num_bytes: int) -> _Map:
+    huge_bytes = _requested_bytes()
     advised_bytes = num_bytes // huge_bytes * huge_bytes if huge_bytes else 0
     # What lies before the first border of a huge page is never touched, so it is no memory.
     spare_bytes = huge_bytes if advised_bytes else 0
@@ -115,8 +149,34 @@ def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
         start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % huge_bytes
         with suppress(OSError):  # it is memory all the same
             memory.madvise(mmap.MADV_HUGEPAGE, start, advised_bytes)
-    # The tensor keeps the mapping, which ends with it.
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+    return memory, start
+
+
+class _Spare:
+    """Maps without a tensor, by the bytes that were asked for."""
+
+    def __init__(self) -> None:
+        self._maps: defaultdict[int, list[_Map]] = defaultdict(list)
+        self._free_bytes = _MOST_SPARE_BYTES
+
+    def take(self, num_bytes: int) -> _Map | None:
+        maps = self._maps.get(num_bytes)
+        if not maps:
+            return None
+        self._free_bytes += num_bytes
+        return maps.pop()
+
+    def put(self, num_bytes: int, map: _Map) -> None:
+        if num_bytes <= self._free_bytes:
+            self._free_bytes -= num_bytes
+            self._maps[num_bytes].append(map)
+
+    def close(self) -> None:
+        self._free_bytes = 0
+        self._maps.clear()
+
+
+_spare: ContextVar[_Spare | None] = ContextVar("spare maps of host memory", default=None)
 
 
 def _setting(root: Path) -> str:

@@ -58,7 +58,9 @@ class LinearMethod(ABC):
         these alone. A parameter whose ``per_part`` is true holds the same share for each of the
         layers that are fused there, such as one number. ``stored_as`` of a parameter is the full
         name of the one tensor that it holds, if that is not the layer's with the parameter's; where
-        ``any_form`` is true besides, it is held in whatever shape and dtype it is stored. Where not
+        ``any_form`` is true besides, it is held in whatever shape and dtype it is stored. One whose
+        ``passing`` is true may be the checkpoint's own memory while ``finalize`` reads it, which
+        neither writes to it nor keeps any of it. Where not
         any number may stand, ``sample`` of a parameter returns some that may, drawn from a
         generator. A parameter that a checkpoint may leave out has a ``default``: a number, or a
         function without arguments that returns a tensor of the parameter's shape. It stands where

@@ -91,10 +91,13 @@ class Filling:
     Attributes:
         parameters: by the ``id`` of the one on the meta device.
         missing: names of the tensors that have not come.
+        borrows: whether tensors stay as they are until the group is finalized, so that those need
+            no copy which nothing is kept of.
     """
 
-    def __init__(self, group: LayerGroup, device: str) -> None:
+    def __init__(self, group: LayerGroup, device: str, borrows: bool = False) -> None:
         self.group = group
+        self.borrows = borrows
         self.missing = set(group.places)
         self.parameters: dict[int, nn.Parameter] = {}
         for place in group.places.values():
@@ -102,7 +105,7 @@ class Filling:
                 self.parameters[id(place.parameter)] = _allocated(place.parameter, device)
 
     def put(self, name: str, tensor: torch.Tensor, path: object) -> None:
-        """Copy a tensor to its place.
+        """Copy a tensor to its place, or let it stand there.
 
         Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
         """
@@ -113,6 +116,8 @@ class Filling:
         if place.takes_any_form:
             held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
             self.parameters[id(place.parameter)] = held
+        elif self.borrows and place.can_borrow(tensor, memory.data):
+            self.parameters[id(place.parameter)] = nn.Parameter(tensor, requires_grad=False)
         else:
             place.write(name, tensor, memory.data, path)
         self.missing.remove(name)

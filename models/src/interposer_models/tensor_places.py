@@ -40,6 +40,15 @@ class TensorPlace:
         """Say whether the tensor is held as it is stored, whatever its shape and dtype."""
         return getattr(self.parameter, "any_form", False)
 
+    def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+        """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized."""
+        alike = (tensor.shape, tensor.dtype, tensor.device) == (
+            (whole.shape, whole.dtype, whole.device)
+        )
+        is_all = self.index is None and self.of(whole).shape == whole.shape
+        passing = getattr(self.parameter, "passing", False)
+        return passing and alike and is_all and tensor.is_contiguous()
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of this place on ``whole``, which has the parameter's shape."""
         if self.index is not None:

@@ -50,7 +50,8 @@ class Weights:
         """Fill every layer and finalize it as soon as its tensors are there.
 
         So the form in which a checkpoint stores weights, and the memory for it, is held for few
-        layers at a time. Whatever is raised, the model is on the meta device again.
+        layers at a time. A tensor must stay as it is until its layer is finalized. Whatever is
+        raised, the model is on the meta device again.
 
         Args:
             names: of all tensors that will come, if known: then no layer waits for one that is
@@ -59,7 +60,8 @@ class Weights:
             kind of dtype, or holds what no weight can be computed with.
         """
         try:
-            self._load(tensors, path, progress, names)
+            with host_memory.reused():
+                self._load(tensors, path, progress, names)
         except BaseException:
             for group in self._groups:
                 group.reset()
@@ -83,7 +85,7 @@ class Weights:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
                 filling = fillings.get(group)
                 if filling is None:
-                    filling = fillings[group] = Filling(group, self.device)
+                    filling = fillings[group] = Filling(group, self.device, borrows=True)
                 filling.put(name, tensor, path)
                 if not filling.awaits(names):
                     filling.put_defaults()

@@ -12,7 +12,7 @@ from interposer import Site
 from interposer.errors import CheckpointError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["FORMAT", "FORMAT_NAME", "Members", "register", "register_per_part"]
+__all__ = ["FORMAT", "FORMAT_NAME", "Members", "register", "register_passing", "register_per_part"]
 
 FORMAT = torch.float8_e4m3fn
 FORMAT_NAME = "float8_e4m3fn"
@@ -68,6 +68,13 @@ def register(layer: nn.Module, **tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
+
+
+def register_passing(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Register a parameter that ``finalize`` reads and keeps nothing of."""
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter.passing = True  # type: ignore[attr-defined]
+    layer.register_parameter(name, parameter)
 
 
 def register_per_part(layer: nn.Module, name: str, num_parts: int) -> None:

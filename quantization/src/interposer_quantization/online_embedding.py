@@ -17,7 +17,7 @@ from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.small_floats import unpack_nibbles
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import number_of_groups
-from interposer_quantization.fp8_parameters import register
+from interposer_quantization.fp8_parameters import register, register_passing
 from interposer_quantization.integer_rounding import IntegerRounding
 from interposer_quantization.online_integer_linear import FormatOf
 from interposer_quantization.online_linear import check_finite
@@ -80,7 +80,7 @@ class OnlineEmbedding(EmbeddingMethod):
             )
         shape = vocab_size, hidden_size
         self.rounding = IntegerRounding(self.chosen, site, shape, self.scale_dtype)
-        register(layer, weight=torch.empty(shape, dtype=site.dtype))
+        register_passing(layer, "weight", torch.empty(shape, dtype=site.dtype))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 table ``[V, H]`` that the codes and scales of ``weight`` mean."""

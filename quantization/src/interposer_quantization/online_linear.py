@@ -13,7 +13,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
-from interposer_quantization.fp8_parameters import Members, register
+from interposer_quantization.fp8_parameters import Members, register, register_passing
 
 __all__ = ["OnlineLinear", "check_finite"]
 
@@ -43,7 +43,8 @@ class OnlineLinear(LinearMethod):
         self.members = Members(layer, site, out_features)
         held = {name: None for name in layer._parameters if name != "bias"}
         weight = torch.empty(out_features, in_features, dtype=site.dtype)
-        register(layer, **{**held, "weight": weight})
+        register(layer, **held)
+        register_passing(layer, "weight", weight)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the float64 weight ``[O, I]`` that the codes and scales of ``weight`` mean."""

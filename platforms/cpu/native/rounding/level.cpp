@@ -43,6 +43,12 @@ INTERPOSER_INLINE N largest(typename Vector<N, kBytes>::Type lanes) {
     return largest<N, kBytes / 2>(larger(halves[0], halves[1]));
   } else {
     typedef typename Vector<N, 16>::Type Lanes;
+#if defined(__AVX2__)
+    if constexpr (sizeof(N) == 2) {  // one instruction finds the least of eight, and none is negative
+      const __m128i least = _mm_minpos_epu16((__m128i)~lanes);
+      return N(~_mm_cvtsi128_si32(least));
+    }
+#endif
     constexpr int kCount = 16 / int(sizeof(N));
     for (int distance = kCount / 2; distance; distance /= 2) {
       Lanes places;
