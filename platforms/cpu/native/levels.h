@@ -46,41 +46,57 @@ const int32_t* interposer_levels();
 #define INTERPOSER_AMX(X, ...)
 #endif
 
-// Every level of this architecture, as X(arguments..., name of its files, number).
+// Levels as X(arguments..., name of their files, number), ascending: every one of this architecture,
+// those that bring anything to code on float32, and those that do to code that reads and writes
+// bfloat16 too.
 #if defined(__x86_64__)
-#define INTERPOSER_LEVELS(X, ...)                                                       \
-  X(__VA_ARGS__, avx2, kAVX2)                                                           \
-  INTERPOSER_AVX2_VNNI(X, __VA_ARGS__)                                                  \
-  X(__VA_ARGS__, avx512, kAVX512)                                                       \
-  X(__VA_ARGS__, avx512_vnni, kAVX512VNNI)                                              \
-  X(__VA_ARGS__, avx512_bf16, kAVX512BF16)                                              \
+#define INTERPOSER_LEVELS(X, ...)          \
+  X(__VA_ARGS__, avx2, kAVX2)              \
+  INTERPOSER_AVX2_VNNI(X, __VA_ARGS__)     \
+  X(__VA_ARGS__, avx512, kAVX512)          \
+  X(__VA_ARGS__, avx512_vnni, kAVX512VNNI) \
+  X(__VA_ARGS__, avx512_bf16, kAVX512BF16) \
   INTERPOSER_AMX(X, __VA_ARGS__)
+#define INTERPOSER_FLOAT_LEVELS(X, ...) \
+  X(__VA_ARGS__, avx2, kAVX2)           \
+  X(__VA_ARGS__, avx512, kAVX512)
+#define INTERPOSER_BFLOAT16_LEVELS(X, ...) \
+  INTERPOSER_FLOAT_LEVELS(X, __VA_ARGS__)  \
+  X(__VA_ARGS__, avx512_bf16, kAVX512BF16)
 #elif defined(__aarch64__)
-#define INTERPOSER_LEVELS(X, ...)                                                       \
-  X(__VA_ARGS__, neon, kNEON)                                                           \
-  X(__VA_ARGS__, dotprod, kDotProd)                                                     \
+#define INTERPOSER_LEVELS(X, ...)   \
+  X(__VA_ARGS__, neon, kNEON)       \
+  X(__VA_ARGS__, dotprod, kDotProd) \
+  X(__VA_ARGS__, bf16_i8mm, kBF16I8MM)
+#define INTERPOSER_FLOAT_LEVELS(X, ...) \
+  X(__VA_ARGS__, neon, kNEON)
+#define INTERPOSER_BFLOAT16_LEVELS(X, ...) \
+  X(__VA_ARGS__, neon, kNEON)              \
   X(__VA_ARGS__, bf16_i8mm, kBF16I8MM)
 #elif defined(__s390x__)
-#define INTERPOSER_LEVELS(X, ...)                                                       \
-  X(__VA_ARGS__, z14, kZ14)                                                             \
+#define INTERPOSER_LEVELS(X, ...) \
+  X(__VA_ARGS__, z14, kZ14)       \
   X(__VA_ARGS__, z15, kZ15)
+#define INTERPOSER_FLOAT_LEVELS INTERPOSER_LEVELS
+#define INTERPOSER_BFLOAT16_LEVELS INTERPOSER_LEVELS
 #else
 #define INTERPOSER_LEVELS(X, ...)
+#define INTERPOSER_FLOAT_LEVELS INTERPOSER_LEVELS
+#define INTERPOSER_BFLOAT16_LEVELS INTERPOSER_LEVELS
 #endif
 
 #define INTERPOSER_DECLARE(Kernels, family, name, level) \
   extern "C" const Kernels interposer_##family##_##name;
-#define INTERPOSER_CASE(Kernels, family, name, level) \
-  case level:                                         \
-    return &interposer_##family##_##name;
+#define INTERPOSER_TAKE(family, name, level) \
+  if (in_use >= level) found = &interposer_##family##_##name;
 
-// Define `kernels`, which returns a family's table for the level in use, or null.
-#define INTERPOSER_FAMILY(Kernels, family)                    \
-  INTERPOSER_LEVELS(INTERPOSER_DECLARE, Kernels, family)      \
-  static const Kernels* kernels() {                           \
-    switch (interposer_level()) {                             \
-      INTERPOSER_LEVELS(INTERPOSER_CASE, Kernels, family)     \
-      default:                                                \
-        return nullptr;                                       \
-    }                                                         \
+// Define `kernels`, which returns a family's table of the best of its levels that the one in use
+// holds, or null.
+#define INTERPOSER_FAMILY(Kernels, family, Levels) \
+  Levels(INTERPOSER_DECLARE, Kernels, family)      \
+  static const Kernels* kernels() {                \
+    const int32_t in_use = interposer_level();     \
+    const Kernels* found = nullptr;                \
+    Levels(INTERPOSER_TAKE, family)                \
+    return found;                                  \
   }

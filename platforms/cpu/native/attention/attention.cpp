@@ -8,7 +8,7 @@
 #include "../pool.h"
 #include "../vectors.h"
 
-INTERPOSER_FAMILY(AttentionKernels, attention)
+INTERPOSER_FAMILY(AttentionKernels, attention, INTERPOSER_LEVELS)
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include "../pool.h"
 #include "../vectors.h"
 
-INTERPOSER_FAMILY(DenseKernels, dense)
+INTERPOSER_FAMILY(DenseKernels, dense, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 

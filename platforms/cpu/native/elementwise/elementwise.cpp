@@ -7,7 +7,7 @@
 #include "../pool.h"
 #include "../vectors.h"
 
-INTERPOSER_FAMILY(ElementwiseKernels, elementwise)
+INTERPOSER_FAMILY(ElementwiseKernels, elementwise, INTERPOSER_BFLOAT16_LEVELS)
 
 namespace {
 

@@ -10,10 +10,10 @@
 #include "../vectors.h"
 
 namespace of_experts {
-INTERPOSER_FAMILY(ExpertsKernels, experts)
+INTERPOSER_FAMILY(ExpertsKernels, experts, INTERPOSER_BFLOAT16_LEVELS)
 }
 namespace of_linear {
-INTERPOSER_FAMILY(LinearKernels, linear)
+INTERPOSER_FAMILY(LinearKernels, linear, INTERPOSER_LEVELS)
 }
 
 namespace {

@@ -7,7 +7,7 @@
 #include "../vectors.h"
 #include "packed.h"
 
-INTERPOSER_FAMILY(LinearKernels, linear)
+INTERPOSER_FAMILY(LinearKernels, linear, INTERPOSER_LEVELS)
 
 namespace {
 

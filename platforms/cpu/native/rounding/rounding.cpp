@@ -8,7 +8,7 @@
 #include "../linear/packed.h"
 #include "../pool.h"
 
-INTERPOSER_FAMILY(RoundingKernels, rounding)
+INTERPOSER_FAMILY(RoundingKernels, rounding, INTERPOSER_FLOAT_LEVELS)
 
 namespace {
 

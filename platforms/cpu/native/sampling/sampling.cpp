@@ -9,7 +9,7 @@
 #include "../linear/packed.h"
 #include "../pool.h"
 
-INTERPOSER_FAMILY(SamplingKernels, sampling)
+INTERPOSER_FAMILY(SamplingKernels, sampling, INTERPOSER_FLOAT_LEVELS)
 
 namespace {
 
