@@ -28,6 +28,7 @@ from interposer_ops.int8_quantizers import (
 from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
 from interposer_ops.nvfp4_quantizers import dequantize_nvfp4, quantize_nvfp4
 from interposer_ops.scale_tiles import tile_scales
+from interposer_ops.weight_quantizers import quantize_weight_int8
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 each_fp8 = pytest.mark.parametrize("out_dtype", FP8, ids=str)
@@ -288,3 +289,17 @@ def test_tiles_of_floats_are_tiles_of_their_bytes() -> None:
     codes = torch.randint(0, 127, (40, 6), dtype=torch.uint8)
     found = tile_scales(codes.view(torch.float8_e4m3fn), 128)
     assert torch.equal(found.view(torch.uint8), tile_scales(codes, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_weights_are_what_a_conversion_makes_of_them(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(1, 0x7F800000, (1 << 16, 1), generator=generator, dtype=torch.int32)
+    # Halves between two of the dtype's, its largest and its smallest ones are there.
+    exact = torch.arange(1, 0x7F80, dtype=torch.int32)[:, None] << 16 | 0x8000
+    weight = torch.cat([bits, exact, exact + 1, exact - 1]).view(torch.float32)
+    _, scale = quantize_weight_int8(weight, 1, dtype)
+    facts = torch.finfo(dtype)
+    expected = (weight * 2 / 255).clamp(min=facts.tiny * facts.eps).to(dtype).float()
+    assert torch.equal(scale, expected)
+    assert expected.isinf().any()

@@ -9,6 +9,7 @@ Source: the way scales span the range is that of compressed-tensors 0.20.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -157,8 +158,26 @@ def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return scales as ``dtype`` has them, in float32; 1 for those that are 0."""
     facts = torch.finfo(dtype)
     # No number but zero may be lost to a scale that is too small for the dtype.
-    kept = scale.clamp(min=facts.tiny * facts.eps).to(dtype).to(torch.float32)
+    kept = _rounded(scale.clamp(min=facts.tiny * facts.eps), dtype)
     return torch.where(scale == 0, 1.0, kept)
+
+
+def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 of what positive numbers are in ``dtype``.
+
+    Spelled out, as inductor leaves out a conversion to bfloat16 or float16 and back. Source:
+    ``emulate_precision_casts`` in torch/_inductor/config.py
+    """
+    if scale.dtype != torch.float32 or dtype == torch.float32:
+        return scale.to(dtype).to(torch.float32)
+    facts, step = torch.finfo(dtype), torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    dropped = int(math.log2(facts.eps / torch.finfo(torch.float32).eps))
+    bits = scale.view(torch.int32)
+    half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)  # what ends in a half becomes even
+    normal = ((bits + half) & (-1 << dropped)).view(torch.float32)
+    rounded = torch.where(scale < facts.tiny, (scale / step).round() * step, normal)
+    finite = torch.where(rounded > facts.max, math.inf, rounded)
+    return torch.where(scale.isnan(), scale, finite)
 
 
 def _groups(rows: torch.Tensor, group_size: int) -> torch.Tensor:
