@@ -7,16 +7,23 @@ with ``$``, except those that install or run make, which are checked instead. Wh
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
 anything. ``toml`` and ``json`` must parse. ``<!-- test: expect-error -->`` before a block says that
 it fails; what it prints is compared all the same.
+
+``python`` blocks and the command ``interposer`` run in forks of a process that has imported torch:
+there are more than a hundred of them, and importing it takes seconds each time.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import doctest
 import functools
 import json
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +61,11 @@ for request in sys.stdin:
             failure = traceback.format_exc()
     print(json.dumps([output.getvalue(), failure]), file=replies, flush=True)
 """
+
+
+FORKED = Path(__file__).with_name("forked")
+# What a console script does: it does not look for modules where it is called.
+COMMAND = "import sys; del sys.path[0]; from interposer.cli import main; main()"
 
 
 class BlockError(Exception):
@@ -97,6 +109,31 @@ def find_pages() -> list[Path]:
 PAGES = find_pages()
 
 
+@functools.cache
+def forking() -> list[str]:
+    """Start what serves forks; return the command that runs the source behind it in one."""
+    folder = tempfile.mkdtemp()
+    address = f"{folder}/socket"
+    server = subprocess.Popen(
+        [sys.executable, "-P", str(FORKED / "server.py"), address],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # with whatever a block left running
+        server.communicate()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    assert server.stdout is not None
+    assert "are there" in server.stdout.readline()
+    return [sys.executable, "-ISE", str(FORKED / "client.py"), address]
+
+
 class Sandbox:
     """A folder with links to everything in the repository, where one page's blocks run."""
 
@@ -106,7 +143,14 @@ class Sandbox:
         for entry in ROOT.iterdir():
             if not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        programs = folder / ".programs"
+        programs.mkdir()
+        (programs / "interposer").write_text(
+            f'#!/bin/sh\nexec {shlex.join([*forking(), COMMAND])} "$@"\n'
+        )
+        (programs / "interposer").chmod(0o755)
+        folders = str(programs), str(Path(sys.executable).parent), os.environ["PATH"]
+        path = os.pathsep.join(folders)
         environment = {**os.environ, "PATH": path, "XDG_CONFIG_HOME": str(folder)}
         # Measurements of a page are its own; verdicts on what is installed serve all of them.
         verdicts = Path(environment.pop("INTERPOSER_CACHE_DIR"), "verdicts")
@@ -134,7 +178,7 @@ class Sandbox:
     def run_python(self, block: Block) -> None:
         if self.interpreter is None:
             self.interpreter = subprocess.Popen(
-                [sys.executable, "-c", INTERPRETER],
+                [*forking(), INTERPRETER],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.PIPE,

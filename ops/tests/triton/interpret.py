@@ -1,4 +1,4 @@
-"""Run the Triton kernels of one module on the interpreter platform; print what is wrong as JSON.
+"""Run the Triton kernels of modules on the interpreter platform; print what is wrong as JSON.
 
 In a process of its own with TRITON_INTERPRET=1: triton decides when it is imported.
 """
@@ -54,14 +54,15 @@ def result(op: str, candidate: Candidate, every: int, seed: int, promises: bool)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module", help="of interposer_ops.triton")
+    parser.add_argument("modules", nargs="+", help="of interposer_ops.triton")
     parser.add_argument("--every", type=int, default=1, help="run one of so many cases")
     parser.add_argument("--promises", action="store_true", help="try what is promised of rows too")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     found = {
         record.name: result(record.op, candidate, asked.every, asked.seed, asked.promises)
-        for record, candidate in kernels(asked.module)
+        for module in asked.modules
+        for record, candidate in kernels(module)
     }
     json.dump(found, sys.stdout, indent=1)
 

@@ -1,0 +1,27 @@
+"""Run a program as ``python -c`` would, as a fork of what serves at a socket; see ``server.py``.
+
+python client.py SOCKET SOURCE ARGUMENT...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+_, server, source, *arguments = sys.argv
+request = {
+    "source": source,
+    "arguments": arguments,
+    "folder": str(Path.cwd()),
+    "environment": dict(os.environ),
+}
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+    asking.connect(server)
+    socket.send_fds(asking, [json.dumps(request).encode()], [0, 1, 2])
+    status = int(asking.recv(64) or -9)
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)

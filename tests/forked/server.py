@@ -1,0 +1,95 @@
+"""Run programs as forks of a process that has imported torch, which takes seconds.
+
+    python server.py SOCKET
+
+Prints a line once programs can be asked for at the socket; ``client.py`` does so.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+import types
+from typing import Any, NoReturn
+
+import torch
+
+import interposer.cli
+
+MOST_BYTES = 1 << 20
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(sys.argv[1])
+        listening.listen()
+        gc.freeze()
+        print(f"torch {torch.__version__} and {interposer.cli.__name__} are there", flush=True)
+        while True:
+            asking, _ = listening.accept()
+            request, files = received(asking)
+            if not os.fork():
+                break
+            asking.close()
+            for file in files:
+                os.close(file)
+    answer(asking, request, files)
+
+
+def received(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return what is asked for, with standard input, output and errors."""
+    room = socket.CMSG_LEN(3 * array.array("i").itemsize)
+    message, ancillary, _, _ = asking.recvmsg(MOST_BYTES, room)
+    ((_, _, files),) = ancillary
+    return json.loads(message), array.array("i", files).tolist()
+
+
+def answer(asking: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
+    """Run the program in a process of its own; send how it ended, as subprocess would say it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if not (child := os.fork()):
+        asking.close()
+        run(request, files)
+    _, status = os.waitpid(child, 0)
+    asking.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def run(request: dict[str, Any], files: list[int]) -> NoReturn:
+    for standard, file in enumerate(files):
+        os.dup2(file, standard)
+        os.close(file)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = ["-c", *request["arguments"]]
+    own = os.environ.get("PYTHONPATH", "")
+    sys.path[:1] = ["", *own.split(os.pathsep)] if own else [""]
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(request["source"], "<forked>", "exec"), program.__dict__)
+        sys.exit()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:  # noqa: BLE001 - the program's, told as Python would
+        traceback.print_exc()
+        status = 1
+    # What Python does at the end, but for freeing one by one what it shares with this program.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
