@@ -18,9 +18,11 @@ request = {
     "folder": str(Path.cwd()),
     "environment": dict(os.environ),
 }
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
     asking.connect(server)
-    socket.send_fds(asking, [json.dumps(request).encode()], [0, 1, 2])
+    socket.send_fds(asking, [b" "], [0, 1, 2])
+    asking.sendall(json.dumps(request).encode())
+    asking.shutdown(socket.SHUT_WR)
     status = int(asking.recv(64) or -9)
 if status < 0:
     os.kill(os.getpid(), -status)

@@ -7,7 +7,6 @@ Prints a line once programs can be asked for at the socket; ``client.py`` does s
 
 from __future__ import annotations
 
-import array
 import atexit
 import gc
 import json
@@ -23,12 +22,10 @@ import torch
 
 import interposer.cli
 
-MOST_BYTES = 1 << 20
-
 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(sys.argv[1])
         listening.listen()
         gc.freeze()
@@ -46,10 +43,9 @@ def main() -> None:
 
 def received(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return what is asked for, with standard input, output and errors."""
-    room = socket.CMSG_LEN(3 * array.array("i").itemsize)
-    message, ancillary, _, _ = asking.recvmsg(MOST_BYTES, room)
-    ((_, _, files),) = ancillary
-    return json.loads(message), array.array("i", files).tolist()
+    _, files, _, _ = socket.recv_fds(asking, 1, 3)
+    with asking.makefile("rb") as request:
+        return json.load(request), list(files)
 
 
 def answer(asking: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
@@ -72,7 +68,7 @@ def run(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     sys.argv = ["-c", *request["arguments"]]
     own = os.environ.get("PYTHONPATH", "")
-    sys.path[:1] = ["", *own.split(os.pathsep)] if own else [""]
+    sys.path[:0] = ["", *own.split(os.pathsep)] if own else [""]
     program = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         exec(compile(request["source"], "<forked>", "exec"), program.__dict__)
