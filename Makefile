@@ -5,8 +5,9 @@ INSTALLED := $(VENV)/.installed
 
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
 
-# Two test workers share the machine, so each gets one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two test workers share the machine, so each gets one thread. Hundreds of processes import the
+# distributions, so what they compile is kept, even where whoever runs the tests keeps nothing.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format bench clean
@@ -69,10 +70,9 @@ $(BIN)/pip:
 NATIVE := $(wildcard platforms/*/native/* platforms/*/native/*/* plugins/*/native/*)
 
 # One call for all, so that pip resolves them together. The pip that venv brings may be too old to
-# know --group. Build systems are installed once instead of for each distribution, and modules are
-# compiled when they are imported, which few of torch's and transformers' are: minutes less.
+# know --group. Build systems are installed once, instead of once for each distribution.
 $(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --no-compile --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
 	touch $@
