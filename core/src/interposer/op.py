@@ -102,10 +102,10 @@ class CustomOp(Generic[P, R]):
         mutates: names of the arguments that are written in place.
         constants: names of the tensor arguments that don't change after the weights were loaded.
         sample: draws arguments of a given size; without it the op's kernels are not measured.
-        batched: names of the arguments whose dimension 0 counts tokens or sequences that the op
-            treats one by one, or is 1 where one is for all of them; dimension 0 of every output
-            counts the same. Empty where the op has no such dimension, or treats its indices
-            together.
+        batched: names of the arguments whose dimension 0 counts tokens, sequences or rows of a
+            weight that the op treats one by one, or is 1 where one is for all of them; dimension 0
+            of every output counts the same. Empty where the op has no such dimension, or treats
+            its indices together.
         ragged: names of the arguments whose dimension 0 counts the tokens of sequences that lie one
             after the other, each with the name of the int64 argument that says where these start
             and, last, end. Then ``batched`` names what has a row for each sequence, and dimension 0

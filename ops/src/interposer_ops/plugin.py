@@ -156,7 +156,12 @@ _EMULATED = frozenset(
     }
 )
 _EMULATION = "dequantizes, then multiplies floats"
-_WITHOUT_CASES = frozenset({"attention", "decoder_block", "sampler"})
+# Where their cases are; the others' ops and attention types have them.
+_LAYER_CASES = {
+    layer_id: f"interposer_ops.cases.layers:{layer_id}_layers"
+    for layer_id in _LAYERS
+    if layer_id not in ("attention", "sampler")
+} | {"decoder_block": "interposer_ops.cases.decoder_block:decoder_block_layers"}
 
 
 @hookimpl
@@ -178,9 +183,7 @@ def interposer_records() -> list[Record]:
             "standard",
             f"interposer_ops.layers.{target}",
             score=0.0,
-            cases=""
-            if layer_id in _WITHOUT_CASES
-            else f"interposer_ops.cases.layers:{layer_id}_layers",
+            cases=_LAYER_CASES.get(layer_id, ""),
         )
         for layer_id, target in _LAYERS.items()
     ]

@@ -39,6 +39,7 @@ _MIDDLE = 8  # of the codes of four bits
     "quantize_weight_int8",
     cases=quantize_weight_int8_cases,
     tolerance=Tolerance(roundings=0),
+    batched=("weight",),
 )
 def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
@@ -68,6 +69,7 @@ def quantize_weight_int8(
     "quantize_weight_int4",
     cases=quantize_weight_int4_cases,
     tolerance=Tolerance(roundings=0),
+    batched=("weight",),
 )
 def quantize_weight_int4(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
@@ -97,6 +99,7 @@ def quantize_weight_int4(
     "quantize_weight_int4_asymmetric",
     cases=quantize_weight_int4_asymmetric_cases,
     tolerance=Tolerance(roundings=0),
+    batched=("weight",),
 )
 def quantize_weight_int4_asymmetric(
     weight: torch.Tensor, group_size: int

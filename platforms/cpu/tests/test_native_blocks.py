@@ -17,7 +17,7 @@ from interposer import (
     place,
 )
 from interposer.testing.part import layer_trials
-from interposer_cpu import native, native_linear
+from interposer_cpu import native, native_blocks, native_decoder_block, native_linear
 from interposer_cpu.native_blocks import NativeGatedMLP, NativeSelfAttention
 from interposer_cpu.native_rows import TYPES
 from interposer_ops.layers.mlp import GatedMLP
@@ -88,14 +88,27 @@ def attention(dtype: torch.dtype) -> AttentionSpec:
     )
 
 
-@pytest.mark.parametrize("layer_id", ["gated_mlp", "self_attention"])
-def test_layers_conform(layer_id: str) -> None:
+@pytest.mark.parametrize("layer_id", ["gated_mlp", "self_attention", "decoder_block"])
+def test_layers_conform_in_one_call(layer_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = {"gated_mlp": "mlp", "self_attention": "project_heads"}.get(layer_id, layer_id)
+    calls: list[str] = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(native.library(), name)
+
+    for module in (native_blocks, native_decoder_block):
+        monkeypatch.setattr(module, "library", Counted)
     ran = 0
     for trial in layer_trials(current_registry(), place().device, "interposer-cpu", seed=0):
         record = trial.candidate.record
         if isinstance(record, LayerEntry) and record.layer_id == layer_id:
             assert not trial.not_run
+            calls.clear()
             assert trial.run() == [], str(trial)
+            # Blocks and their halves take float32 and bfloat16 alone.
+            assert calls == ([] if trial.request.dtype == "float16" else [called]), str(trial)
             ran += 1
     assert ran > 10
 

@@ -11,7 +11,7 @@ import torch
 from interposer.layer import Site
 from interposer.op import Case, Tolerance
 
-__all__ = ["LayerCase", "LayerCaseGenerator", "Placed"]
+__all__ = ["LayerCase", "LayerCaseGenerator", "OfLayer", "Placed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,25 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class OfLayer:
+    """An input that depends on the layer that is called, such as a cache as its backend has it.
+
+    Attributes:
+        build: returns it, of the layer and the torch device that its tensors belong on. The layer
+            may write to it.
+    """
+
+    build: Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCase:
     """How to build a layer, and one call of it.
 
     Attributes:
         label: what is special about it, unique within its layer and dtype.
         arguments: of the constructor by name, without the site; what is ``Placed`` is built first.
-        inputs: of the method by position.
+        inputs: of the method by position; what is ``OfLayer`` is built for each layer.
         parameters: everything that the layer loads, by the names of its state.
         method: what is called.
         facts: a case whose ``reduction``, ``magnitude`` and ``rounded`` hold for the outputs; its

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer.capability import Device
-from interposer.cases.layer import LayerCase, Placed
+from interposer.cases.layer import LayerCase, OfLayer, Placed
 from interposer.choice import Candidate
 from interposer.config import Config
 from interposer.layer import PluggableLayer, Site
@@ -34,22 +34,31 @@ def check_layer(
     """Return everything in which a layer departs from the standard one on ``case``.
 
     Both load the same parameters. The values of the standard layer in float64 and the form of its
-    result in ``dtype`` are what is expected, both from references only. The layer under test
-    binds the kernels that are chosen without measurements, and must leave its inputs alone.
+    result in ``dtype`` are what is expected, both from references only, with the parts and the
+    attention of those who offer the standard one. The layer under test binds the kernels that are
+    chosen without measurements, a replacement those of its own provider first, which it may compute
+    at once. It must leave its inputs alone.
     """
-    config = Config(layers=_pin(candidate), canary="off", tables=False)
-    plain = Config(layers=_pin(standard), kernels={"*": "reference"}, canary="off", tables=False)
+    fixed: dict[str, Any] = {"canary": "off", "tables": False}
+    theirs = _prefer(standard)
+    own = {} if candidate is standard else _prefer(candidate)
+    parts = {} if candidate is standard else _prefer(candidate, standard)
+    config = Config(layers=parts | _pin(candidate), kernels=own, attention=own, **fixed)
+    plain = Config(
+        layers=theirs | _pin(standard), kernels={"*": "reference"}, attention=theirs, **fixed
+    )
     build = _Builder(registry, standard, case)
     layer = build.layer(device, config, dtype)
     operands = [
         Operand(value, device.torch_device) if isinstance(value, torch.Tensor) else value
         for value in case.inputs
     ]
-    found = _call(layer, case, [o.tensor if isinstance(o, Operand) else o for o in operands])
+    given = [o.tensor if isinstance(o, Operand) else o for o in operands]
+    found = _call(layer, case, given, device.torch_device)
     host = Device(device.platform, "cpu", device.name, device.capability)
     wide = [_widened(value) for value in case.inputs]
-    expected = tensors_of(_call(build.layer(host, plain, torch.float64), case, wide))
-    form = _call(build.layer(host, plain, dtype), case, list(case.inputs))
+    expected = tensors_of(_call(build.layer(host, plain, torch.float64), case, wide, "cpu"))
+    form = _call(build.layer(host, plain, dtype), case, list(case.inputs), "cpu")
     faults = list(_compare(found, form, expected, case))
     for number, operand in enumerate(operands):
         if isinstance(operand, Operand) and operand.is_changed():
@@ -88,9 +97,10 @@ class _Builder:
         return layer
 
 
-def _call(layer: PluggableLayer, case: LayerCase, inputs: list[Any]) -> Any:
+def _call(layer: PluggableLayer, case: LayerCase, inputs: list[Any], device: str) -> Any:
     with torch.no_grad():
-        return getattr(layer, case.method)(*inputs)
+        built = [v.build(layer, device) if isinstance(v, OfLayer) else v for v in inputs]
+        return getattr(layer, case.method)(*built)
 
 
 def _compare(
@@ -117,5 +127,9 @@ def _widened(value: Any) -> Any:
     return value
 
 
-def _pin(candidate: Candidate) -> dict[str, str]:
+def _prefer(*candidates: Candidate) -> dict[str, Any]:
+    return {"*": {"prefer": [f"{candidate.provider}/*" for candidate in candidates]}}
+
+
+def _pin(candidate: Candidate) -> dict[str, Any]:
     return {candidate.record.layer_id: candidate.qualified_name}  # type: ignore[union-attr]
