@@ -156,12 +156,8 @@ _EMULATED = frozenset(
     }
 )
 _EMULATION = "dequantizes, then multiplies floats"
-# Where their cases are; the others' ops and attention types have them.
-_LAYER_CASES = {
-    layer_id: f"interposer_ops.cases.layers:{layer_id}_layers"
-    for layer_id in _LAYERS
-    if layer_id not in ("attention", "sampler")
-} | {"decoder_block": "interposer_ops.cases.decoder_block:decoder_block_layers"}
+# Where the cases of a layer are that has a module of its own for them.
+_CASES = {"attention": "attention_layer", "decoder_block": "decoder_block", "sampler": "sampler"}
 
 
 @hookimpl
@@ -183,7 +179,7 @@ def interposer_records() -> list[Record]:
             "standard",
             f"interposer_ops.layers.{target}",
             score=0.0,
-            cases=_LAYER_CASES.get(layer_id, ""),
+            cases=f"interposer_ops.cases.{_CASES.get(layer_id, 'layers')}:{layer_id}_layers",
         )
         for layer_id, target in _LAYERS.items()
     ]

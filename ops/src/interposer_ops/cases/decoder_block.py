@@ -1,26 +1,27 @@
 """Cases of a decoder's block.
 
 Dimensions: T tokens, H hidden size, I intermediate size, N heads, K kv heads, D head size, R
-rotated size, L tokens of a sequence.
+rotated size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from interposer import AttentionBatch, AttentionSpec, Case, KVCacheLayout, Site, Tolerance
+from interposer import AttentionSpec, Case, Site, Tolerance
 from interposer.cases import normal
 from interposer.cases.layer import LayerCase, OfLayer
+from interposer_ops.cases.attention_layer import Step, attended, spec_at
 from interposer_ops.cases.error_flow import Errors
 from interposer_ops.cases.norms import norm_weight
-from interposer_ops.cases.paged_sequences import Lengths, paged
-from interposer_ops.cases.paging import starts_of
+from interposer_ops.cases.paged_sequences import Lengths
+from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotated_halves
@@ -85,10 +86,9 @@ class _Block:
         )
 
     def attention(self, site: Site) -> SelfAttention:
-        spec = replace(self.spec, dtype=site.dtype, cache_dtype=site.dtype)
         eps = _EPS if self.normed else None
         args = self.hidden_size, self.rotary_size, eps, self.biased, self.biased
-        return SelfAttention(site, spec, *args)
+        return SelfAttention(site, spec_at(self.spec, site), *args)
 
     def mlp(self, site: Site) -> GatedMLP:
         return GatedMLP(site, self.hidden_size, self.inner, self.activation, self.biased)
@@ -112,7 +112,7 @@ class _Block:
             norms |= {"self_attn.q_norm": size, "self_attn.k_norm": size}
         for name, width in norms.items():
             parameters[f"{name}.weight"] = norm_weight(width, self.dtype, generator)
-        step = _Step(self.lengths, self.spec, generator)
+        step = Step(self.lengths, self.spec, generator)
         x = normal((count, hidden_size), self.dtype, generator)
         residual = None if self.is_first else torch.randn(x.shape, generator=generator)
         angles = 7 * torch.rand((count, self.rotary_size // 2), generator=generator)
@@ -127,12 +127,20 @@ class _Block:
                 "attention": self.attention,
                 "mlp": self.mlp,
             },
-            (*inputs, OfLayer(step.cache), OfLayer(step.plan),
+            (*inputs, OfLayer(partial(_cache, step)), OfLayer(partial(_plan, step)),
              torch.tensor(self.rows) if self.rows else None),
             parameters,
             facts=Case("", {}, magnitude=errors.bound(self.dtype)),
             tolerance=Tolerance(roundings=1),
         )  # fmt: skip
+
+
+def _cache(step: Step, layer: DecoderBlock, device: str) -> torch.Tensor:
+    return step.cache(layer.self_attn.attn, device)
+
+
+def _plan(step: Step, layer: DecoderBlock, device: str) -> object:
+    return step.plan(layer.self_attn.attn, device)
 
 
 class _Inputs(NamedTuple):
@@ -142,56 +150,10 @@ class _Inputs(NamedTuple):
     sin: torch.Tensor
 
 
-class _Step:
-    """Tokens of sequences, of which some are in the cache already."""
-
-    def __init__(self, lengths: Lengths, spec: AttentionSpec, generator: torch.Generator) -> None:
-        self.lengths, self.spec = lengths, spec
-        self.where = paged(lengths, generator)
-        before = sum(cached - tokens for cached, tokens in lengths.sequences)
-        shapes = [(before, heads, spec.head_size) for heads in (spec.num_heads, spec.num_kv_heads)]
-        self.query, self.key = (normal(shape, spec.dtype, generator) for shape in shapes)
-        self.value = normal(shapes[1], spec.dtype, generator)
-
-    def cache(self, layer: Any, device: str) -> torch.Tensor:
-        """Return a cache of the layer's backend, to which the earlier tokens were written."""
-        attention = layer.self_attn.attn
-        layout: KVCacheLayout = attention.backend.kv_layout()
-        (cache,) = layout.allocate(1, self.where.num_pages, device)
-        if len(self.key):
-            batch = self._batch(device, is_earlier=True)
-            heads = [part.to(device, layout.dtype) for part in (self.query, self.key, self.value)]
-            attention(*heads, cache, attention.backend.plan(batch))
-        return cache
-
-    def plan(self, layer: Any, device: str) -> Any:
-        """Return the plan of the layer's backend for the tokens that come."""
-        return layer.self_attn.attn.backend.plan(self._batch(device, is_earlier=False))
-
-    def _batch(self, device: str, *, is_earlier: bool) -> AttentionBatch:
-        counts, lengths, slots = [], [], []
-        begin = 0
-        for cached, tokens in self.lengths.sequences:
-            before = cached - tokens
-            counts.append(before if is_earlier else tokens)
-            lengths.append(before if is_earlier else cached)
-            own = self.where.slots[begin : begin + cached]
-            slots.append(own[:before] if is_earlier else own[before:])
-            begin += cached
-        return AttentionBatch(
-            query_starts=starts_of(counts).to(device),
-            seq_lens=torch.tensor(lengths).to(device),
-            page_table=self.where.arguments["page_table"].to(device),
-            slots=torch.cat(slots).to(device),
-            max_query_tokens=max(counts),
-            max_seq_tokens=max(lengths),
-        )
-
-
 def _compute(
     block: _Block,
     parameters: dict[str, torch.Tensor],
-    step: _Step,
+    step: Step,
     inputs: _Inputs,
     errors: Errors,
 ) -> None:
@@ -224,16 +186,8 @@ def _compute(
     if block.normed:
         query, key = norm(query, "self_attn.q_norm"), norm(key, "self_attn.k_norm")
     query, key = turned(query), turned(key)
-    mixed, tokens, earlier = [], 0, 0
-    for cached, count in block.lengths.sequences:
-        own, old = slice(tokens, tokens + count), slice(earlier, earlier + cached - count)
-        keys, values = (
-            torch.cat((before[old].double(), now[own])).repeat_interleave(heads // kv_heads, 1)
-            for before, now in ((step.key, key), (step.value, value))
-        )
-        tokens, earlier = own.stop, old.stop
-        mixed.append(_attend(block.spec, query[own], keys, values, errors))
-    out = linear(torch.cat(mixed).flatten(1), "self_attn.o_proj")
+    mixed = attended(step, query, key, value, errors)
+    out = linear(mixed.flatten(1), "self_attn.o_proj")
     if block.rows:
         out, total = out[list(block.rows)], total[list(block.rows)]
     total = errors.note(total + out, 0)
@@ -247,24 +201,3 @@ def _compute(
     # Where a gelu ends in almost nothing, its error is one of the gate.
     product = errors.note(activated * up, 3, 8, (gate * up).abs())
     errors.show(torch.stack((linear(product, "mlp.down_proj"), total)))
-
-
-def _attend(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    errors: Errors,
-) -> torch.Tensor:
-    """Return the attention ``[T, N, D]`` of one sequence's queries to its ``[L, N, D]``."""
-    length, count = len(keys), len(query)
-    distance = torch.arange(length - count, length)[:, None] - torch.arange(length)
-    is_seen = (distance >= 0) & (distance < (spec.window_tokens or length))
-    scores = spec.scale * torch.einsum("tnd,lnd->ntl", query, keys)
-    # A weight errs as its score does, and is rounded itself; so may be the query after scaling.
-    terms = 1 + spec.scale * torch.einsum("tnd,lnd->ntl", query.abs(), keys.abs())
-    scores = errors.note(scores, 2, spec.head_size + length + 8, terms, terms)
-    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
-    mixed = torch.einsum("ntl,lnd->tnd", weights, values)
-    terms = torch.einsum("ntl,lnd->tnd", weights, values.abs())
-    return errors.note(mixed, 2, length + 2, terms)

@@ -27,6 +27,7 @@ __all__ = [
     "activation_layers",
     "embedding_layers",
     "experts_layers",
+    "few_cases",
     "gated_mlp_layers",
     "linear_layers",
     "lm_head_layers",
@@ -46,7 +47,7 @@ def rms_norm_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         (rms_norm, "forward", ("x",)),
         (fused_add_rms_norm, "forward_add", ("x", "residual")),
     ):
-        for case in _few(op, dtype, seed):
+        for case in few_cases(op, dtype, seed):
             weight, eps = case.arguments["weight"], case.arguments["eps"]
             arguments = {"hidden_size": len(weight), "eps": eps}
             found = _layer(op, case, arguments, names, {"weight": weight})
@@ -55,7 +56,7 @@ def rms_norm_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 def linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield one projection, with and without a bias."""
-    for case in _few(linear, dtype, seed):
+    for case in few_cases(linear, dtype, seed):
         out_features, in_features = case.arguments["weight"].shape
         sizes = {"in_features": in_features, "out_features": out_features}
         yield _projection(case, sizes)
@@ -63,7 +64,7 @@ def linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield several projections of different sizes as one."""
-    for case in _few(linear, dtype, seed):
+    for case in few_cases(linear, dtype, seed):
         out_features, in_features = case.arguments["weight"].shape
         third = out_features // 3
         if third:
@@ -73,7 +74,7 @@ def merged_linear_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield the lookup of token embeddings, also of a table whose form a head decides."""
-    for case in _few(embedding, dtype, seed):
+    for case in few_cases(embedding, dtype, seed):
         weight = case.arguments["weight"]
         sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
         for is_shared in (False, True):
@@ -85,7 +86,7 @@ def embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 def lm_head_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield the projection to logits by a weight of its own, and by the table of embeddings."""
-    for case in _few(linear, dtype, seed):
+    for case in few_cases(linear, dtype, seed):
         if case.arguments["bias"] is None:
             weight = case.arguments["weight"]
             sizes = {"vocab_size": weight.shape[0], "hidden_size": weight.shape[1]}
@@ -102,7 +103,7 @@ def _table(head: Site, vocab_size: int, hidden_size: int) -> Embedding:
 
 def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield the rotation of queries and keys."""
-    for case in _few(rotary_embedding, dtype, seed):
+    for case in few_cases(rotary_embedding, dtype, seed):
         head_size, rotary_size = case.arguments["query"].shape[-1], case.arguments["cos"].shape[-1]
         arguments = {"head_size": head_size, "rotary_size": 2 * rotary_size}
         yield _layer(rotary_embedding, case, arguments, ("query", "key", "cos", "sin"))
@@ -111,7 +112,7 @@ def rotary_embedding_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase
 def activation_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield the gated activations by their names in configs of models."""
     for op in (silu_and_mul, gelu_and_mul):
-        for case in _few(op, dtype, seed):
+        for case in few_cases(op, dtype, seed):
             name = _GELU_NAMES.get(case.arguments.get("approximate", ""), "silu")
             size = case.arguments["x"].shape[-1] // 2
             arguments = {"activation": name, "intermediate_size": size}
@@ -250,7 +251,7 @@ def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
     One expert has a bias instead, which puts it behind all others of every token.
     """
-    for case in _few(topk_softmax, dtype, seed):
+    for case in few_cases(topk_softmax, dtype, seed):
         logits, top_k = case.arguments["logits"], case.arguments["top_k"]
         num_experts = logits.shape[1]
         if not logits.isfinite().all():
@@ -274,7 +275,7 @@ def router_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield plain experts in both orders of storing them."""
-    for case in _few(fused_experts, dtype, seed):
+    for case in few_cases(fused_experts, dtype, seed):
         for alternating in (False, True):
             num_experts, hidden_size, inner = case.arguments["down"].shape
             spec = ExpertsSpec(
@@ -309,7 +310,7 @@ def _stored(
             yield f"{name}_proj_bias", bias
 
 
-def _few(op: CustomOp[..., Any], dtype: torch.dtype, seed: int) -> Iterator[Case]:
+def few_cases(op: CustomOp[..., Any], dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """Yield covering cases of ordinary numbers; the others are for kernels."""
     for planned in planned_cases(op, seed, quick=True):
         ordinary = planned.point is None or planned.point.special == ORDINARY

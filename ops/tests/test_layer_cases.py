@@ -1,21 +1,24 @@
-"""What is wrong in a decoder's block shows on the cases of the standard one."""
+"""What is wrong in layers made of others shows on the cases of the standard ones."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from interposer import LayerEntry, current_registry, hookimpl, place, register
+from interposer import LayerEntry, PluggableLayer, current_registry, hookimpl, place, register
 from interposer.testing import Trial
 from interposer.testing.part import layer_trials
+from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
+from interposer_ops.layers.sampler import Sampler
 
 
-def trials(provider: str) -> list[Trial]:
+def trials(provider: str, layer_id: str) -> list[Trial]:
     found = layer_trials(current_registry(), place().device, provider, seed=0)
-    return [t for t in found if getattr(t.candidate.record, "layer_id", "") == "decoder_block"]
+    return [t for t in found if getattr(t.candidate.record, "layer_id", "") == layer_id]
 
 
 class Streamless(DecoderBlock):
@@ -61,8 +64,22 @@ class Forgetful(DecoderBlock):
         return super().forward(x, residual, cos, sin, torch.zeros_like(cache), plan, rows)
 
 
-def registered(replacement: type[DecoderBlock]) -> Any:
-    entry = LayerEntry("decoder_block", "other", f"{__name__}:{replacement.__name__}")
+class Elsewhere(Attention):
+    """Writes nothing to the cache."""
+
+    def forward(self, query: Any, key: Any, value: Any, cache: Any, plan: Any) -> Any:
+        return super().forward(query, key, value, torch.zeros_like(cache), plan)
+
+
+class Lenient(Sampler):
+    """Penalises nothing."""
+
+    def forward(self, logits: Any, batch: Any) -> Any:
+        return super().forward(logits, replace(batch, penalties=None))
+
+
+def registered(replacement: type[PluggableLayer]) -> Any:
+    entry = LayerEntry(replacement.layer_id, "other", f"{__name__}:{replacement.__name__}")
 
     class Plugin:
         @staticmethod
@@ -73,10 +90,13 @@ def registered(replacement: type[DecoderBlock]) -> Any:
     return register(Plugin, "others")
 
 
-def test_the_standard_block_is_right() -> None:
-    found = trials("interposer-ops")
-    assert {trial.request.dtype for trial in found} == {"float32", "bfloat16", "float16"}
-    assert len(found) == 15
+@pytest.mark.parametrize(
+    ("layer_id", "number"), [("attention", 4), ("decoder_block", 5), ("sampler", 30)]
+)
+def test_standard_layers_are_right(layer_id: str, number: int) -> None:
+    found = trials("interposer-ops", layer_id)
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert sum(trial.request.dtype == dtype for trial in found) >= number
     assert [fault for trial in found for fault in trial.run()] == []
 
 
@@ -88,10 +108,12 @@ def test_the_standard_block_is_right() -> None:
         (Shifted, {"mixed, last block", "prompts, window"}),
         (Swapped, {"decode", "mixed, biases"}),
         (Forgetful, {"decode", "mixed, last block", "mixed, biases"}),
+        (Elsewhere, {"chunk after a prefix", "decode around page edges"}),
+        (Lenient, {"penalties, many rows", "penalties, wide"}),
     ],
 )
-def test_what_is_wrong_is_found(wrong: type[DecoderBlock], labels: set[str]) -> None:
+def test_what_is_wrong_is_found(wrong: type[PluggableLayer], labels: set[str]) -> None:
     with registered(wrong):
-        found = [t for t in trials("others") if t.request.dtype == "float32"]
+        found = [t for t in trials("others", wrong.layer_id) if t.request.dtype == "float32"]
         blamed = {trial.label for trial in found if trial.run()}
     assert labels <= blamed
