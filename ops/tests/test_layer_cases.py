@@ -17,8 +17,7 @@ from interposer_ops.layers.sampler import Sampler
 
 
 def trials(provider: str, layer_id: str) -> list[Trial]:
-    found = layer_trials(current_registry(), place().device, provider, seed=0)
-    return [t for t in found if getattr(t.candidate.record, "layer_id", "") == layer_id]
+    return list(layer_trials(current_registry(), place().device, provider, 0, layer_id))
 
 
 class Streamless(DecoderBlock):

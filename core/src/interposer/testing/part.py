@@ -27,10 +27,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layer_trials(
-    registry: Registry, device: Device, distribution: str, seed: int
+    registry: Registry, device: Device, distribution: str, seed: int, only: str = ""
 ) -> Iterator[Trial]:
-    """Yield the standard layers and their replacements on the cases of the standard ones."""
-    for layer_id in registry.subjects("layer"):
+    """Yield the standard layers and their replacements on the cases of the standard ones.
+
+    Args:
+        only: the id of one layer, or "" for all.
+    """
+    for layer_id in [only] if only else registry.subjects("layer"):
         everyone = registry.candidates("layer", layer_id)
         tried = [
             candidate
