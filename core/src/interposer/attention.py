@@ -198,7 +198,7 @@ class KVCacheLayout:
 
     def _empty(self, shape: Sequence[int], device: str) -> torch.Tensor:
         if torch.device(device).type == "cpu":
-            return host_memory.empty(shape, self.dtype)
+            return host_memory.empty(shape, self.dtype, lasting=True)
         return torch.empty(tuple(shape), dtype=self.dtype, device=device)
 
 

@@ -2,8 +2,8 @@
 
 Weights and keys are read from beginning to end in every step. With pages of 4 KiB, translating
 their addresses holds that up: huge pages gain up to a half. Linux gives them on request where
-``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise``. Where it says ``always``, any
-large block has them, where it says ``never``, none has; both are the administrator's choice.
+``/sys/kernel/mm/transparent_hugepage/enabled`` says ``madvise`` or ``always``, and where it says
+``never``, none; that is the administrator's choice.
 
 Source: Linux, Documentation/admin-guide/mm/transhuge.rst.
 """
@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from functools import cache
 from math import prod
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -35,21 +36,28 @@ _FOLDER = "sys/kernel/mm/transparent_hugepage"
 _CAN_MAP = all(hasattr(mmap, name) for name in ("MAP_ANONYMOUS", "MAP_PRIVATE"))
 _LEAST_MAPPED_BYTES = 1 << 18
 _MOST_SPARE_BYTES = 64 << 20
+_SHARED_MAP_BYTES = 32 << 20
+_LINE_BYTES = 64
 
 _Map = tuple[mmap.mmap, int]  # and the offset of what is used of it
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
     """Return new memory without content, in huge pages where the system gives them on request.
 
-    Its last part, of less than a huge page, lies in small ones, so that no more memory is taken
-    than the tensor needs. From 256 KiB on, memory is mapped for the tensor alone: in the heap, what
-    stays would keep what is freed around it, up to 320 MB while a model of 1.1 GB is loaded.
+    From 256 KiB on, it lies outside the heap: there, what stays would keep what is freed around it,
+    up to 320 MB while a model of 1.1 GB is loaded.
+
+    Args:
+        lasting: it is read in every step of a model, so all of it is to lie in huge pages, which it
+            shares with other memory that lasts. Otherwise memory is mapped for the tensor alone,
+            and the last part, of less than a huge page, lies in small pages.
     """
     count = prod(shape)
     if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
-            return _mapped(count, dtype).view(tuple(shape))
+            mapped = _shared if lasting and _requested_bytes() else _mapped
+            return mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
 
 
@@ -123,8 +131,8 @@ def huge_page_bytes(root: Path = _ROOT) -> int:
 @cache
 def _requested_bytes() -> int:
     """Return the size of the huge pages that are to be asked for, 0 where there are none."""
-    asked_for = hasattr(mmap, "MADV_HUGEPAGE") and _setting(_ROOT) == "madvise"
-    return huge_page_bytes() if asked_for else 0
+    can_ask = hasattr(mmap, "MADV_HUGEPAGE") and huge_pages().accepted
+    return huge_page_bytes() if can_ask else 0
 
 
 def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -150,6 +158,60 @@ def _new_map(num_bytes: int) -> _Map:
         with suppress(OSError):  # it is memory all the same
             memory.madvise(mmap.MADV_HUGEPAGE, start, advised_bytes)
     return memory, start
+
+
+def _shared(count: int, dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = count * dtype.itemsize
+    memory, start = _shared_maps.take(num_bytes)
+    kept = memoryview(memory)[start : start + num_bytes]
+    weakref.finalize(kept, _forget, memory, start, num_bytes).atexit = False
+    return torch.frombuffer(kept, dtype=dtype, count=count)
+
+
+def _forget(memory: mmap.mmap, start: int, num_bytes: int) -> None:
+    """Give the whole pages of what went back, while neighbours keep the map."""
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+class _SharedMaps:
+    """Maps of huge pages that tensors share; each goes with the last of them.
+
+    What no tensor has touched is no memory, so a map costs a part of one huge page at most.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[weakref.ref[mmap.mmap], int, int]] = []  # its rest: start and end
+        self._lock = Lock()
+
+    def take(self, num_bytes: int) -> _Map:
+        with self._lock:
+            taken: _Map | None = None
+            still_open = []
+            for alive, start, end in self._open:
+                memory = alive()
+                if memory is None:
+                    continue
+                if taken is None and num_bytes <= end - start:
+                    taken = memory, start
+                    start += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+                if end - start >= _LEAST_MAPPED_BYTES:
+                    still_open.append((alive, start, end))
+            self._open = still_open
+            return taken or self._begin(num_bytes)
+
+    def _begin(self, num_bytes: int) -> _Map:
+        huge_bytes = _requested_bytes()
+        whole_bytes = -(-max(num_bytes, _SHARED_MAP_BYTES) // huge_bytes) * huge_bytes
+        memory, start = _new_map(whole_bytes)
+        rest = start + -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
+        self._open.append((weakref.ref(memory), rest, start + whole_bytes))
+        return memory, start
+
+
+_shared_maps = _SharedMaps()
 
 
 class _Spare:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interposer import Request, Verdict
+from interposer import Request, Verdict, host_memory
 from interposer.errors import RequestError
 from interposer_cpu import native
 from interposer_cpu.native_rows import TYPES
@@ -294,7 +294,7 @@ def _pack(gate_up: _Matrices, down: _Matrices) -> torch.Tensor:
     parts = (gate_up.half(True), gate_up.half(False), down)
     count = down.weight.shape[0]
     sizes = [library.packed_bytes(*part.described(0)[0]) for part in parts]
-    packed = torch.empty(_HEADER + count * sum(sizes), dtype=torch.uint8)
+    packed = host_memory.empty([_HEADER + count * sum(sizes)], torch.uint8, lasting=True)
     library.begin_mixture(count, sum(sizes), packed.data_ptr())
     address = packed.data_ptr() + _HEADER
     for expert in range(count):

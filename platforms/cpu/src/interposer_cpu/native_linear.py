@@ -348,7 +348,8 @@ def _pack(
         stride,
     )
     library = native.library()
-    packed = host_memory.empty([library.packed_bytes(*description)], torch.uint8)
+    num_bytes = library.packed_bytes(*description)
+    packed = host_memory.empty([num_bytes], torch.uint8, lasting=True)
     library.pack(*description, packed.data_ptr())
     return packed, out_features
 
