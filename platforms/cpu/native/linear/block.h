@@ -21,6 +21,15 @@ struct Block {
   int64_t first_output;
 };
 
+// Neighbouring rows; behind the last one it comes again. To compute and write a row twice takes less
+// time than to read the weight once more for what is left.
+struct Rows {
+  INTERPOSER_INLINE Rows(int64_t first, int64_t last = INT64_MAX) : first(first), last(last) {}
+  INTERPOSER_INLINE int64_t operator[](int m) const { return first + m < last ? first + m : last; }
+
+  int64_t first, last;
+};
+
 int64_t num_groups(const interposer_packed& weight) {
   return weight.scales_at ? (weight.inputs + weight.group - 1) / weight.group : 1;
 }
@@ -85,21 +94,21 @@ INTERPOSER_INLINE void write_outputs(const interposer_product& product, int64_t 
 }
 
 template <int32_t kType, int M, int T>
-INTERPOSER_INLINE void store_tiles(const interposer_product& product, int64_t row, int64_t output,
+INTERPOSER_INLINE void store_tiles(const interposer_product& product, Rows rows, int64_t output,
                                    const Floats (&results)[M][T]) {
-  char* out = static_cast<char*>(product.out) + (row * product.out_stride + output) * size_of(kType);
   for (int m = 0; m < M; ++m) {
+    char* out = static_cast<char*>(product.out) +
+                (rows[m] * product.out_stride + output) * size_of(kType);
     for (int t = 0; t < T; ++t) {
       store_floats(out + t * kLanes * size_of(kType), results[m][t], kType);
     }
-    out += product.out_stride * size_of(kType);
   }
 }
 
 // Write M rows of T tiles. What is the same for all of them is asked once: with 1024 inputs,
 // asking for each costs a twentieth of the product.
 template <int M, int T>
-INTERPOSER_INLINE void write_tiles(const interposer_product& product, int64_t row, int64_t output,
+INTERPOSER_INLINE void write_tiles(const interposer_product& product, Rows rows, int64_t output,
                                    const Floats (&sums)[M][T]) {
   const interposer_packed& weight = *product.weight;
   if (output + T * kLanes > weight.outputs) {
@@ -107,7 +116,7 @@ INTERPOSER_INLINE void write_tiles(const interposer_product& product, int64_t ro
     std::memcpy(results, sums, sizeof results);
     for (int t = 0; t < T && output + t * kLanes < weight.outputs; ++t) {
       for (int m = 0; m < M; ++m) {
-        write_outputs(product, row + m, output + t * kLanes, results[m][t]);
+        write_outputs(product, rows[m], output + t * kLanes, results[m][t]);
       }
     }
     return;
@@ -118,7 +127,7 @@ INTERPOSER_INLINE void write_tiles(const interposer_product& product, int64_t ro
   const float* scales = by_row ? product.x_scales : &kOne;
   const int64_t stride = by_row ? product.x_scale_stride : 0;
   for (int m = 0; m < M; ++m) {
-    const Floats scale = splat(scales[(row + m) * stride]);
+    const Floats scale = splat(scales[rows[m] * stride]);
     for (int t = 0; t < T; ++t) results[m][t] = sums[m][t] * scale;
   }
   if (const float* bias = at<float>(&weight, weight.bias_at)) {
@@ -129,11 +138,11 @@ INTERPOSER_INLINE void write_tiles(const interposer_product& product, int64_t ro
   }
   switch (product.out_type) {
     case kFloat32:
-      return store_tiles<kFloat32>(product, row, output, results);
+      return store_tiles<kFloat32>(product, rows, output, results);
     case kBFloat16:
-      return store_tiles<kBFloat16>(product, row, output, results);
+      return store_tiles<kBFloat16>(product, rows, output, results);
     default:
-      return store_tiles<kFloat16>(product, row, output, results);
+      return store_tiles<kFloat16>(product, rows, output, results);
   }
 }
 

@@ -1,7 +1,7 @@
 // How each format of words is multiplied by inputs. Included once for every level.
 //
-// A format decodes a row of words into kParts vectors, and adds each part times the inputs that
-// belong to it to sums of sixteen outputs. A step is one row of words; its inputs are kStep bytes
+// A format decodes a row of words into kParts vectors one by one, and adds each part times the inputs
+// that belong to it to sums of sixteen outputs. A step is one row of words; its inputs are kStep bytes
 // of what `prepare` made of a row of x.
 #pragma once
 
@@ -13,14 +13,12 @@ namespace {
 INTERPOSER_INLINE uint32_t load_word(const char* from) { return load<uint32_t>(from); }
 INTERPOSER_INLINE float load_float(const char* from) { return load<float>(from); }
 
+#if defined(__AVX512F__)
 // Sixteen entries, looked up by the low four bits of each lane.
 INTERPOSER_INLINE Floats looked_up(Floats table, Words indices) {
-#if defined(__AVX512F__)
   return (Floats)_mm512_permutexvar_ps((__m512i)indices, (__m512)table);
-#else
-  return __builtin_shuffle(table, (Ints)indices);
-#endif
 }
+#endif
 
 constexpr int kNibbleOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
@@ -39,8 +37,8 @@ struct OnFloats {  // x as float32
 struct Float32OnFloats : OnFloats {
   static constexpr int kParts = 1, kInputs = 1, kZero = 0;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    parts[0] = as_floats(words);
+  static INTERPOSER_INLINE Part part(Words words, Ints, int) {
+    return as_floats(words);
   }
   static constexpr int place(int part) { return part; }
 };
@@ -48,9 +46,8 @@ struct Float32OnFloats : OnFloats {
 struct BFloat16OnFloats : OnFloats {
   static constexpr int kParts = 2, kInputs = 2, kZero = 0;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    parts[0] = as_floats(words << 16);
-    parts[1] = as_floats(words & 0xffff0000u);
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+    return as_floats(index ? words & 0xffff0000u : words << 16);
   }
   static constexpr int place(int part) { return part; }
 };
@@ -58,10 +55,8 @@ struct BFloat16OnFloats : OnFloats {
 struct Int8OnFloats : OnFloats {
   static constexpr int kParts = 4, kInputs = 4, kZero = 128;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
-    for (int i = 0; i < kParts; ++i) {
-      parts[i] = __builtin_convertvector((Ints)(words >> 8 * i & 255) - zero, Floats);
-    }
+  static INTERPOSER_INLINE Part part(Words words, Ints zero, int index) {
+    return __builtin_convertvector((Ints)(words >> 8 * index & 255) - zero, Floats);
   }
   static constexpr int place(int part) { return part; }
 };
@@ -69,15 +64,12 @@ struct Int8OnFloats : OnFloats {
 struct Int4OnFloats : OnFloats {
   static constexpr int kParts = 8, kInputs = 8, kZero = 8;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
+  static INTERPOSER_INLINE Part part(Words words, Ints zero, int index) {
 #if defined(__AVX512F__)
     const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Floats offset = __builtin_convertvector(zero, Floats);
-    for (int i = 0; i < kParts; ++i) parts[i] = looked_up(table, words >> 4 * i) - offset;
+    return looked_up(table, words >> 4 * index) - __builtin_convertvector(zero, Floats);
 #else
-    for (int i = 0; i < kParts; ++i) {
-      parts[i] = __builtin_convertvector((Ints)(words >> 4 * i & 15) - zero, Floats);
-    }
+    return __builtin_convertvector((Ints)(words >> 4 * index & 15) - zero, Floats);
 #endif
   }
   static constexpr int place(int part) { return kNibbleOrder[part]; }
@@ -86,18 +78,22 @@ struct Int4OnFloats : OnFloats {
 struct E2M1OnFloats : OnFloats {
   static constexpr int kParts = 8, kInputs = 8, kZero = 0;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-#if defined(__x86_64__)
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+#if defined(__AVX512F__)
     const Floats table = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    for (int i = 0; i < kParts; ++i) parts[i] = looked_up(table, words >> 4 * i);
+    return looked_up(table, words >> 4 * index);
+#elif defined(__x86_64__)
+    // What the codes stand for, doubled, is held by a word. Subnormal numbers would take a hundred
+    // cycles here.
+    const Words code = words >> 4 * index;
+    const Words doubled = splat(0xc8643210u) >> ((code & 7) << 2) & 15;
+    const Floats sizes = __builtin_convertvector((Ints)doubled, Floats) * splat(0.5f);
+    return as_floats((Words)sizes | (code & 8) << 28);
 #else
     // Two bits of exponent and one of mantissa, as those of a float32: the product corrects the
     // bias, also of the one subnormal.
-    for (int i = 0; i < kParts; ++i) {
-      Words code = words >> 4 * i;
-      Words bits = (code & 7) << 22 | (code & 8) << 28;
-      parts[i] = as_floats(bits) * splat(0x1p126f);
-    }
+    const Words code = words >> 4 * index;
+    return as_floats((code & 7) << 22 | (code & 8) << 28) * splat(0x1p126f);
 #endif
   }
   static constexpr int place(int part) { return kNibbleOrder[part]; }
@@ -106,12 +102,9 @@ struct E2M1OnFloats : OnFloats {
 struct E4M3OnFloats : OnFloats {
   static constexpr int kParts = 4, kInputs = 4, kZero = 0;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    for (int i = 0; i < kParts; ++i) {
-      Words code = words >> 8 * i;
-      Words bits = (code & 0x7f) << 20 | (code & 0x80) << 24;
-      parts[i] = as_floats(bits) * splat(0x1p120f);
-    }
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+    const Words code = words >> 8 * index;
+    return as_floats((code & 0x7f) << 20 | (code & 0x80) << 24) * splat(0x1p120f);
   }
   static constexpr int place(int part) { return part; }
 };
@@ -145,8 +138,8 @@ struct OnPairs {
 struct BFloat16OnPairs : OnPairs {
   static constexpr int kParts = 1, kInputs = 2, kZero = 0;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    parts[0] = words;
+  static INTERPOSER_INLINE Part part(Words words, Ints, int) {
+    return words;
   }
   static constexpr int place(int part) { return 2 * part; }
 };
@@ -177,11 +170,10 @@ template <const Table& table>
 struct NibblesOnPairs : OnPairs {
   static constexpr int kParts = 4, kInputs = 8, kZero = 8;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
     const __m512i entries = load<__m512i>(table.entries);
-    for (int i = 0; i < kParts; ++i) {
-      parts[i] = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16((__m512i)words, 4 * i), entries);
-    }
+    const __m512i codes = _mm512_srli_epi16((__m512i)words, unsigned(4 * index));
+    return (Words)_mm512_permutexvar_epi16(codes, entries);
   }
   static constexpr int place(int part) { return 2 * part; }
 };
@@ -192,13 +184,12 @@ typedef NibblesOnPairs<kE2M1> E2M1OnPairs;
 struct ShiftedInt4OnPairs : OnPairs {
   static constexpr int kParts = 4, kInputs = 8, kZero = 8;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints zero, Part (&parts)[kParts]) {
+  static INTERPOSER_INLINE Part part(Words words, Ints zero, int index) {
     const __m512i entries = load<__m512i>(kSigned.entries);
     const __m512i both = (__m512i)((Words)zero << 16 | (Words)zero);
-    for (int i = 0; i < kParts; ++i) {
-      __m512i codes = (__m512i)((Words)_mm512_srli_epi16((__m512i)words, 4 * i) & 0x000f000fu);
-      parts[i] = (Words)_mm512_permutexvar_epi16(_mm512_sub_epi16(codes, both), entries);
-    }
+    const __m512i shifted = _mm512_srli_epi16((__m512i)words, unsigned(4 * index));
+    const __m512i codes = _mm512_sub_epi16((__m512i)((Words)shifted & 0x000f000fu), both);
+    return (Words)_mm512_permutexvar_epi16(codes, entries);
   }
   static constexpr int place(int part) { return 2 * part; }
 };
@@ -269,8 +260,8 @@ struct OnCodes {
 struct Int8OnCodes : OnCodes {
   static constexpr int kParts = 1, kInputs = 4, kZero = 128;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    parts[0] = words;
+  static INTERPOSER_INLINE Part part(Words words, Ints, int) {
+    return words;
   }
   static constexpr int place(int part) { return 4 * part; }
 };
@@ -278,12 +269,16 @@ struct Int8OnCodes : OnCodes {
 struct Int4OnCodes : OnCodes {
   static constexpr int kParts = 2, kInputs = 8, kZero = 8;
 
-  static INTERPOSER_INLINE void decode(Words words, Ints, Part (&parts)[kParts]) {
-    parts[0] = words & 0x0f0f0f0fu;
-    parts[1] = words >> 4 & 0x0f0f0f0fu;
+  static INTERPOSER_INLINE Part part(Words words, Ints, int index) {
+    return words >> 4 * index & 0x0f0f0f0fu;
   }
   static constexpr int place(int part) { return 4 * part; }
 };
+
+template <class F>
+INTERPOSER_INLINE void decode(Words words, Ints zero, typename F::Part (&parts)[F::kParts]) {
+  for (int i = 0; i < F::kParts; ++i) parts[i] = F::part(words, zero, i);
+}
 
 // Codes that are all raised by the same.
 template <class F>

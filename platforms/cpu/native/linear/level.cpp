@@ -29,7 +29,7 @@ constexpr int64_t kManyRows = 16, kSeveralRows = 8;
 
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const Prepared& prepared,
-                                      const Block& block, int tile, int64_t row,
+                                      const Block& block, int tile, Rows rows,
                                       const char* ahead) {
   typedef typename F::Sum Sum;
   typedef typename F::Part Part;
@@ -37,8 +37,9 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   constexpr bool kByMatrices = M % 2 == 0 && Matrices<F>::kKnown;
   constexpr bool kRaised = F::kInteger && F::kSymmetric && !kByMatrices;
   constexpr int kFetch = T == kTiles ? kToFirstLevel : kToSecondLevel;
-  // Where the registers hold all, each number of x is read once for all tiles.
-  constexpr bool kTogether = kRegisterTiles > 1 && M > 2 && T * (2 * M + F::kParts) < 31;
+  // Of many rows, the sums fill the registers: one part at a time is held beside them, for all tiles,
+  // so that each number of x is read once.
+  constexpr bool kByParts = M > 2 && (kRegisterTiles > 1 || F::kParts > 2);
   const interposer_packed& weight = *product.weight;
   const int64_t groups = num_groups(weight);
   const int64_t group_inputs = groups > 1 ? weight.group : padded_inputs(weight.inputs);
@@ -49,7 +50,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
   const char* zeros = block.zeros ? block.zeros + tile * kLanes : nullptr;
   const char* x[M];
   for (int m = 0; m < M; ++m) {
-    x[m] = static_cast<const char*>(prepared.data) + (row + m) * prepared.stride;
+    x[m] = static_cast<const char*>(prepared.data) + rows[m] * prepared.stride;
   }
   Floats totals[M][T] = {};
   for (int64_t group = 0; group < groups; ++group) {
@@ -63,7 +64,7 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     Sum sums[M][T][kChains] = {};
     if constexpr (kRaised) {  // taking off in advance what all codes are raised by costs nothing
       for (int m = 0; m < M; ++m) {
-        const Ints raised = splat(prepared.sums[(row + m) * prepared.num_groups + group]);
+        const Ints raised = splat(prepared.sums[rows[m] * prepared.num_groups + group]);
         for (int t = 0; t < T; ++t) sums[m][t][0] = raised;
       }
     }
@@ -73,23 +74,28 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {
       for (int64_t step = 0; step < group_steps; ++step) {
-        if constexpr (kTogether) {
-          Part parts[T][F::kParts];
+        if constexpr (kByParts) {
+          Words codes[T];
           for (int t = 0; t < T; ++t) {
             if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
-            F::decode(load<Words>(words + t * 64), zero[t], parts[t]);
+            codes[t] = load<Words>(words + t * 64);
           }
-          for (int m = 0; m < M; ++m) {
-            for (int p = 0; p < F::kParts; ++p) {
+#pragma GCC unroll 8
+          for (int p = 0; p < F::kParts; ++p) {
+            Part parts[T];
+            for (int t = 0; t < T; ++t) parts[t] = F::part(codes[t], zero[t], p);
+#pragma GCC unroll 8
+            for (int m = 0; m < M; ++m) {
               const char* from = x[m] + F::place(p) * F::kInputBytes;
-              for (int t = 0; t < T; ++t) F::add(sums[m][t][0], parts[t][p], from);
+#pragma GCC unroll 4
+              for (int t = 0; t < T; ++t) F::add(sums[m][t][0], parts[t], from);
             }
           }
         } else {
           for (int t = 0; t < T; ++t) {
             if (ahead) __builtin_prefetch(ahead + t * 64, 0, kFetch);
             Part parts[F::kParts];
-            F::decode(load<Words>(words + t * 64), zero[t], parts);
+            decode<F>(load<Words>(words + t * 64), zero[t], parts);
             for (int m = 0; m < M; ++m) {
               for (int p = 0; p < F::kParts; ++p) {
                 F::add(sums[m][t][p % kChains], parts[p], x[m] + F::place(p) * F::kInputBytes);
@@ -111,14 +117,14 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
         if constexpr (kRaised) {
           totals[m][t] += __builtin_convertvector(sum, Floats) * scale;
         } else {
-          totals[m][t] += scaled<F>(product, prepared, row + m, group, sum, zero[t], scale);
+          totals[m][t] += scaled<F>(product, prepared, rows[m], group, sum, zero[t], scale);
         }
       }
     }
     if (scales) scales += kBlock * scale_size;
     if (zeros) zeros += kBlock;
   }
-  write_tiles(product, row, block.first_output + tile * kLanes, totals);
+  write_tiles(product, rows, block.first_output + tile * kLanes, totals);
 }
 
 // Multiply by all tiles of a block, T at a time. `from_memory` says that nobody read it yet: rows that
@@ -127,53 +133,61 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
 // is as far ahead of the first pass as the last one is behind.
 template <class F, int M, int T>
 INTERPOSER_INLINE void multiply_by_tiles(const interposer_product& product,
-                                         const Prepared& prepared, const Block& block, int64_t row,
+                                         const Prepared& prepared, const Block& block, Rows rows,
                                          bool from_memory) {
   constexpr int64_t kPasses = kTiles / T;
   const int64_t bytes = padded_inputs(product.weight->inputs) / F::kInputs * kBlock * 4;
   const char* ahead = block.words + bytes / kPasses * (kPasses - 1) + kFetchedAhead;
   for (int tile = 0; tile < kTiles; tile += T) {
     if (block.first_output + tile * kLanes >= product.weight->outputs) break;
-    multiply_tiles<F, M, T>(product, prepared, block, tile, row, from_memory ? ahead : nullptr);
+    multiply_tiles<F, M, T>(product, prepared, block, tile, rows, from_memory ? ahead : nullptr);
     ahead += bytes / kPasses;
   }
 }
 
 template <class F, int M>
 void multiply_rows(const interposer_product& product, const Prepared& prepared, const Block& block,
-                   int64_t row, bool from_memory) {
+                   Rows rows, bool from_memory) {
   // With sums of groups beside the totals, half of the tiles fill the registers. Sums of integers
   // leave them early enough for four rows of all tiles, which memory feeds best.
   constexpr bool kMany = M > (F::kInteger ? 4 : 2);
-  constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kMany && F::kInputs > 2 ? 2 : 4;
+  constexpr bool kHalf = M > kMostRows || (kMany && F::kInputs > 2);
+  constexpr int T = kRegisterTiles == 1 ? (M == 1 ? 2 : 1) : kHalf ? 2 : 4;
   if constexpr (T == 4 && kMany) {
     if (num_groups(*product.weight) > 1) {
-      return multiply_by_tiles<F, M, 2>(product, prepared, block, row, from_memory);
+      return multiply_by_tiles<F, M, 2>(product, prepared, block, rows, from_memory);
     }
   }
-  multiply_by_tiles<F, M, T>(product, prepared, block, row, from_memory);
+  multiply_by_tiles<F, M, T>(product, prepared, block, rows, from_memory);
 }
 
 template <class F>
 void multiply_block(const interposer_product& product, const Prepared& prepared, const Block& block,
                     int64_t row, int64_t end) {
-  const int64_t first = row;
-  if constexpr (kRegisterTiles > 1) {
-    // All at once, so that memory is waited for beside all products, where no totals take registers.
-    if (end - row == 8 && num_groups(*product.weight) == 1) {
-      return multiply_by_tiles<F, 8, 2>(product, prepared, block, row, true);
-    }
+  // The last ones all at once, so that memory is waited for beside all products.
+  constexpr int kLastRows = kRegisterTiles > 1 ? 8 : kMostRows;
+  bool first = true;
+  for (; end - row > kLastRows; row += kMostRows, first = false) {
+    multiply_rows<F, kMostRows>(product, prepared, block, row, first);
   }
-  for (; row + kMostRows <= end; row += kMostRows) {
-    multiply_rows<F, kMostRows>(product, prepared, block, row, row == first);
+  const Rows rows = {row, end - 1};
+  switch (end - row) {
+    case 1:
+      return multiply_rows<F, 1>(product, prepared, block, rows, first);
+    case 2:
+      return multiply_rows<F, 2>(product, prepared, block, rows, first);
+    case 3:
+    case 4:
+      return multiply_rows<F, 4>(product, prepared, block, rows, first);
+    case 5:
+    case 6:
+      if constexpr (kLastRows > 4) multiply_rows<F, 6>(product, prepared, block, rows, first);
+      return;
+    case 7:
+    case 8:
+      if constexpr (kLastRows > 4) multiply_rows<F, 8>(product, prepared, block, rows, first);
+      return;
   }
-  for (; kMostRows > 4 && row + 4 <= end; row += 4) {
-    multiply_rows<F, 4>(product, prepared, block, row, row == first);
-  }
-  for (; row + 2 <= end; row += 2) {
-    multiply_rows<F, 2>(product, prepared, block, row, row == first);
-  }
-  for (; row < end; ++row) multiply_rows<F, 1>(product, prepared, block, row, row == first);
 }
 
 template <class F>
@@ -202,7 +216,7 @@ void widen(const interposer_packed& weight, const Block& block, char* to,
     for (int64_t step = 0; step < group_inputs / F::kInputs; ++step) {
       for (int t = 0; t < kTiles; ++t) {
         typename F::Part parts[F::kParts];
-        F::decode(load<Words>(words + t * 64), zero[t], parts);
+        decode<F>(load<Words>(words + t * 64), zero[t], parts);
         Words halves[F::kInputs];
         for (int p = 0; p < F::kParts; ++p) halves[F::place(p)] = (Words)parts[p] >> 16;
         for (int i = 0; i < F::kInputs; i += 2) {

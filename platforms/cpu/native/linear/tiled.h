@@ -92,7 +92,7 @@ void spread_codes(const interposer_packed& weight, const Block& block, char* to,
     for (int64_t step = 0; step < group_inputs / F::kInputs; ++step) {
       for (int t = 0; t < kTiles; ++t) {
         Words parts[F::kParts];
-        F::decode(load<Words>(words + t * 64), Ints{}, parts);
+        decode<F>(load<Words>(words + t * 64), Ints{}, parts);
         for (int part = 0; part < F::kParts; ++part) {
           store(to + t * tile_bytes + part * 64, (SignedBytes)parts[part] - zero[t]);
         }
