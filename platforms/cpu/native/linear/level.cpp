@@ -377,7 +377,8 @@ bool multiply(const interposer_product& product, const Prepared& prepared, int64
     case kWeightInt8:
       return multiply_codes<Int8OnFloats>(product, prepared, span);
     case kWeightInt4:
-      return multiply_codes<Int4OnFloats>(product, prepared, span);
+      if (product.weight->zeros_at) return multiply_codes<Int4OnFloats>(product, prepared, span);
+      return multiply_codes<CentredInt4OnFloats>(product, prepared, span);
     case kWeightE2M1:
       return multiply_codes<E2M1OnFloats>(product, prepared, span);
     default:
