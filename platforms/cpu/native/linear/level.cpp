@@ -167,8 +167,10 @@ void multiply_block(const interposer_product& product, const Prepared& prepared,
   // The last ones all at once, so that memory is waited for beside all products.
   constexpr int kLastRows = kRegisterTiles > 1 ? 8 : kMostRows;
   bool first = true;
-  for (; end - row > kLastRows; row += kMostRows, first = false) {
-    multiply_rows<F, kMostRows>(product, prepared, block, row, first);
+  // Sums of integers leave room for more rows, and the more there are, the less often weights are read.
+  constexpr int kChunk = F::kInteger ? kLastRows : kMostRows;
+  for (; end - row > kLastRows; row += kChunk, first = false) {
+    multiply_rows<F, kChunk>(product, prepared, block, row, first);
   }
   const Rows rows = {row, end - 1};
   switch (end - row) {
