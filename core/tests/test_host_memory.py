@@ -109,6 +109,14 @@ def test_what_lasts_shares_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @linux
+def test_huge_pages_larger_than_weights_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 512 * MIB)
+    memory = host_memory.empty([40 * MIB], torch.uint8, lasting=True).fill_(1)
+    assert advised_bytes(memory) == 0
+    assert memory.untyped_storage().nbytes() == 40 * MIB
+
+
+@linux
 def test_shared_memory_goes_back_before_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_requested_bytes", lambda: 2 * MIB)
     first, second, third = (

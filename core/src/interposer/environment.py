@@ -1,4 +1,7 @@
-"""The environment of the process, which no other module touches; nothing is written to it."""
+"""The environment of the process, which no other module touches.
+
+Nothing is written to it, but that what a plugin changed while it was examined is put back.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) ->
     count = prod(shape)
     if _CAN_MAP and count * dtype.itemsize >= _LEAST_MAPPED_BYTES:
         with suppress(OSError):  # the system limits maps: torch may find memory in its heap
-            mapped = _shared if lasting and _requested_bytes() else _mapped
+            mapped = _shared if lasting and _can_share() else _mapped
             return mapped(count, dtype).view(tuple(shape))
     return torch.empty(tuple(shape), dtype=dtype)
 
@@ -133,6 +133,11 @@ def _requested_bytes() -> int:
     """Return the size of the huge pages that are to be asked for, 0 where there are none."""
     can_ask = hasattr(mmap, "MADV_HUGEPAGE") and huge_pages().accepted
     return huge_page_bytes() if can_ask else 0
+
+
+def _can_share() -> bool:
+    # The last huge page of a map is memory once it was touched: ARM has some of 512 MiB.
+    return 0 < _requested_bytes() <= _SHARED_MAP_BYTES
 
 
 def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
