@@ -31,10 +31,11 @@ def quantized(method: str, **options: Any) -> dict[str, Any]:
 # 688 inputs of down_proj, which no group of 32 or 128 divides.
 DOWN_PLAIN = ["model.layers.*.mlp.down_proj"]
 
-# The head has 8 bits unless it is said otherwise, as by default.
+# The head has 8 bits, and inputs as they are, unless it is said otherwise, as by default.
 ROWS = (
     Row("bfloat16", 0.1),
     Row("int8", 0.3, quantized("int8")),
+    Row("int8, inputs of the head too", 0.3, quantized("int8", head_activations="int8")),
     Row("int8, head plain", 0.3, quantized("int8", head="plain")),
     Row("int4 in groups of 16", 2.5, quantized("int4", group_size=16)),
     Row("int4 in groups of 16, head too", 2.5, quantized("int4", group_size=16, head="int4")),
@@ -50,9 +51,25 @@ ROWS = (
     ),
     Row("w4a8 in groups of 16", 2.5, quantized("w4a8", group_size=16)),
     Row(
+        "w4a8 in groups of 16, head and its inputs too",
+        2.5,
+        quantized("w4a8", group_size=16, head="int4", head_activations="int8"),
+    ),
+    Row(
         "w4a8 in groups of 32, down_proj plain",
         2.5,
         quantized("w4a8", group_size=32, modules_to_not_convert=DOWN_PLAIN),
+    ),
+    Row(
+        "w4a8 in groups of 32, down_proj plain, head and its inputs too",
+        2.5,
+        quantized(
+            "w4a8",
+            group_size=32,
+            modules_to_not_convert=DOWN_PLAIN,
+            head="int4",
+            head_activations="int8",
+        ),
     ),
 )
 

@@ -95,6 +95,10 @@ def test_an_unknown_name_is_refused() -> None:
         peers.chosen_contenders(["gpt"])
 
 
+# What is rounded in the layers is rounded in the head.
+ROUNDED = {"head_activations": "int8"}
+
+
 @pytest.mark.parametrize(
     ("option", "settings"),
     [
@@ -102,10 +106,13 @@ def test_an_unknown_name_is_refused() -> None:
         ("fp8", {"quant_method": "fp8", "head": "int8"}),
         ("int4-g32", {"quant_method": "int4", "group_size": 32, "head": "int4"}),
         ("int8-a16", {"quant_method": "int8", "activations": "none", "head": "int8"}),
+        ("int8", {"quant_method": "int8", "head": "int8", **ROUNDED}),
+        ("w4a8-g64", {"quant_method": "w4a8", "group_size": 64, "head": "int4", **ROUNDED}),
     ],
 )
-def test_options_tell_how_to_quantize(option: str, settings: object) -> None:
-    assert module("cpu_contenders.interposer_engine").settings_of(option) == settings
+def test_options_tell_how_to_quantize(option: str, settings: dict[str, Any] | None) -> None:
+    found = module("cpu_contenders.interposer_engine").settings_of(option)
+    assert found == (settings and {"head_activations": "none", **settings})
 
 
 @pytest.mark.parametrize(

@@ -79,16 +79,18 @@ def settings_of(option: str) -> dict[str, Any] | None:
 
     None is for bf16; inputs are left as they are by a16, and the method decides without either. The
     head, with the embedding that is tied to it, has as many bits as the other layers, in the same
-    groups: so it is in the pure files of llama.cpp.
+    groups, and so have its inputs, where these are integers: so it is in the pure files of
+    llama.cpp, which rounds the inputs of every product.
     """
     method, *parts = option.split("-")
     settings: dict[str, Any] = {"quant_method": method, "head": _HEADS.get(method, "plain")}
+    inputs = {"int8": "int8", "w4a8": "int8"}.get(method, "none")
     for part in parts:
         if part.startswith("g"):
             settings["group_size"] = int(part[1:])
         else:
-            settings["activations"] = {"a8": "int8", "a16": "none"}[part]
-    return None if method == "bf16" else settings
+            settings["activations"] = inputs = {"a8": "int8", "a16": "none"}[part]
+    return None if method == "bf16" else settings | {"head_activations": inputs}
 
 
 def open_contender(path: Path, option: str, threads: int) -> Contender:

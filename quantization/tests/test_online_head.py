@@ -34,6 +34,11 @@ HEADS: list[dict[str, Any]] = [
     {"head": "int4"},
     {"head": "int4", "head_group_size": 128},
 ]
+ROUNDED: list[dict[str, Any]] = [
+    {"head": "int8", "head_activations": "int8"},
+    {"head": "int4", "head_activations": "int8"},
+    {"head": "int4", "head_group_size": 128, "head_activations": "int8"},
+]
 
 Write = Callable[..., Path]
 
@@ -110,6 +115,58 @@ def test_a_head_of_its_own_is_quantized_beside_a_plain_embedding(
     torch.testing.assert_close(lm.logits(token_ids), wanted.logits(token_ids), rtol=0, atol=3e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("settings", ROUNDED, ids=str)
+def test_inputs_of_the_head_are_rounded_where_that_is_asked_for(
+    write: Write, settings: dict[str, Any], tied: bool
+) -> None:
+    own = load_file(MODEL / WEIGHTS)[TABLE].float()
+    path = write("plain", tied=tied, **({} if tied else {HEAD: own}))
+    quantization = {**ALONE, **settings}
+    lm = load(path, "float32", cache_tokens=256, quantization=quantization, config=REFERENCES)
+    quantization.pop("head_activations")
+    plain = load(path, "float32", cache_tokens=256, quantization=quantization, config=REFERENCES)
+    token_ids = lm.tokenizer.encode(TEXT)
+    hidden = hidden_states(plain, token_ids)
+    assert torch.equal(hidden_states(lm, token_ids), hidden)
+    scale = (hidden.abs().amax(-1, keepdim=True) / 127).double()
+    rounded = (hidden.double() / scale).round() * scale
+    wanted = rounded @ nearest(own, settings).double().T
+    found = lm.logits(token_ids)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-4)
+    # It matters: what was rounded is nearer than what was not.
+    assert (found - plain.logits(token_ids)).abs().max() > 2e-3
+
+
+def hidden_states(lm: LanguageModel, token_ids: list[int]) -> torch.Tensor:
+    """Return what the head multiplies for ``token_ids``, float32."""
+    seen: list[torch.Tensor] = []
+    hook = parts(lm)[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    lm.logits(token_ids)
+    hook.remove()
+    return torch.cat(seen).float()
+
+
+@pytest.mark.parametrize("settings", ROUNDED, ids=str)
+def test_a_table_is_held_once_for_rounded_inputs_too(settings: dict[str, Any]) -> None:
+    rows = [
+        row
+        for row in explain(MODEL, quantization={**ALONE, **settings}).rows
+        if row.choice.request.kind == "kernel"
+        and {"lm_head", "model.embed_tokens"} & {*row.prefixes}
+    ]
+    forms = {
+        getattr(row.choice.chosen.record, "form", "")
+        for row in rows
+        if row.choice.request.name.endswith(("_embedding", "_linear"))
+    }
+    assert len(rows) == 4
+    assert len(forms) == 1
+    embedding, last = built({"quant_method": "online_fp8", **settings}, torch.randn(96, 256))
+    assert embedding.constants[0] is last.operands[0]
+    assert embedding.constants[1] is last.operands[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_are_rounded_once_to_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -172,6 +229,14 @@ def test_the_method_states_what_is_held() -> None:
             {"quant_method": "fp8", "head": "int4"},
             {"quantize_weight_int4", "w4a16_embedding", "w4a16_linear"},
         ),
+        (
+            {"quant_method": "fp8", "head_activations": "int8"},
+            {"quantize_weight_int8", "quantize_int8_per_token", "w8a16_embedding", "int8_linear"},
+        ),
+        (
+            {"quant_method": "int8", "head": "int4", "head_activations": "int8"},
+            {"quantize_weight_int4", "quantize_int8_per_token", "w4a16_embedding", "w4a8_linear"},
+        ),
         ({"quant_method": "int4", "head": "plain"}, {"embedding", "linear"}),
         ({"quant_method": "int8", "modules_to_not_convert": ["lm_head"]}, {"embedding", "linear"}),
     ],
@@ -198,11 +263,11 @@ def test_groups_are_those_of_the_layers_where_these_state_them() -> None:
     assert size(head="int8", group_size=16) == 256
 
 
-@pytest.mark.parametrize("head", ["int8", "int4"])
+@pytest.mark.parametrize("head", [{"head": "int8"}, {"head": "int4"}, *ROUNDED[:2]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_table_is_exchanged_where_it_lies(write: Write, head: str, dtype: str) -> None:
+def test_a_table_is_exchanged_where_it_lies(write: Write, head: dict[str, Any], dtype: str) -> None:
     table = 1.25 * load_file(MODEL / WEIGHTS)[TABLE].float().flip(1)
-    settings = {**ALONE, "head": head}
+    settings = {**ALONE, **head}
     wanted = load(write("wanted", **{TABLE: table}), dtype, cache_tokens=64, quantization=settings)
     lm = load(MODEL, dtype, cache_tokens=64, quantization=settings)
     token_ids = lm.tokenizer.encode(TEXT)
@@ -218,6 +283,9 @@ def test_a_table_is_exchanged_where_it_lies(write: Write, head: str, dtype: str)
     [
         ({"head": "plain", "head_group_size": 32}, "head 'plain' has no head_group_size 32"),
         ({"head": "int4", "head_group_size": 24}, r"embed_tokens: groups of 24 do not divide"),
+        ({"head": "plain", "head_activations": "int8"}, "head 'plain' has no head_activations"),
+        ({"head_group_size": 32, "head_activations": "int8"}, "one scale for each row, no head_gr"),
+        ({"head_activations": "fp8"}, "head_activations = 'fp8'"),
         ({"head": "nvfp4"}, r"head = 'nvfp4'"),
         ({"head_group_size": 0}, "head_group_size = 0"),
     ],

@@ -46,7 +46,8 @@ def int8_linear(
         out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
-        ("tensor" or "channel"), ``asymmetric``.
+        ("tensor" or "channel"), ``asymmetric``; ``tied``, where rows of ``weight`` are looked up
+        too.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     # Exact: float64 holds all integers below 2^53.
@@ -92,7 +93,8 @@ def w4a8_linear(
         out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``x_scales``
-        ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``.
+        ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``; ``tied``, where rows
+        of ``weight`` are looked up too.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     zero = 8 if weight_zero_points is None else weight_zero_points.double().unsqueeze(-1)

@@ -80,14 +80,15 @@ def w8a16_embedding(
     Args:
         token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
         weight: ``[V, H]`` int8.
-        scale: ``[V, H / G]`` float32; ``[V, 1]`` is one per row.
+        scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` is one per row.
         zero_points: ``[V, H / G]`` int8; None for 0.
         out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.
     Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
         ``tied``, where a head multiplies by the same ``weight``.
     """
-    return _dequantized(token_ids, weight[token_ids], scale, zero_points, 0, out_dtype)
+    scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
+    return _dequantized(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)
 
 
 def _dequantized(

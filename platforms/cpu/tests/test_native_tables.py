@@ -62,6 +62,17 @@ def test_a_quantized_table_and_its_head_are_one_copy(bits: int, asymmetric: bool
     assert pack_product(weight, scale, None, other)["weight"][0] is not looked_up
 
 
+def test_a_head_of_rounded_inputs_multiplies_by_the_same_copy() -> None:
+    weight, scale, zeros = codes(4)
+    looked_up = pack_w4a16_table(weight, scale, zeros)["weight"][0][0]
+    assert native_linear.pack_w4a8(weight, scale, zeros, None)["weight"][0] is looked_up
+    weight, scale, _ = codes(8)
+    of_rows = scale[:, 0].contiguous()
+    looked_up = pack_w8a16_table(weight, of_rows, None)["weight"][0][0]
+    assert native_linear.pack_int8(weight, of_rows, None)["weight"][0] is looked_up
+    assert native_linear.pack_int8(weight, of_rows.clone(), None)["weight"][0] is not looked_up
+
+
 def test_what_was_written_since_is_packed_anew() -> None:
     weight = torch.randn(V, H)
     table = pack_table(weight)["weight"]

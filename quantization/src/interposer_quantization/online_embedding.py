@@ -15,12 +15,12 @@ from interposer.errors import ConfigError
 from interposer.quantization import Call
 from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.small_floats import unpack_nibbles
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import number_of_groups
 from interposer_quantization.fp8_parameters import register, register_passing
 from interposer_quantization.integer_rounding import IntegerRounding
 from interposer_quantization.online_integer_linear import FormatOf
 from interposer_quantization.online_linear import check_finite
+from interposer_quantization.table_products import PlainHead, RoundedHead
 
 __all__ = ["OnlineEmbedding"]
 
@@ -59,25 +59,20 @@ class OnlineEmbedding(EmbeddingMethod):
                 "Try: 'head' 'int8' or 'plain'"
             )
         size = self.chosen.inputs_per_scale or hidden_size
-        groups: dict[str, int | bool] = {
-            "group_size": size,
-            "num_groups": number_of_groups(site, hidden_size, size),
-            "asymmetric": False,
-        }
-        table = {"vocab_size": vocab_size, "hidden_size": hidden_size, **groups}
-        sizes = {"in_features": hidden_size, "out_features": vocab_size, **groups}
-        # Both widths have ops of the same operands; one call each keeps their types apart.
+        groups = {"group_size": size, "num_groups": number_of_groups(site, hidden_size, size)}
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+        # Ops of both widths and kinds of inputs bind alike, but are of different types.
+        op: Any = w4a16_embedding if self.narrow else w8a16_embedding
         self.lookup: Any
         self.product: Any
-        if self.narrow:
-            four: dict[str, int | bool | str] = {**sizes, "scale_dtype": "float32"}
-            self.lookup, self.product = site.bind_table(
-                w4a16_embedding, table, w4a16_linear, four, head
-            )
-        else:
-            self.lookup, self.product = site.bind_table(
-                w8a16_embedding, table, w8a16_linear, sizes, head
-            )
+        kind = RoundedHead if self.chosen.dynamic_inputs else PlainHead
+        self.head = kind(self.narrow)
+        dims = {"in_features": hidden_size, "out_features": vocab_size, **self.head.dims(groups)}
+        self.lookup, self.product = site.bind_table(
+            op, {**sizes, **groups, "asymmetric": False}, self.head.op, dims, head
+        )
+        if head is not None:
+            self.head.bind_inputs(head, hidden_size)
         shape = vocab_size, hidden_size
         self.rounding = IntegerRounding(self.chosen, site, shape, self.scale_dtype)
         register_passing(layer, "weight", torch.empty(shape, dtype=site.dtype))
@@ -97,6 +92,8 @@ class OnlineEmbedding(EmbeddingMethod):
         """
         weight = layer.get_parameter("weight").data
         codes, scale = self._quantized(weight)
+        # Kernels that share a copy of the table are to get the very same tensors.
+        scale = self.head.scales(scale)
         # Before kernels prepare their own: it is not needed any more.
         register(layer, weight=None)
         del weight
@@ -105,9 +102,7 @@ class OnlineEmbedding(EmbeddingMethod):
         lookup: Call = self.lookup.function, (*(held[name] for name in constants), self.dtype)
         if self.product is None:
             return lookup, None
-        held = self.product.prepared(**constants, bias=None)
-        names = ("weight", "scale", "bias", "zero_points")
-        return lookup, (self.product.function, tuple(held[name] for name in names))
+        return lookup, self.head.call(self.product, codes, scale)
 
     def _quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return codes and scales ``[V, G]`` as the ops take them."""

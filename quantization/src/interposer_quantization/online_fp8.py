@@ -25,8 +25,8 @@ __all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
 
 _SUPPORTED = """\
 Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
-sizes; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size'; layers left out by \
-'modules_to_not_convert'.
+sizes; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size' and 'head_activations'; layers \
+left out by 'modules_to_not_convert'.
 Try: load(..., quantization={"quant_method": "fp8", "strategy": "channel"})"""
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 

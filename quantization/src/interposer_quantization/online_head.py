@@ -23,22 +23,30 @@ _GROUP_SIZES = (32, 16)
 
 
 class HeadSettings(LayersLeftOut):
-    """How the language model head is held: integers that inputs are multiplied by as they are.
+    """How the language model head is held: symmetric integers.
 
-    They are symmetric. Those of 8 bits have a scale for each row of the vocabulary unless
-    ``head_group_size`` is stated. Those of 4 bits have groups of that size, by default the
-    ``group_size`` of the linear layers if that is stated, else 32, or 16 where that does not divide
-    the hidden size.
+    Those of 8 bits have a scale for each row of the vocabulary unless ``head_group_size`` is
+    stated. Those of 4 bits have groups of that size, by default the ``group_size`` of the linear
+    layers if that is stated, else 32, or 16 where that does not divide the hidden size. Inputs are
+    multiplied as they are unless ``head_activations`` is ``"int8"``, which rounds those of every
+    token.
     """
 
     head: Literal["int8", "int4", "plain"] = "int8"
     head_group_size: PositiveInt | None = None
+    head_activations: Literal["int8", "none"] = "none"
 
     @model_validator(mode="after")
-    def _has_groups(self) -> HeadSettings:
-        if self.head_group_size is not None and self.head == "plain":
+    def _goes_together(self) -> HeadSettings:
+        size, rounded = self.head_group_size, self.head_activations == "int8"
+        if size is not None and self.head == "plain":
+            raise ValueError(f"head 'plain' has no head_group_size {size}; leave one of them out")
+        if rounded and self.head == "plain":
+            raise ValueError("head 'plain' has no head_activations 'int8'; leave one of them out")
+        if rounded and self.head == "int8" and size is not None:
             raise ValueError(
-                f"head 'plain' has no head_group_size {self.head_group_size}; leave one of them out"
+                "head 'int8' with head_activations 'int8' has one scale for each row, no "
+                f"head_group_size {size}; leave one of them out, or try head 'int4'"
             )
         return self
 
@@ -62,10 +70,9 @@ class HeadSettings(LayersLeftOut):
 
         Raises: ConfigError: none of the default sizes of groups divides its inputs.
         """
-        size = self.head_group_size
-        if self.head == "int8":
-            return IntegerFormat(8, size, packed=False)
-        size = size or getattr(self, "group_size", None)
-        return IntegerFormat(
-            4, size or largest_group(site, in_features, _GROUP_SIZES), packed=False
-        )
+        bits, size = 8, self.head_group_size
+        if self.head == "int4":
+            size = size or getattr(self, "group_size", None)
+            bits, size = 4, size or largest_group(site, in_features, _GROUP_SIZES)
+        rounded = self.head_activations == "int8"
+        return IntegerFormat(bits, size, packed=False, dynamic_inputs=rounded)

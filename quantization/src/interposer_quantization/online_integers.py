@@ -31,8 +31,8 @@ _GROUP_SIZES = (128, 64, 32, 16)
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 _SUPPORTED = """\
 Supported: 'group_size' and 'asymmetric' of int4 and w4a8, 'activations' 'int8' or 'none' of int8 \
-and int4; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size'; layers left out by \
-'modules_to_not_convert'.
+and int4; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size' and 'head_activations'; \
+layers left out by 'modules_to_not_convert'.
 Try: load(..., quantization={"quant_method": "int4", "group_size": 32})"""
 
 

@@ -28,9 +28,10 @@ _W4_TABLES = {  # V, H, G
     "wide": (9, 1032, 24),
     "many rows": (5000, 16, 8),
 }
-_W8_TABLES = {
+_W8_TABLES = {  # None for as many numbers as H whose scales are [V]
     "groups of 32": (200, 128, 32),
     "one scale per row": (70, 256, 256),
+    "a row of scales": (48, 64, None),
     "odd sizes": (37, 127, 127),
     "one number": (1, 1, 1),
     "odd groups": (31, 75, 15),
@@ -48,7 +49,7 @@ _STRIDED: dict[str, Strides] = {
 
 def _arguments(
     token_ids: torch.Tensor,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int | None],
     bits: int,
     asymmetric: bool,
     dtype: torch.dtype,
@@ -56,15 +57,16 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
     rows, width, group = sizes
-    scale = torch.full((rows, width // group), torch.nan)
+    num_groups = width // (group or width)
+    scale = torch.full((rows, num_groups), torch.nan)
     read = token_ids.unique()
-    scale[read] = uniform((len(read), width // group), torch.float32, generator, 0.01, 0.04)
+    scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
     codes = _codes((rows, width), bits, generator)
-    zero_points = _codes((rows, width // group), bits, generator) if asymmetric else None
+    zero_points = _codes((rows, num_groups), bits, generator) if asymmetric else None
     return {
         "token_ids": token_ids,
         "weight": pack_nibbles(codes) if bits == 4 else codes,
-        "scale": scale,
+        "scale": scale if group else scale.squeeze(1),
         "zero_points": zero_points,
         "out_dtype": dtype,
     }
@@ -84,8 +86,8 @@ def _case(point: Point, bits: int, dtype: torch.dtype, generator: torch.Generato
     dims = {
         "vocab_size": rows,
         "hidden_size": width,
-        "group_size": group,
-        "num_groups": width // group,
+        "group_size": group or width,
+        "num_groups": width // (group or width),
         "asymmetric": asymmetric,
     }
     return Case("", arguments, dims, reduction=0)

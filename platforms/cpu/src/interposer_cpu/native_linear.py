@@ -198,7 +198,7 @@ def pack_int8(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``int8_linear``, all in the packed weight."""
-    packed = _pack(_INT8, weight, weight_scale.unsqueeze(1), bias=bias)
+    packed = pack_w8a16(weight, weight_scale, bias)["weight"]
     return {"weight": packed, "weight_scale": None, "bias": None}
 
 
@@ -209,7 +209,7 @@ def pack_w4a8(
     bias: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Return the constants of ``w4a8_linear``, all in the packed weight."""
-    packed = _pack(_INT4, weight, _narrowed(weight_scales), weight_zero_points, bias)
+    packed = pack_w4a16(weight, weight_scales, bias, weight_zero_points)["weight"]
     return {"weight": packed, "weight_scales": None, "weight_zero_points": None, "bias": None}
 
 
