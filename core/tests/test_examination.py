@@ -84,9 +84,14 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plugin]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Plugin]]:
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda **modules: Plugin(tmp_path, modules)
+    before = set(sys.modules)
+    yield lambda **modules: Plugin(tmp_path, modules)
+    # What was imported here would be found by tests that ask which names are free.
+    for name in set(sys.modules) - before:
+        if name.startswith("acme_"):
+            del sys.modules[name]
 
 
 @pytest.fixture

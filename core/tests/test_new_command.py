@@ -385,7 +385,7 @@ def test_proposed_name_can_be_used(name: str) -> None:
     assert NewPlugin(proposed, PluginKind.KERNEL).name == proposed
 
 
-@given(st.text(alphabet="abzAZ019-_.", min_size=1, max_size=12).map(lambda end: f"acme{end}9"))
+@given(st.text(alphabet="abzAZ019-_.", min_size=1, max_size=12).map(lambda end: f"named{end}9"))
 def test_names_are_normalised(name: str) -> None:
     plugin = NewPlugin(name, PluginKind.KERNEL)
     assert plugin.name == canonicalize_name(name)
