@@ -237,8 +237,8 @@ def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
                 yield from ((node.lineno, alias.name) for alias in aliases)
 
 
-def test_one_module_alone_reads_the_environment() -> None:
-    reader = ROOT / "core/src/interposer/environment.py"
+def test_the_configuration_alone_touches_the_environment() -> None:
+    reader = ROOT / "core/src/interposer/config.py"
     uses = [
         f"{place(module, line)}: os.{name}"
         for module in MODULES

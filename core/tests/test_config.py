@@ -23,8 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Config, effective_config, use
-from interposer.config import Source, config_sources
-from interposer.environment import environment_guard
+from interposer.config import Source, config_sources, environment_guard
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.policy import Rule, read_rule
 

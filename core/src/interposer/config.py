@@ -1,42 +1,41 @@
-"""The policy as data.
+"""The policy as data, and the environment, which no other module touches.
 
 Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
-Mappings are merged key by key, everything else is replaced.
+Mappings are merged key by key, everything else is replaced. Nothing is written to the environment,
+but that what a plugin changed while it was examined is put back.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    WrapSerializer,
     model_validator,
 )
 
 from interposer.config_file import ConfigFile, read_project_file, read_user_file
-from interposer.environment import variables
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.memo import memoized
 from interposer.policy import (
+    AnyNames,
     AnyRule,
     Names,
     Required,
     Rule,
-    check_key,
+    Rules,
     config_error,
+    no_rules,
     read_rule,
 )
 from interposer.variables import read_variables
@@ -45,22 +44,13 @@ __all__ = [
     "Config",
     "Rule",
     "Source",
+    "child_environment",
     "config_sources",
     "effective_config",
+    "environment_guard",
     "use",
+    "variables",
 ]
-
-
-def _as_dict(rules: Any) -> Any:
-    return dict(rules) if isinstance(rules, Mapping) else rules
-
-
-def _serialized(rules: Mapping[str, Rule], serialize: Callable[[Any], Any]) -> Any:
-    return serialize(dict(rules))
-
-
-def _no_rules() -> Mapping[str, Any]:
-    return MappingProxyType({})
 
 
 def _as_text(path: Any) -> Any:
@@ -71,15 +61,6 @@ def _as_names(plugins: Any) -> Any:
     if plugins == "all":
         return None
     return () if plugins == "none" else plugins
-
-
-AnyNames = Set[str] | list[str] | tuple[str, ...]
-Rules = Annotated[
-    Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
-    BeforeValidator(_as_dict),
-    AfterValidator(MappingProxyType),
-    WrapSerializer(_serialized),
-]
 
 
 class Config(BaseModel):
@@ -116,10 +97,10 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
-    kernels: Rules = Field(default_factory=_no_rules)
-    layers: Rules = Field(default_factory=_no_rules)
-    attention: Rules = Field(default_factory=_no_rules)
-    quantization: Rules = Field(default_factory=_no_rules)
+    kernels: Rules = Field(default_factory=no_rules)
+    layers: Rules = Field(default_factory=no_rules)
+    attention: Rules = Field(default_factory=no_rules)
+    quantization: Rules = Field(default_factory=no_rules)
     require: Required = frozenset()
     disable: Names = frozenset()
     plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
@@ -291,6 +272,38 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
         yield effective_config()
     finally:
         _context.reset(token)
+
+
+def variables() -> Mapping[str, str]:
+    """Return the variables of the environment by name."""
+    return os.environ
+
+
+def child_environment(**defaults: str) -> dict[str, str]:
+    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
+    return {**defaults, **os.environ}
+
+
+@contextmanager
+def environment_guard() -> Iterator[list[str]]:
+    """Put back every variable of the environment that changes inside a ``with`` block.
+
+    The list that is yielded holds the names of those variables once the block has ended.
+    """
+    before = dict(os.environ)
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        after = dict(os.environ)
+        if after != before:
+            names = sorted(before.keys() | after.keys())
+            changed += [name for name in names if before.get(name) != after.get(name)]
+            for name in changed:
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    del os.environ[name]
 
 
 def _remade(fields: dict[str, Any]) -> Config:

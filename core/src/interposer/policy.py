@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    WrapSerializer,
     model_serializer,
     model_validator,
 )
@@ -27,13 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REQUIRABLE",
+    "AnyNames",
     "AnyRule",
     "Names",
     "Policy",
     "Required",
     "Rule",
+    "Rules",
     "check_key",
     "config_error",
+    "no_rules",
     "parse_rules",
     "pin_matches",
     "policy_for",
@@ -77,6 +82,9 @@ Names = Annotated[
     PlainSerializer(lambda names: sorted(names), return_type=list[str], when_used="json"),
 ]
 Required = Annotated[Names, AfterValidator(_known_properties)]
+
+AnyNames = Set[str] | list[str] | tuple[str, ...]
+"""What is taken for names."""
 
 
 class Rule(BaseModel):
@@ -191,6 +199,28 @@ def check_key(key: str) -> str:
     if not name or (at and not glob) or (name != "*" and set(name) & set("*?[")):
         raise ConfigError(f"the key {key!r} is none of NAME, NAME@GLOB, * and *@GLOB")
     return key
+
+
+def no_rules() -> Mapping[str, Any]:
+    """Return rules that say nothing."""
+    return MappingProxyType({})
+
+
+def _as_dict(rules: Any) -> Any:
+    return dict(rules) if isinstance(rules, Mapping) else rules
+
+
+def _serialized(rules: Mapping[str, Rule], serialize: Callable[[Any], Any]) -> Any:
+    return serialize(dict(rules))
+
+
+Rules = Annotated[
+    Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
+    BeforeValidator(_as_dict),
+    AfterValidator(MappingProxyType),
+    WrapSerializer(_serialized),
+]
+"""Rules by key, of which none can change."""
 
 
 def parse_rules(items: Iterable[str], source: str) -> dict[str, dict[str, Any]]:

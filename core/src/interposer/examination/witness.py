@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from interposer.environment import environment_guard
+from interposer.config import environment_guard
 
 __all__ = ["Witness"]
 

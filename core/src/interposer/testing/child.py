@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from interposer.environment import child_environment
+from interposer.config import child_environment
 
 __all__ = ["Child"]
 

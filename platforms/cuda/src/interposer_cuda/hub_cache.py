@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interposer.environment import variables
+from interposer.config import variables
 from interposer.request import Request
 from interposer.verdict import Verdict
 from interposer_cuda.providers import HUB_KERNELS

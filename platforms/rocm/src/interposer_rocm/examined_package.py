@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from interposer.environment import variables
+from interposer.config import variables
 from interposer.errors import InterposerError, PluginError
 from interposer.verdict import Verdict
 from interposer_rocm import package_inquiry

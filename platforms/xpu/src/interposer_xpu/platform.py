@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
-from interposer.environment import variables
+from interposer.config import variables
 from interposer.errors import PluginError, UnknownNameError
 from interposer.memory_profile import MemoryProfile, memory_profile
 from interposer_xpu import (
