@@ -8,6 +8,7 @@ import torch
 from pydantic import PositiveInt, model_validator
 
 from interposer import EmbeddingMethod, LinearMethod, Site
+from interposer.errors import ConfigError
 from interposer_quantization.fp8_config import LayersLeftOut
 from interposer_quantization.online_embedding import OnlineEmbedding
 from interposer_quantization.online_integer_linear import OnlineIntegerLinear, largest_group
@@ -51,8 +52,11 @@ class HeadSettings(LayersLeftOut):
         return self
 
     def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        if self.head == "plain" or self.leaves_out(prefix):
+        """Return the method for a head with a weight of its own, or None to leave it plain.
+
+        Raises: ConfigError: it is left out, although settings say how it is held.
+        """
+        if self._stays_plain(prefix):
             return None
         return OnlineIntegerLinear(self.head_format, _SCALES)
 
@@ -60,8 +64,10 @@ class HeadSettings(LayersLeftOut):
         """Return the method for a table that ``head`` shares, or None to leave it plain.
 
         A table that is only looked up stays: a step reads few of its rows.
+
+        Raises: ConfigError: it is left out, although settings say how the head is held.
         """
-        if head is None or self.head == "plain" or self.leaves_out(head) or self.leaves_out(prefix):
+        if head is None or self._stays_plain(head) or self._stays_plain(prefix):
             return None
         return OnlineEmbedding(self.head_format, _SCALES)
 
@@ -76,3 +82,17 @@ class HeadSettings(LayersLeftOut):
             bits, size = 4, size or largest_group(site, in_features, _GROUP_SIZES)
         rounded = self.head_activations == "int8"
         return IntegerFormat(bits, size, packed=False, dynamic_inputs=rounded)
+
+    def _stays_plain(self, name: str) -> bool:
+        """Say whether nothing is to be quantized at the place ``name``."""
+        if self.head == "plain":
+            return True
+        if not self.leaves_out(name):
+            return False
+        stated = sorted(field for field in self.model_fields_set if field.startswith("head"))
+        if stated:
+            raise ConfigError(
+                f"'modules_to_not_convert' leaves {name} out, but settings say how the head is "
+                f"held: {', '.join(map(repr, stated))}. Try: leave these or that out"
+            )
+        return True
