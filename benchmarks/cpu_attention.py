@@ -24,6 +24,7 @@ from interposer import (
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import AttentionEntry
 from interposer_cpu.platform import CPUPlatform
+from interposer_ops.devices.host_memory import cache_memory
 
 __all__ = ["CACHES", "AttentionWork", "attention_requests", "backends"]
 
@@ -125,7 +126,7 @@ def _call(backend: Any, spec: AttentionSpec, sizes: tuple[int, int, int], copies
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     rows = num_seqs * query_tokens
     given = torch.randn(rows, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
-    caches = backend.kv_layout().allocate(copies, batch.page_table.numel(), "cpu")
+    caches = backend.kv_layout().allocate(copies, batch.page_table.numel(), "cpu", cache_memory)
     deviation = _DEVIATION[spec.cache_dtype]
     for cache in caches:
         # What nobody wrote to takes no memory, and would be read from a cache of the processor.

@@ -34,6 +34,7 @@ from interposer import (
 from interposer.records import load_target
 from interposer_cpu.attention import SdpaBackend
 from interposer_cpu.platform import CPUPlatform
+from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import PagedBackend
 
 TOKENS = (1, 8, 64, 512)
@@ -179,7 +180,7 @@ def _step(backend: Any, spec: AttentionSpec, batch: AttentionBatch) -> Call:
     num_tokens = batch.slots.shape[0]
     heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     given = torch.randn(num_tokens, sum(heads), spec.head_size).to(spec.dtype).split(heads, dim=1)
-    cache = backend.kv_layout().allocate(1, batch.page_table.numel(), "cpu")[0]
+    cache = backend.kv_layout().allocate(1, batch.page_table.numel(), "cpu", cache_memory)[0]
     plan = backend.plan(batch)
     return lambda: backend.forward(*given, cache, plan)
 

@@ -15,10 +15,16 @@ from typing import Any
 
 import torch
 
-from interposer import Config, CustomOp, Resolver, Site, current_registry, place
-from interposer.attention import AttentionBackend
-from interposer.layer import PluggableLayer
-from interposer.resolver import BoundKernel
+from interposer import (
+    AttentionBackend,
+    BoundKernel,
+    Config,
+    CustomOp,
+    Resolver,
+    Site,
+    current_registry,
+    place,
+)
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
 from interposer_ops.layers.norm import RMSNorm
@@ -52,8 +58,8 @@ class TimedResolver(Resolver):
     def kernel(self, op: CustomOp[Any, Any], *args: Any) -> BoundKernel[Any, Any]:
         return self._timed(lambda: Resolver.kernel(self, op, *args))  # type: ignore[no-any-return]
 
-    def layer(self, *args: Any) -> type[PluggableLayer]:
-        return self._timed(lambda: Resolver.layer(self, *args))  # type: ignore[no-any-return]
+    def layer(self, *args: Any) -> Any:
+        return self._timed(lambda: Resolver.layer(self, *args))
 
     def attention(self, *args: Any) -> AttentionBackend:
         return self._timed(lambda: Resolver.attention(self, *args))  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from gpu_clock import Call, Clock, Roofs, accelerator_placement, measured_roofs
 from interposer import Case, CustomOp, Device, Kernel, Registry, Request, current_registry
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import load_target
-from interposer.testing import check_kernel
+from interposer_testing import check_kernel
 
 # What an 8-billion model of the Llama kind states, and a mixture of experts of the usual size.
 DIMS: Mapping[str, int | float | str | bool] = {

@@ -270,7 +270,7 @@ def test_doctor_names_all(site: Path, folder: Path, visits: list[Visits]) -> Non
     text = f'platform = "cpu"\nprobe_seconds = {SHORT}\ncache_dir = "{folder / "cache"}"\n'
     (project / "interposer.toml").write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "interposer", "doctor", "--json"],
+        [sys.executable, "-P", "-m", "interposer_tools", "doctor", "--json"],
         env={**os.environ, "PYTHONPATH": str(site)},
         cwd=project,
         capture_output=True,

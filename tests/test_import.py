@@ -79,7 +79,7 @@ def test_probe_notices(statement: str) -> None:
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_command_starts_without_torch(option: str) -> None:
-    done = run("-X", "importtime", "-m", "interposer", option)
+    done = run("-X", "importtime", "-m", "interposer_tools", option)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     imported = set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE))

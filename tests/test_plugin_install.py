@@ -124,7 +124,7 @@ class Environment:
 
     def plugins(self, disable: str = "") -> tuple[int, dict[str, Any]]:
         """Return exit code and facts of ``interposer doctor``."""
-        done = self.run("-m", "interposer", "doctor", "--json", disable=disable)
+        done = self.run("-m", "interposer_tools", "doctor", "--json", disable=disable)
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
@@ -257,6 +257,6 @@ def test_a_plugin_that_breaks_is_recorded_and_a_healthy_one_beside_it_works(
         assert reasons[name]["reason"] == f"{stage} raised {error}"
         assert f"acme_{name}/plugin.py" in reasons[name]["traceback"]
     assert chosen(environment.model())["kernel", "rms_norm"] == "fine-norms/rms_norm_fine"
-    done = environment.run("-m", "interposer", "doctor")
+    done = environment.run("-m", "interposer_tools", "doctor")
     assert done.returncode == 1
     assert "plugin 'hook' of acme-hook" in done.stdout

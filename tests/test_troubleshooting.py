@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interposer import errors
+from interposer._contract import errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import interposer
-from interposer import Choice, Config, Kernel, hookimpl
-from interposer.planning import Planned, planned
+from interposer import Choice, Config, Kernel, Planned, hookimpl, planned
 from interposer_models import SamplingParams, load
 from interposer_ops.activations import silu_and_mul
+from interposer_tools import tune
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 CALLS: list[int] = []
@@ -49,7 +49,7 @@ def choice_of(plan: Planned) -> Choice:
 def test_tuning_puts_wrong_scores_right(tmp_path: Path) -> None:
     config = Config(cache_dir=str(tmp_path), platform="cpu")
     assert choice_of(planned(MODEL, config)).chosen.name == "silu_and_mul_slow"
-    table = interposer.tune(MODEL, tokens=(1, 40), repeats=3, config=config)
+    table = tune(MODEL, tokens=(1, 40), repeats=3, config=config)
     choice = choice_of(planned(MODEL, config))
     assert choice.chosen.name != "silu_and_mul_slow"
     assert choice.seconds["mis_scored/silu_and_mul_slow"] > 0.002

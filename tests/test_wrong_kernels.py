@@ -11,13 +11,13 @@ import pytest
 from tests.wrong_kernels import ALL, Wrong
 
 from interposer import Capability, CustomOp, Device, Kernel, Registry
-from interposer.cases import CaseSpace, PlannedCase, Point, planned_cases
 from interposer.errors import FOREIGN_ERRORS
 from interposer.hookspecs import hookimpl
-from interposer.plugins import Plugins
 from interposer.records import load_target
-from interposer.testing import Fault, check_kernel, conformance
+from interposer.tooling import Plugins
 from interposer_ops import plugin as standard
+from interposer_testing import Fault, check_kernel, conformance
+from interposer_testing.cases import CaseSpace, PlannedCase, Point, planned_cases
 
 CPU = Device("cpu", "cpu", "test", Capability("x86_64"))
 each_wrong = pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 from interposer import Config
+from interposer._plugins.plugins import Plugins
+from interposer._plugins.registry import Registry
 from interposer.hookspecs import hookimpl
-from interposer.plugins import Plugins
 from interposer.records import Record
-from interposer.registry import Registry
 
 
 @pytest.fixture(autouse=True)

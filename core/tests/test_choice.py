@@ -7,8 +7,8 @@ import math
 import pytest
 
 from interposer import AttentionEntry, Candidate, Choice, Kernel, OpEntry, Request, SchemeEntry
-from interposer.choice import Measured
-from interposer.judges import accept
+from interposer._contract.choice import Measured
+from interposer._plugins.acceptance import accept
 from interposer.records import Record
 
 SCHEME = SchemeEntry("gptq", "gptq_fast", "acme.schemes:Fast")

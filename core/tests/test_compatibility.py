@@ -15,8 +15,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import interposer
-from interposer.compatibility import API_VERSION, check_api, check_requirements
-from interposer.distribution import Distribution, read_distribution
+from interposer._validation.compatibility import API_VERSION, check_api, check_requirements
+from interposer._validation.distribution import Distribution, read_distribution
 
 TORCH = importlib_metadata.version("torch")
 CORE = importlib_metadata.version("interposer")

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Config, effective_config, use
-from interposer.config import Source, config_sources, environment_guard
+from interposer._config.config import Source, config_sources, environment_guard
+from interposer._config.rules import Rule, read_rule
 from interposer.errors import ConfigError, UnknownNameError
-from interposer.policy import Rule, read_rule
 
 MAPPINGS = ("kernels", "layers", "attention", "quantization")
 VARIABLES = "platform kernels layers attention plugins disable strict cache_dir"
@@ -695,8 +695,8 @@ def test_interleaved_tasks_each_keep_their_stack_of_blocks(
 
 def test_configuration_and_selection_do_without_torch() -> None:
     code = (
-        "import sys, interposer.config, interposer.selection\n"
-        "interposer.config.effective_config()\n"
+        "import sys, interposer._config.config, interposer._selection.select\n"
+        "interposer._config.config.effective_config()\n"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from interposer import Config
-from interposer.discovery import discover, installed_distributions
+from interposer._plugins.discovery import discover, installed_distributions
+from interposer._plugins.plugins import Plugins, PluginWarning
+from interposer._plugins.trust import Lock
 from interposer.errors import LockError
-from interposer.plugins import Plugins, PluginWarning
-from interposer.trust import Lock
 
 Install = Callable[..., Path]
 PLUGIN = """

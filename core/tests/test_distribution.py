@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer.distribution import Distribution, read_distribution
+from interposer._validation.distribution import Distribution, read_distribution
 
 FILES = {
     "acme/__init__.py": b"",

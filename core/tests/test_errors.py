@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interposer._contract.verdict import Refusal
 from interposer.errors import (
     CheckpointError,
     ConfigError,
@@ -20,7 +21,6 @@ from interposer.errors import (
     UnknownNameError,
     nearest_first,
 )
-from interposer.verdict import Refusal
 
 REFUSALS = (
     Refusal("fast", "acme 1.2", "needs sm_80"),

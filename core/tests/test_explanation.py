@@ -35,11 +35,11 @@ from interposer import (
     register,
     use,
 )
+from interposer._contract.verdict import Refusal
+from interposer._explanation.explanation import Row
+from interposer._explanation.inventory import inventory
+from interposer._explanation.settings import settings
 from interposer.errors import ConfigError, UnknownNameError
-from interposer.explanation import Row
-from interposer.inventory import inventory
-from interposer.setting import settings
-from interposer.verdict import Refusal
 
 
 def negate(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from interposer import (
     Site,
     custom_op,
 )
-from interposer.fallback import Fallback
+from interposer._selection.fallback import Fallback
 
 DEVICE = Device("host", "cpu", "a device", Capability("any"))
 Resolve = Callable[..., Resolver]

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from interposer.import_string import check_import_string, is_loaded
+from interposer._validation.import_string import check_import_string, is_loaded
 
 Package = Callable[..., None]
 
@@ -184,7 +184,7 @@ def test_modules_that_make_names_when_asked_are_not_asked(package: Package) -> N
 def test_modules_are_judged_by_their_source_until_they_are_imported(package: Package) -> None:
     package(
         names=(
-            "from interposer.import_string import check_import_string\n"
+            "from interposer._validation.import_string import check_import_string\n"
             "def known(name): return check_import_string(f'{__name__}:{name}')\n"
             "early = [known('later'), known('never')]\n"
             "def later(): ...\n"
@@ -213,7 +213,7 @@ def test_a_script_is_looked_into(tmp_path: Path) -> None:
     script.write_text(
         "import json, sys\n"
         "from interposer import Kernel, hookimpl\n"
-        "from interposer.validation import check_records\n"
+        "from interposer._validation.records import check_records\n"
         "three = 3\n"
         "def fast(x): ...\n"
         "kernels = [Kernel('a', name, f'__main__:{name}') for name in ('fast', 'fsat', 'three')]\n"

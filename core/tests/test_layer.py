@@ -22,8 +22,8 @@ from interposer import (
     Site,
     explain,
 )
+from interposer._contract.layer import check_replacement
 from interposer.errors import RecordError
-from interposer.layer import check_replacement
 
 DEVICE = Device("host", "cpu", "a device", Capability("any"))
 Build = Callable[..., Site]

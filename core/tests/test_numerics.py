@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interposer._contract.numerics import NumericsPolicy, applied
 from interposer.errors import ConfigError
-from interposer.numerics import NumericsPolicy, applied
 
 LIBRARY = SimpleNamespace(half=True, bfloat=False)
 REDUCTIONS = [(LIBRARY, "half"), (LIBRARY, "bfloat")]

@@ -21,10 +21,10 @@ from interposer import (
     place,
     use,
 )
-from interposer import placement as placement_module
+from interposer._plugins.plugins import Plugins, PluginWarning
+from interposer._plugins.registry import Registry
+from interposer._selection import placement as placement_module
 from interposer.errors import ConfigError, PlatformUnavailableError, UnknownNameError
-from interposer.plugins import Plugins, PluginWarning
-from interposer.registry import Registry
 
 Make = Callable[..., ModuleType]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from interposer import Capability, Config, Device, Placement, planned, register
+from interposer._plugins.plugins import PluginWarning
+from interposer._selection.planning import Planned
 from interposer.errors import CheckpointError, ConfigError
-from interposer.planning import Planned
-from interposer.plugins import PluginWarning
 
 Make = Callable[..., ModuleType]
 

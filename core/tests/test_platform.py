@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
+from interposer._contract.numerics import NumericsPolicy
 from interposer.errors import InterposerError, MissingMemberError
-from interposer.numerics import NumericsPolicy
 
 CAPABILITY = Capability("any")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from interposer import Kernel, LayerEntry, OpEntry, hookimpl
+from interposer._plugins.plugins import Plugins, PluginWarning
 from interposer.errors import PluginConflictError, PluginError
-from interposer.plugins import Plugins, PluginWarning
 
 Make = Callable[..., ModuleType]
 

@@ -27,10 +27,10 @@ from interposer import (
     custom_op,
     hookimpl,
     register,
-    registration,
 )
+from interposer._contract.platform import Platform
+from interposer._plugins import registration
 from interposer.errors import PluginConflictError, PluginError
-from interposer.platform import Platform
 
 Make = Callable[..., ModuleType]
 

@@ -17,9 +17,9 @@ from interposer import (
     SchemeEntry,
     current_registry,
 )
+from interposer._contract.request import Kind
+from interposer._plugins.registry import Registry
 from interposer.errors import PluginError, UnknownNameError
-from interposer.registry import Registry
-from interposer.request import Kind
 
 Make = Callable[..., ModuleType]
 Register = Callable[..., Registry]

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from interposer._sandbox.task import read_request
 from interposer import AttentionSpec, Capability, Request
 
 SPEC = AttentionSpec(
@@ -66,7 +67,7 @@ def test_another_process_gets_the_same_request(detail: AttentionSpec | None) -> 
         "attention", "decoder", "cpu", capability, "bfloat16", {"n": 1, "wide": True}, detail
     )
     text = json.dumps(request.to_json(), sort_keys=True)
-    again = Request.from_json(json.loads(text))
+    again = read_request(json.loads(text))
     assert again == request
     assert again.key == request.key
     assert again.capability == capability

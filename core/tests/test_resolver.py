@@ -27,8 +27,8 @@ from interposer import (
     Verdict,
     custom_op,
 )
+from interposer._plugins.plugins import PluginWarning
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
-from interposer.plugins import PluginWarning
 
 DEVICE = Device("host", "cpu", "a device", Capability("any"))
 Resolve = Callable[..., Resolver]

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import interposer.storage
+import interposer._config.storage
 from interposer import Config
+from interposer._config.storage import JSON, Store, checksum, default_store, write_text
 from interposer.errors import StorageError
-from interposer.storage import JSON, Store, checksum, default_store, write_text
 
 texts = st.text(st.characters(), max_size=8)  # unpaired surrogates too
 atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
@@ -36,7 +36,7 @@ keys = st.dictionaries(texts, values, max_size=4)
 WRITER = """
 import sys
 from pathlib import Path
-from interposer.storage import Store
+from interposer._config.storage import Store
 
 store, name = Store(Path(sys.argv[1])), sys.argv[2]
 for number in range(20):
@@ -49,7 +49,7 @@ for number in range(20):
 ENDLESS = """
 import itertools, sys
 from pathlib import Path
-from interposer.storage import Store
+from interposer._config.storage import Store
 
 store = Store(Path(sys.argv[1]))
 for number in itertools.count():
@@ -57,7 +57,8 @@ for number in itertools.count():
 """
 LIGHT = """
 import sys
-import interposer.storage, interposer.distribution, interposer.compatibility, interposer.trust
+import interposer._config.storage, interposer._validation.distribution
+import interposer._validation.compatibility, interposer._plugins.trust
 print(sorted({"torch", "typer", "rich"} & {name.partition(".")[0] for name in sys.modules}))
 """
 
@@ -343,7 +344,7 @@ def test_the_light_modules_import_no_torch() -> None:
 
 def test_nothing_in_the_core_unpickles() -> None:
     loaders = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-    package = Path(interposer.storage.__file__).parent
+    package = Path(interposer._config.storage.__file__).parent
     found = []
     for module in package.rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
@@ -360,8 +361,8 @@ def test_nothing_in_the_core_unpickles() -> None:
 HOMELESS = """
 import os, sys, warnings
 from interposer import Config
-from interposer.config_file import read_project_file, read_user_file
-from interposer.storage import default_store
+from interposer._config.files import read_project_file, read_user_file
+from interposer._config.storage import default_store
 from pathlib import Path
 
 warnings.simplefilter("always")

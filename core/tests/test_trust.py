@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from interposer import Config
-from interposer.distribution import STANDARD, Distribution, read_distribution
+from interposer._config.storage import checksum
+from interposer._plugins.trust import Lock, LockedDistribution, allowed, check_lock, lock_path
+from interposer._validation.distribution import STANDARD, Distribution, read_distribution
 from interposer.errors import LockError, UnknownNameError
-from interposer.storage import checksum
-from interposer.trust import Lock, LockedDistribution, allowed, check_lock, lock_path
 
 Install = Callable[..., Distribution]
 

@@ -1,476 +1,224 @@
-"""Tuning a plan made in code: what is timed, what is kept, and what is chosen afterwards."""
+"""Tables: what a file must hold, which of two measurements stays, what is kept on a host."""
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from interposer import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionEntry,
-    AttentionSpec,
-    Capability,
-    Case,
-    Choice,
-    Config,
-    Device,
-    Kernel,
-    KVCacheLayout,
-    LayerEntry,
-    OpEntry,
-    Placement,
-    Platform,
-    PlatformEntry,
-    PluggableLayer,
-    Registry,
-    Request,
-    Resolver,
-    Site,
-    Table,
-    Verdict,
-    custom_op,
-    register,
-    tune,
-    use,
-)
-from interposer.commands.tune import tune as command_tune
-from interposer.errors import ConfigError
-from interposer.hookspecs import hookimpl
-from interposer.op import Dims
-from interposer.plugins import Plugins
-from interposer.storage import default_store
-
-DEVICE = Device("bench", "cpu", "a bench", Capability("any", caches_bytes={"l1": 4096}))
-SPEC = AttentionSpec(
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=8,
-    dtype=torch.float32,
-    cache_dtype=torch.float32,
-    page_size=16,
-    scale=1.0,
+from interposer import Table
+from interposer._config.storage import Store, checksum
+from interposer.errors import StorageError
+from interposer.tuning import (
+    KIND,
+    Entry,
+    Figures,
+    Key,
+    Measurement,
+    NotMeasured,
+    geometric_mean,
+    this_host,
+    write_entry,
 )
 
-
-class Bench(Platform):
-    name = "bench"
-    device_type = "cpu"
-
-    @classmethod
-    def probe(cls) -> Verdict:
-        return Verdict.accept()
-
-    def devices(self) -> Sequence[Device]:
-        return [DEVICE]
-
-    def capability(self, device: str) -> Capability:
-        return DEVICE.capability
-
-    def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        return [torch.float32]
-
-    def synchronize(self, device: str) -> None:
-        pass
-
-
-def scale_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
-    yield Case("two rows", {"x": torch.ones(2, 4).to(dtype), "weight": torch.ones(4).to(dtype)})
-
-
-def scale_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    width = int(dims["width"])
-    arguments = {"x": torch.ones(num_tokens, width).to(dtype), "weight": torch.ones(width)}
-    return Case(f"{num_tokens} tokens", arguments, dims)
-
-
-@custom_op("scale", cases=scale_cases, constants=("weight",), sample=scale_sample)
-def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x * weight``."""
-    return x * weight
-
-
-@custom_op("unsampled", cases=scale_cases)
-def unsampled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``x + weight``."""
-    return x + weight
-
-
-def slow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.003)
-    return x * weight
-
-
-def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * weight
-
-
-def transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    assert weight.shape == (x.shape[1], 1), "it wants its weight prepared"
-    return x * weight.T[0]
-
-
-preparations: list[Mapping[str, Any]] = []
-
-
-def prepare(**constants: torch.Tensor) -> dict[str, torch.Tensor]:
-    preparations.append(constants)
-    time.sleep(0.01)
-    return {"weight": constants["weight"][:, None]}
-
-
-@custom_op("crowded", cases=scale_cases, sample=scale_sample)
-def crowded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Ask for more than there is."""
-    raise MemoryError("cannot allocate 4 TiB\nbacktrace:\n  frame 0")
-
-
-def failing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("no such instruction")
-
-
-def flaky(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Fail after a while, once there are more tokens."""
-    runs.append(len(x))
-    if len(runs) > 8:
-        raise SystemExit("enough")
-    return x * weight
-
-
-runs: list[int] = []
-
-
-def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x * weight + 1
-
-
-class Layer(PluggableLayer):
-    layer_id = "scaling"
-
-    def __init__(self, site: Site, width: int) -> None:
-        super().__init__(site)
-        self.bound = site.bind_kernel(scale, width=width)
-
-
-class Paged(AttentionBackend):
-    """Binds an op, and sleeps as long as its class says."""
-
-    pause = 0.0
-
-    def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        super().__init__(spec, site)
-        self.planned: list[AttentionBatch] = []
-
-    @classmethod
-    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        return Verdict.accept()
-
-    def kv_layout(self) -> KVCacheLayout:
-        page = (2, self.spec.page_size, self.spec.num_kv_heads, self.spec.head_size)
-        return KVCacheLayout(page, 1, (0, 1, 2, 3, 4), self.spec.cache_dtype)
-
-    def plan(self, batch: AttentionBatch) -> AttentionBatch:
-        time.sleep(0.02)  # is not timed
-        return batch
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-    ) -> torch.Tensor:
-        assert not cache.isnan().any()
-        assert int(plan.slots.max()) < cache.shape[1] * self.spec.page_size
-        time.sleep(self.pause)
-        return query
-
-
-class SlowPaged(Paged):
-    pause = 0.003
-
-
-class BindingPaged(Paged):
-    def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        super().__init__(spec, site)
-        site.bind_kernel(scale, width=24)
-
-
-@dataclass
-class Plan:
-    resolver: Resolver
-    placement: Placement
-    path: Path
-
-
-MakePlan = Callable[..., Plan]
-
-
-def kernel(name: str, function: str, score: float, **more: Any) -> Kernel:
-    return Kernel("scale", name, f"acme_scale:{function}", score=score, **more)
-
-
-SLOW, FAST = kernel("scale_slow", "slow", 50.0), kernel("scale_fast", "fast", 1.0)
-ATTENTION = (
-    AttentionEntry("slow", "acme_scale:SlowPaged", score=50.0),
-    AttentionEntry("quick", "acme_scale:Paged", score=1.0),
-)
-
-
-@pytest.fixture
-def make_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePlan:
-    """Return a maker of plans with the given records, as a loader would make them."""
-    monkeypatch.setitem(sys.modules, "acme_scale", sys.modules[__name__])
-    preparations.clear()
-    runs.clear()
-
-    def make(
-        *records: Any,
-        build: Callable[[Site], object] = lambda site: Layer(site, 16),
-        hooks: Mapping[str, Callable[..., object]] | None = None,
-        **config: Any,
-    ) -> Plan:
-        plugin = ModuleType("acme")
-        standard = (
-            PlatformEntry("bench", "acme_scale:Bench"),
-            OpEntry("scale", "acme_scale:scale"),
-            OpEntry("unsampled", "acme_scale:unsampled"),
-            LayerEntry("scaling", "standard", "acme_scale:Layer", score=0.0),
-        )
-        plugin.interposer_records = hookimpl(lambda: [*standard, *records])  # type: ignore[attr-defined]
-        for name, hook in (hooks or {}).items():
-            setattr(plugin, name, hookimpl(hook))
-        registry = Registry(Plugins.of(plugin))
-        assert registry.plugins.failed == []
-        (candidate,) = registry.candidates("platform")
-        placement = Placement(
-            Bench(), DEVICE, Choice(Request("platform", ""), candidate, "the only one", ())
-        )
-        policy = Config(**{"cache_dir": str(tmp_path), **config})
-        resolver = Resolver(registry, DEVICE, policy, trusted=frozenset({"acme"}))
-        build(Site(resolver, "model", torch.float32))
-        return Plan(resolver, placement, tmp_path)
-
-    return make
-
-
-def choice_of(plan: Plan, kind: str, name: str) -> Choice:
-    (found,) = [
-        choice
-        for choice, _ in plan.resolver.choices.values()
-        if (choice.request.kind, choice.request.name) == (kind, name)
-    ]
-    return found
-
-
-def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
-    before = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
-    assert (before.chosen.name, before.seconds) == ("scale_slow", {})
-    tune(make_plan(SLOW, FAST), tokens=(1, 4), repeats=3)
-    after = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
-    assert after.chosen.name in ("scale_fast", "reference")
-    assert set(after.seconds) == {"acme/scale_slow", "acme/scale_fast", "acme/reference"}
-    assert after.seconds["acme/scale_slow"] > 0.003 > after.seconds["acme/scale_fast"]
-    # The two fast ones may be as fast as each other, which leaves it to the score.
-    assert "in the measurements of this host" in after.why
-    (refusal,) = [r for r in after.refusals if r.candidate == "scale_slow"]
-    assert "slower" in refusal.reason
-
-
-def test_a_pin_and_an_untabled_policy_still_decide(make_plan: MakePlan) -> None:
-    tune(make_plan(SLOW, FAST), tokens=(1,), repeats=3)
-    for policy in ({"kernels": {"scale": "scale_slow"}}, {"tables": False}):
-        chosen = choice_of(make_plan(SLOW, FAST, **policy), "kernel", "scale").chosen
-        assert chosen.name == "scale_slow"
-
-
-def test_what_is_pinned_or_forbidden_is_timed_all_the_same(make_plan: MakePlan) -> None:
-    rule = {"pin": "scale_slow", "forbid": ["scale_fast"]}
-    table = tune(make_plan(SLOW, FAST, kernels={"scale": rule}), tokens=(1,), repeats=3)
-    (entry,) = table.entries
-    assert len(entry.value.candidates) == 3
-
-
-def test_figures_are_those_of_each_number_of_tokens(make_plan: MakePlan) -> None:
-    (entry,) = tune(make_plan(SLOW), tokens=(16, 1, 4, 4), repeats=3).entries
-    for figures in entry.value.candidates.values():
-        assert list(figures.per_tokens) == ["1", "4", "16"]
-        assert figures.low <= figures.seconds <= figures.high
-        medians = figures.per_tokens.values()
-        assert min(medians) <= figures.seconds <= max(medians)
-    assert entry.key.dims == {"width": 16}
-    assert (entry.key.device, entry.key.platform, entry.key.dtype) == (
-        "a bench",
-        "bench",
-        "float32",
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def entry(
+    name: str = "linear", hours: int = 0, seconds: float = 1e-3, host: str = "here", **key: Any
+) -> Entry:
+    facts = {"device": "cpu", "platform": "cpu", "kind": "kernel", "dtype": "float32", "dims": {}}
+    figures = Figures(
+        version="1.0", seconds=seconds, low=seconds, high=seconds, per_tokens={"1": seconds}
     )
+    value = Measurement(
+        driver="",
+        torch="2.11",
+        interposer="0.1",
+        measured=START + timedelta(hours=hours),
+        candidates={"acme/a": figures},
+        failed={"acme/b": ("1.0", "raised")},
+    )
+    return Entry(key=Key(**{**facts, "name": name, "host": host, **key}), value=value)
 
 
-def test_constants_are_prepared_once_and_not_timed(make_plan: MakePlan) -> None:
-    record = kernel("scale_transposed", "transposed", 9.0, prepare="acme_scale:prepare")
-    (entry,) = tune(make_plan(record), tokens=(1, 4, 16), repeats=3).entries
-    assert len(preparations) == 1
-    assert entry.value.candidates["acme/scale_transposed"].seconds < 0.01
-    assert entry.value.failed == {}
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    # No two are of one hour, so that the newest is one alone.
+    hours = st.integers(0, 10**6)
+    made = draw(st.lists(st.tuples(st.sampled_from("abc"), hours), unique_by=lambda pair: pair[1]))
+    dims = draw(st.dictionaries(st.text(max_size=5), st.integers() | st.booleans() | st.text()))
+    return Table(entries=tuple(entry(name, hour, dims=dims) for name, hour in made))
 
 
-def test_what_fails_costs_itself_only_and_is_remembered(make_plan: MakePlan) -> None:
-    records = (kernel("scale_failing", "failing", 99.0), SLOW, FAST)
-    (entry,) = tune(make_plan(*records), tokens=(1,), repeats=3).entries
-    version, reason = entry.value.failed["acme/scale_failing"]
-    assert "no such instruction" in reason
-    assert version == "in code"
-    after = choice_of(make_plan(*records), "kernel", "scale")
-    assert after.chosen.name in ("scale_fast", "reference")
-    assert after.notes == ()
+def test_a_file_holds_what_was_written(tmp_path: Path) -> None:
+    detail = {"scale": 0.125, "window_tokens": None, "causal": True, "dtype": "torch.float32"}
+    table = Table(
+        entries=(
+            entry("b", dims={"width": 16, "windowed": False, "eps": 1e-6, "mode": "tanh"}),
+            entry("a", kind="attention", detail=detail),
+        )
+    )
+    path = tmp_path / "made" / "table.json"
+    table.write(path)
+    read = Table.read(path)
+    assert read.entries == table.entries[::-1], "sorted by kind and name"
+    read.write(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
 
 
-def test_what_fails_later_costs_itself_only(make_plan: MakePlan) -> None:
-    plan = make_plan(kernel("scale_flaky", "flaky", 99.0), FAST)
-    (entry,) = tune(plan, tokens=(1, 4), repeats=3).entries
-    assert runs[-1] == 4
-    assert set(entry.value.candidates) == {"acme/reference", "acme/scale_fast"}
-    assert all(len(f.per_tokens) == 2 for f in entry.value.candidates.values())
-    assert "enough" in entry.value.failed["acme/scale_flaky"][1]
+def test_what_was_not_measured_stays_out_of_files(tmp_path: Path) -> None:
+    missing = (NotMeasured(request="layer 'x'", reason="no"),)
+    Table(entries=(entry(),), not_measured=missing).write(tmp_path / "t.json")
+    assert Table.read(tmp_path / "t.json") == Table(entries=(entry(),))
 
 
-def test_a_request_without_any_figure_fails_the_command(
-    make_plan: MakePlan,
-    make_plugin: Callable[..., ModuleType],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@given(data=st.data())
+def test_a_damaged_file_is_refused_with_its_path(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def command(plan: Plan) -> None:
-        planner = make_plugin("planner", interposer_plan=lambda: plan)
-        with register(planner), use(plugins="none", isolation="off"):
-            command_tune(tmp_path, tokens="1", repeats=3)
-
-    def build(site: Site) -> None:
-        site.bind_kernel(crowded, width=16)
-
-    command(make_plan(kernel("scale_failing", "failing", 99.0)))
-    assert "scale_failing: failed: raised RuntimeError" in capsys.readouterr().out
-    with pytest.raises(typer.Exit) as ended:
-        command(make_plan(OpEntry("crowded", "acme_scale:crowded"), build=build))
-    assert ended.value.exit_code == 1
-    out, err = capsys.readouterr()
-    assert "reference: failed: raised MemoryError('cannot allocate 4 TiB ...\n" in out
-    assert err.startswith("error: every candidate failed for kernel 'crowded' [")
-
-
-def test_what_is_no_model_is_named_by_its_type(make_plan: MakePlan) -> None:
-    with pytest.raises(ConfigError, match="model is of the type Placement, must be") as caught:
-        tune(make_plan().placement)  # type: ignore[arg-type]
-    assert len(str(caught.value)) < 200
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    Table(entries=(entry(), entry("norm", dims={"width": 3}))).write(path)
+    content = path.read_bytes()
+    place = data.draw(st.integers(0, len(content) - 1))
+    byte = data.draw(st.integers(0, 255).filter(lambda value: value != content[place]))
+    path.write_bytes(content[:place] + bytes([byte]) + content[place + 1 :])
+    try:
+        same = json.loads(path.read_bytes()) == json.loads(content)
+    except ValueError:
+        same = False
+    if same:  # a space became another space
+        assert Table.read(path)
+    else:
+        with pytest.raises(StorageError) as caught:
+            Table.read(path)
+        assert caught.value.path == str(path)
 
 
-def test_what_the_canary_refuses_is_not_timed(make_plan: MakePlan) -> None:
-    records = (kernel("scale_wrong", "wrong", 99.0), FAST)
-    (entry,) = tune(make_plan(*records, canary="all"), tokens=(1,), repeats=3).entries
-    assert set(entry.value.candidates) == {"acme/reference", "acme/scale_fast"}
-    assert "reference of 'scale'" in entry.value.failed["acme/scale_wrong"][1]
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no table"),
+        ("[]", "no table"),
+        ('{"version": 2, "entries": [], "checksum": ""}', "version"),
+        ('{"version": 1, "entries": [], "checksum": ""}', "checksum differ"),
+        ('{"version": 1, "entries": [], "checksum": "", "more": 1}', "more"),
+    ],
+)
+def test_what_is_no_table_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(StorageError, match=reason):
+        Table.read(path)
 
 
-def test_what_cannot_be_timed_is_listed_with_the_reason(make_plan: MakePlan) -> None:
-    def build(site: Site) -> None:
-        Layer(site, 16)
-        site.bind(unsampled)
-
-    table = tune(make_plan(build=build), tokens=(1,), repeats=3)
-    reasons = {missing.request.split("'")[1]: missing.reason for missing in table.not_measured}
-    assert set(reasons) == {"scaling", "unsampled"}
-    assert "no sample" in reasons["unsampled"]
-    assert "policy" in reasons["scaling"]
-
-
-def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan) -> None:
-    def build(site: Site) -> None:
-        site.resolver.attention(SPEC, site)
-
-    assert (
-        choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder").chosen.name == "slow"
-    )
-    (entry,) = tune(make_plan(*ATTENTION, build=build), tokens=(1, 40), repeats=3).entries
-    assert entry.key.kind == "attention"
-    assert entry.value.candidates["acme/quick"].seconds < 0.003, "planning is timed"
-    after = choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder")
-    assert after.chosen.name == "quick"
-    assert "fastest" in after.why
-
-
-def test_kernels_of_every_backend_are_timed(make_plan: MakePlan) -> None:
-    binding = AttentionEntry("binding", "acme_scale:BindingPaged", score=0.5)
-
-    def build(site: Site) -> None:
-        site.resolver.attention(SPEC, site)
-
-    table = tune(make_plan(SLOW, *ATTENTION, binding, build=build), tokens=(1,), repeats=3)
-    assert [(e.key.kind, e.key.name) for e in table.entries] == [
-        ("kernel", "scale"),
-        ("attention", "decoder"),
-    ]
-    assert set(table.entries[1].value.candidates) == {"acme/slow", "acme/quick", "acme/binding"}
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("value", "candidates", "acme/a", "seconds"), -1.0),
+        (("value", "candidates", "acme/a", "seconds"), float("inf")),
+        (("value", "candidates", "acme/a", "seconds"), "1"),
+        (("value", "candidates", "acme/a", "per_tokens"), {"none": 1.0}),
+        (("value", "measured"), "2026-01-01T00:00:00"),
+        (("value", "unheard"), 1),
+        (("key", "kind"), "layer"),
+        (("key", "dims"), {"a": [1]}),
+        (("key", "name"), ""),
+    ],
+)
+def test_nonsense_is_refused_even_with_a_checksum(
+    place: tuple[str, ...], value: object, tmp_path: Path
+) -> None:
+    facts: Any = entry().model_dump(mode="json")
+    inner = facts
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    signed = checksum([facts]) if value != float("inf") else ""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"version": 1, "entries": [facts], "checksum": signed}))
+    with pytest.raises(StorageError, match=place[-1]):
+        Table.read(path)
 
 
-def test_requests_are_timed_once(make_plan: MakePlan) -> None:
-    def build(site: Site) -> None:
-        for name in ("one", "two"):
-            Layer(site.at(name), 16)
-        Layer(site.at("three"), 32)
-
-    rules = {"scale@*two": "reference"}
-    table = tune(make_plan(SLOW, build=build, kernels=rules), tokens=(1,), repeats=3)
-    assert [entry.key.dims for entry in table.entries] == [{"width": 16}, {"width": 32}]
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nowhere\.json"):
+        Table.read(tmp_path / "nowhere.json")
 
 
-def test_progress_and_observers_are_told(make_plan: MakePlan) -> None:
-    told: list[tuple[int, int, str]] = []
-    finished: list[tuple[str, str, bool, object]] = []
-
-    def interposer_finished(
-        activity: str, subject: str, start_ns: int, end_ns: int, facts: Mapping[str, object]
-    ) -> None:
-        if activity == "tune":
-            finished.append((activity, subject, start_ns < end_ns, facts["candidates"]))
-
-    plan = make_plan(SLOW, hooks={"interposer_finished": interposer_finished})
-    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: told.append(facts))
-    # The layer is a request as well.
-    assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
-    assert "scale" in told[0][2]
-    assert finished == [("tune", told[0][2], True, 2)]
+@given(one=tables(), other=tables())
+def test_of_two_measurements_the_newer_stays(one: Table, other: Table) -> None:
+    merged, replaced = one.merge(other)
+    given_entries = [*one.entries, *other.entries]
+    newest = {}
+    for each in sorted(given_entries, key=lambda e: e.value.measured):
+        newest[str(each.key.model_dump())] = each
+    assert {str(e.key.model_dump()): e.value.measured for e in merged.entries} == {
+        key: e.value.measured for key, e in newest.items()
+    }
+    assert all(e in given_entries and e not in merged.entries for e in replaced)
 
 
-def test_the_table_is_what_is_kept(make_plan: MakePlan) -> None:
-    plan = make_plan(SLOW, FAST)
-    table = tune(plan, tokens=(1,), repeats=3)
-    assert Table.stored(default_store(plan.resolver.config)).entries == table.entries
+@given(table=tables())
+def test_merging_with_itself_changes_nothing(table: Table) -> None:
+    once, _ = table.merge(Table())
+    twice, replaced = once.merge(once)
+    assert twice == once
+    assert replaced == ()
 
 
-@pytest.mark.parametrize("tokens", [(), (0,), (1.5,), ("1",), 3, "16", None, (True,)])
-def test_tokens_that_cannot_be_used_raise(make_plan: MakePlan, tokens: Any) -> None:
-    with pytest.raises(ConfigError, match="tokens"):
-        tune(make_plan(), tokens=tokens)
+def test_what_is_installed_counts_for_this_host(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    given_table = Table(entries=(entry(hours=1, host="there"), entry(hours=2, host="yonder")))
+    assert given_table.install(store) == ()
+    (kept,) = Table.stored(store).entries
+    assert kept.key.host == this_host()
+    assert kept.value.measured == START + timedelta(hours=2)
 
 
-@pytest.mark.parametrize("repeats", [0, 2, 3.5])
-def test_too_few_repeats_raise(make_plan: MakePlan, repeats: Any) -> None:
-    with pytest.raises(ConfigError, match="repeats"):
-        tune(make_plan(), tokens=(1,), repeats=repeats)
+def test_an_older_measurement_does_not_replace_a_newer_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    Table(entries=(entry(hours=2, seconds=2.0),)).install(store)
+    assert Table(entries=(entry(hours=1, seconds=1.0),)).install(store) == ()
+    assert Table.stored(store).entries[0].value.candidates["acme/a"].seconds == 2.0
+    (replaced,) = Table(entries=(entry(hours=3, seconds=3.0),)).install(store)
+    assert replaced.value.candidates["acme/a"].seconds == 2.0
+    assert Table.stored(store).entries[0].value.candidates["acme/a"].seconds == 3.0
 
 
-def test_a_described_device_is_not_measured(make_plan: MakePlan) -> None:
-    plan = make_plan(SLOW)
-    plan.resolver.described = True
-    with pytest.raises(ConfigError, match="only described"):
-        tune(plan, tokens=(1,))
+def test_a_corrupt_entry_of_the_store_is_left_out(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name in ("a", "b"):
+        write_entry(store, entry(name))
+    store.write(KIND, {"another": "form"}, 1)
+    victim = next(iter(store.entries(KIND))).path
+    victim.write_text(victim.read_text()[:-9])
+    assert len(Table.stored(store).entries) <= 2
+    assert len(Table.stored(store).entries) >= 1
+
+
+def test_the_fastest_is_named_and_shown() -> None:
+    value = entry().value
+    slow = value.candidates["acme/a"]
+    fast = slow.model_copy(update={"seconds": 5e-5, "low": 4e-5, "high": 0.25})
+    both = value.model_copy(update={"candidates": {"acme/a": slow, "acme/c": fast}})
+    assert Entry(key=entry().key, value=both).fastest == "acme/c"
+    assert str(fast) == "50 us (40 us to 250 ms)"
+    none = value.model_copy(update={"candidates": {}})
+    assert Entry(key=entry().key, value=none).fastest == ""
+
+
+def test_figures_need_a_positive_duration() -> None:
+    with pytest.raises(ValidationError):
+        Figures(version="1", seconds=0.0, low=1.0, high=1.0, per_tokens={})
+
+
+def test_a_geometric_mean_weighs_factors_alike() -> None:
+    assert geometric_mean([1e-6, 1e-2]) == pytest.approx(1e-4)
+    assert geometric_mean(iter([3.0])) == pytest.approx(3.0)

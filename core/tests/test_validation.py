@@ -27,12 +27,12 @@ from interposer import (
     Site,
     custom_op,
 )
-from interposer.attention import AttentionBackend
-from interposer.checkpoint import CheckpointFile
-from interposer.op import Case
-from interposer.quantization import QuantizationScheme
+from interposer._contract.attention import AttentionBackend
+from interposer._contract.checkpoint import CheckpointFile
+from interposer._contract.op import Case
+from interposer._contract.quantization import QuantizationScheme
+from interposer._validation.records import MOST_RECORDS, check_classes, check_records
 from interposer.records import CheckpointEntry, DeviceEntry, Record, TuningEntry
-from interposer.validation import MOST_RECORDS, check_classes, check_records
 
 
 @pytest.fixture

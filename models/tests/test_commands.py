@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from interposer import explain
-from interposer.cli import main
 from interposer.errors import ConfigError
 from interposer_models import load
+from interposer_tools._cli import main
 
 
 class Command:

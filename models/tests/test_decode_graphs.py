@@ -17,14 +17,23 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interposer import Capability, Config, Device, Memory, Platform, Verdict, doctor, explain
+from interposer import (
+    Capability,
+    Config,
+    Device,
+    Memory,
+    Platform,
+    Verdict,
+    explain,
+    register,
+)
 from interposer.errors import ConfigError, GraphError
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, LayerEntry, PlatformEntry, Record
-from interposer.registration import register
 from interposer_models import Completion, LanguageModel, SamplingParams, load
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.linear import linear
+from interposer_tools import doctor
 
 DEVICE = Device("tape", "cpu", "a tape", Capability("any", memory_bytes=2**30))
 PLUGINS = ("interposer-models", "interposer-ops", "interposer-quantization")

@@ -10,8 +10,8 @@ import torch
 
 from interposer import Capability, Config, Device, Registry, Resolver, Site
 from interposer.hookspecs import hookimpl
-from interposer.plugins import Plugins
 from interposer.records import Record
+from interposer.tooling import Plugins
 from interposer_ops import plugin
 
 CPU = Device("cpu", "cpu", "test", Capability("x86_64"))

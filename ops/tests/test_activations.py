@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import CustomOp
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.activations import (
     fatrelu_and_mul,
     gelu,
@@ -24,6 +22,8 @@ from interposer_ops.activations import (
     swiglu_clamped_and_mul,
     swiglu_oai_and_mul,
 )
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 SHAPES = [(1, 2), (4, 14), (2, 3, 8), (0, 8)]
 

@@ -12,12 +12,13 @@ import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout, Site
 from interposer.errors import MissingMemberError
-from interposer.testing import attention_specs, check_attention
-from interposer.testing.attention_promise import (
+from interposer_ops.layers.attention import PagedBackend
+from interposer_testing import (
+    attention_specs,
+    check_attention,
     check_attention_batches,
     check_attention_determinism,
 )
-from interposer_ops.layers.attention import PagedBackend
 
 
 def spec_of(dtype: torch.dtype, mask: str, cache: str = "") -> AttentionSpec:

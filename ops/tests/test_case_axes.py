@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from interposer import CustomOp, OpEntry
-from interposer.cases import CaseSpace
 from interposer.records import load_target
 from interposer_ops import plugin
+from interposer_testing.cases import CaseSpace
 
 SPACES: dict[str, CaseSpace] = {}
 for record in plugin.interposer_records():

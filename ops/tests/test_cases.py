@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from interposer import AttentionSpec, Case, CustomOp, OpEntry, Site
-from interposer.cases import CaseSpace
 from interposer.records import load_target
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
@@ -18,6 +17,7 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.sampler import Sampler
 from interposer_ops.plugin import interposer_records
+from interposer_testing.cases import CaseSpace
 
 OPS: dict[str, CustomOp[..., Any]] = {
     record.name: load_target(record.target)

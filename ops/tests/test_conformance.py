@@ -10,10 +10,15 @@ import pytest
 
 from interposer import Config, Device, current_registry, place
 from interposer.hookspecs import GROUP
-from interposer.testing import Trial, check_lightness, conformance
-from interposer.testing.conformance import attention_trials
-from interposer.testing.part import layer_trials, scheme_trials
-from interposer.testing.trial import Aspect
+from interposer_testing import (
+    Aspect,
+    Trial,
+    attention_trials,
+    check_lightness,
+    conformance,
+    layer_trials,
+    scheme_trials,
+)
 
 # How plugins are examined before they are asked is the core's own promise; here it costs a process
 # for every condition and case.

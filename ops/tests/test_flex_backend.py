@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry
-from interposer.capability import Device
-from interposer.testing import attention_specs, check_attention
+from interposer import AttentionSpec, Capability, Config, Device, Resolver, Site, current_registry
 from interposer_ops.flex_attention import FlexBackend
+from interposer_testing import attention_specs, check_attention
 
 ANY = Capability("any")
 DEVICE = Device("none", "cpu", "a device without kernels of its own", ANY)

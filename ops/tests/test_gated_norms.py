@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.gated_norms import gated_rms_norm
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

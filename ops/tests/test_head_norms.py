@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from interposer import CustomOp
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.head_norms import l2_norm, qk_norm
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

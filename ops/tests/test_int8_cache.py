@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer.cases import planned_cases
 from interposer_ops.int8_cache import gather_cache_int8, reshape_and_cache_int8
+from interposer_testing.cases import planned_cases
 
 
 def nearest(x: Fraction) -> int:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from interposer import LayerEntry, PluggableLayer, current_registry, hookimpl, place, register
-from interposer.testing import Trial
-from interposer.testing.part import layer_trials
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.sampler import Sampler
+from interposer_testing import Trial, layer_trials
 
 
 def trials(provider: str, layer_id: str) -> list[Trial]:

@@ -11,7 +11,6 @@ from torch import nn
 
 from interposer import ExpertsSpec, Kernel, Site, current_registry, place
 from interposer.errors import ConfigError, UnknownNameError
-from interposer.testing.part import layer_trials
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
@@ -25,6 +24,7 @@ from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rope_scaling import rotary_table
 from interposer_ops.rotary import rotary_embedding
+from interposer_testing import layer_trials
 
 MakeSite = Callable[..., Site]
 DTYPES = (torch.float32, torch.bfloat16)

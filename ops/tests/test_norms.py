@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from interposer import CustomOp
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
     fused_add_rms_norm,
@@ -19,6 +17,8 @@ from interposer_ops.norms import (
     layer_norm,
     rms_norm,
 )
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 SHAPES = [(1, 8), (5, 127), (2, 3, 64), (0, 16)]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.quantized_norms import rms_norm_quantize_fp8
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
 

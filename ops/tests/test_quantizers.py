@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import CustomOp
-from interposer.cases import planned_cases
-from interposer.testing import check_kernel
 from interposer_ops.fp8_quantizers import (
     quantize_fp8_blocks,
     quantize_fp8_dynamic,
@@ -29,6 +27,8 @@ from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quant
 from interposer_ops.nvfp4_quantizers import dequantize_nvfp4, quantize_nvfp4
 from interposer_ops.scale_tiles import tile_scales
 from interposer_ops.weight_quantizers import quantize_weight_int8
+from interposer_testing import check_kernel
+from interposer_testing.cases import planned_cases
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 each_fp8 = pytest.mark.parametrize("out_dtype", FP8, ids=str)

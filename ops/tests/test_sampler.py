@@ -9,8 +9,8 @@ import torch
 from interposer import Capability, Config, Device, Kernel, Registry, Requires, Resolver, Site
 from interposer.errors import RequestError
 from interposer.hookspecs import hookimpl
-from interposer.plugins import Plugins
 from interposer.records import Record
+from interposer.tooling import Plugins
 from interposer_ops import plugin
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 from interposer_ops.sampling import sample_tokens

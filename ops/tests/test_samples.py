@@ -15,19 +15,19 @@ from interposer import (
     Config,
     CustomOp,
     Device,
+    Dims,
     OpEntry,
     Registry,
     Resolver,
     Site,
 )
-from interposer.op import Dims
-from interposer.plugins import Plugins
 from interposer.records import load_target
-from interposer.testing import check_kernel
-from interposer.tuning.workload import random_projections, typical_step
+from interposer.tooling import Plugins
 from interposer_ops import plugin
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.layers.attention import PagedBackend
+from interposer_testing import check_kernel
+from interposer_testing.workload import random_projections, typical_step
 
 CPU = Device("cpu", "cpu", "test", Capability("any"))
 RECORDS = {

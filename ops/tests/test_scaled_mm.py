@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from interposer import Capability, Request
-from interposer.testing import check_kernel
 from interposer_ops import scaled_mm
 from interposer_ops.fp8_linear import fp8_linear
+from interposer_testing import check_kernel
 
 WANTED: dict[str, Any] = {
     "in_features": 64,

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interposer import AttentionSpec, Capability, Config, Resolver, Site, current_registry
-from interposer.capability import Device
-from interposer.testing import attention_specs, check_attention
+from interposer import AttentionSpec, Capability, Config, Device, Resolver, Site, current_registry
 from interposer_ops.sdpa import SdpaBackend
+from interposer_testing import attention_specs, check_attention
 
 ANY = Capability("sm_90")
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))

@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from interposer import Config, Resolver, Site, Tolerance, current_registry, explain, place
+from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer.op import Case
 from interposer_models import load
 from interposer_models.loader import plan
 from interposer_ops.layers.linear import Linear, PlainLinear

@@ -14,7 +14,6 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer.testing import conformance
 from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.compressed_examples import compressed_tensors_examples
@@ -22,6 +21,7 @@ from interposer_quantization.compressed_packed_linear import PackedIntLinear
 from interposer_quantization.compressed_stored import Inputs
 from interposer_quantization.compressed_tensors import CompressedTensors
 from interposer_quantization.compressed_w4a8_linear import W4A8Linear
+from interposer_testing import conformance
 
 Settings = Mapping[str, Any]
 EXAMPLES: Mapping[str, Settings] = compressed_tensors_examples()

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from interposer import Config, Tolerance, explain
+from interposer import Case, Config, Tolerance, explain
 from interposer.errors import CheckpointError
-from interposer.op import Case
 from interposer_models import LanguageModel, load
 from interposer_ops.layers.linear import Linear, PlainLinear
 

@@ -10,11 +10,10 @@ import torch
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import ConfigError
-from interposer.testing import conformance
-from interposer.testing.scheme import check_scheme
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_quantization.examples import fbgemm_fp8_examples, fp8_examples
 from interposer_quantization.fp8 import FbgemmFp8, Fp8
+from interposer_testing import check_scheme, conformance
 
 EXAMPLES: list[tuple[type[Fp8 | FbgemmFp8], Mapping[str, Any]]] = [
     *((Fp8, settings) for settings in fp8_examples().values()),

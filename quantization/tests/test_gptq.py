@@ -22,14 +22,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import GPTQConfig
 
-from interposer import Config, Resolver, Site, current_registry, explain
-from interposer.capability import Capability, Device
+from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, NoCandidateError, UnknownNameError
-from interposer.testing import conformance
 from interposer_models import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
 from interposer_quantization.gptq import GPTQ
 from interposer_quantization.gptq_config import Settings
+from interposer_testing import conformance
 
 SOURCE = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))

@@ -19,15 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from interposer import Config, Resolver, Site, Tolerance, current_registry, explain, place
+from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer.op import Case
-from interposer.testing import conformance
 from interposer_models import LanguageModel, load
 from interposer_models.loader import plan
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.examples import modelopt_examples
 from interposer_quantization.modelopt import ModelOpt
+from interposer_testing import conformance
 
 WRITTEN = Path(__file__).parent / "modelopt_checkpoints"
 WEIGHTS, CONFIG, BESIDE = "model.safetensors", "config.json", "hf_quant_config.json"

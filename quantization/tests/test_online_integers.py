@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from interposer import Config, QuantizationScheme, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer.records import SchemeEntry, load_target
-from interposer.testing import conformance
 from interposer_models import load
 from interposer_models.loader import plan
 from interposer_models.quantizing.quantizer import quantize
@@ -28,6 +27,7 @@ from interposer_quantization.online_integers import (
 )
 from interposer_quantization.plugin import interposer_records
 from interposer_quantization.writing.schemes import SCHEMES
+from interposer_testing import conformance
 
 MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"
 TEXT = "import os\nimport sys\n\n\ndef main(path: str) -> int:\n    "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from interposer import QuantizationScheme, SchemeEntry
 from interposer.records import load_target
-from interposer.testing import check_lightness
 from interposer_quantization.plugin import interposer_records
+from interposer_testing import check_lightness
 
 
 def test_plugin_is_light() -> None:

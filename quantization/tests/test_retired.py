@@ -6,7 +6,7 @@ import pytest
 
 from interposer import Config, Resolver, SchemeEntry, current_registry, place
 from interposer.errors import UnknownNameError
-from interposer.validation import check_records
+from interposer.tooling import check_records
 from interposer_quantization.plugin import interposer_records
 from interposer_quantization.retired import INSTEAD_OF
 

@@ -17,15 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from interposer import Config, Resolver, Site, Tolerance, current_registry, explain, place
+from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer.op import Case
-from interposer.testing import conformance
 from interposer_models import load
 from interposer_models.loader import plan
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_quantization.torchao import TorchAo
 from interposer_quantization.torchao_examples import torchao_examples
+from interposer_testing import conformance
 
 WRITTEN = Path(__file__).parent / "torchao_checkpoints"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

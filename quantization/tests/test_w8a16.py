@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from interposer import Config, Kernel, Resolver, Site, current_registry, hookimpl, register
-from interposer.capability import Capability, Device
+from interposer import (
+    Capability,
+    Config,
+    Device,
+    Kernel,
+    Resolver,
+    Site,
+    current_registry,
+    hookimpl,
+    register,
+)
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.weight_only_linear import w8a16_linear

@@ -24,9 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, hookspecs, planned
-from interposer.device_description import described_placement
 from interposer.errors import NoCandidateError
-from interposer.plugins import Plugins
+from interposer.tooling import Plugins, described_placement
 from interposer_models import LanguageModel, load
 from interposer_ops.layers.norm import RMSNorm
 

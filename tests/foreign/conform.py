@@ -22,10 +22,10 @@ import torch
 
 from interposer import Config, current_registry
 from interposer.records import Kernel
-from interposer.testing import conformance
 from interposer_cpu import native
 from interposer_cpu.platform import CPUPlatform
 from interposer_models import load
+from interposer_testing import conformance
 
 # What compiles needs a compiler, which is not there; records are the same everywhere.
 ASPECTS = ("numerics", "threads", "determinism", "batch invariance")

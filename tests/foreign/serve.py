@@ -86,7 +86,7 @@ def threads() -> dict[str, Any]:
 
 def verified() -> dict[str, Any]:
     """Return what verifying the platform's distribution said, of few cases."""
-    from interposer.testing import verify
+    from interposer_testing import verify
 
     report = verify("interposer-cpu", quick=True, progress=progress())
     return {

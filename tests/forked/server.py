@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import interposer.cli
+import interposer_tools.options
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         listening.bind(sys.argv[1])
         listening.listen()
         gc.freeze()
-        print(f"torch {torch.__version__} and {interposer.cli.__name__} are there", flush=True)
+        print(f"torch {torch.__version__} and {interposer_tools.__name__} are there", flush=True)
         while True:
             asking, _ = listening.accept()
             request, files = received(asking)

@@ -23,12 +23,9 @@ from typing import Any
 
 import torch
 
-from interposer import Config, Resolver, Site, current_registry, place
-from interposer.choice import Choice
-from interposer.discovery import installed_distributions
+from interposer import Choice, Config, Registry, Resolver, Site, current_registry, place
 from interposer.errors import FOREIGN_ERRORS, InterposerError
-from interposer.registry import Registry
-from interposer.trust import Lock
+from interposer.tooling import Lock, installed_distributions
 from interposer_models.loader import plan
 from interposer_ops.kv_cache import reshape_and_cache
 from interposer_ops.layers.norm import RMSNorm

@@ -6,35 +6,37 @@ plugin, reads no environment and starts no thread.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from interposer._lazy import lazy_attributes
+
 if TYPE_CHECKING:
-    from interposer.attention import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
-    from interposer.capability import Capability, Device, Memory
-    from interposer.checkpoint import CheckpointFile
-    from interposer.choice import Candidate, Choice
-    from interposer.compatibility import API_VERSION
-    from interposer.config import Config, Rule, effective_config, use
-    from interposer.device_description import DeviceDescription
-    from interposer.explanation import Explanation, explain
-    from interposer.health import doctor
-    from interposer.hookspecs import hookimpl
-    from interposer.layer import PluggableLayer, Site
-    from interposer.op import Case, CustomOp, Tolerance, custom_op
-    from interposer.placement import Placement, current_platform, place
-    from interposer.planning import Planned, planned
-    from interposer.platform import Platform
-    from interposer.policy import Policy
-    from interposer.quantization import (
+    from interposer._config.config import Config, effective_config, use
+    from interposer._config.policy import Policy
+    from interposer._config.rules import Rule
+    from interposer._contract.attention import (
+        AttentionBackend,
+        AttentionBatch,
+        AttentionSpec,
+        KVCacheLayout,
+    )
+    from interposer._contract.capability import Capability, Device, Memory
+    from interposer._contract.checkpoint import CheckpointFile
+    from interposer._contract.choice import Candidate, Choice
+    from interposer._contract.layer import BoundKernel, PluggableLayer, Site
+    from interposer._contract.numerics import NumericsPolicy
+    from interposer._contract.op import Case, CustomOp, Dims, Tolerance, custom_op
+    from interposer._contract.platform import Placement, Platform
+    from interposer._contract.quantization import (
         CacheFormat,
+        Call,
         EmbeddingMethod,
         ExpertsMethod,
         ExpertsSpec,
         LinearMethod,
         QuantizationScheme,
     )
-    from interposer.records import (
+    from interposer._contract.records import (
         AttentionEntry,
         CheckpointEntry,
         DeviceEntry,
@@ -45,15 +47,20 @@ if TYPE_CHECKING:
         SchemeEntry,
         TuningEntry,
     )
-    from interposer.registration import Registration, register
-    from interposer.registry import Registry, current_registry
-    from interposer.request import Request
-    from interposer.requires import Dim, Requires
-    from interposer.resolver import Resolver
-    from interposer.selection import select
-    from interposer.threads import bind_threads
-    from interposer.tuning import Table, tune
-    from interposer.verdict import Refusal, Verdict
+    from interposer._contract.request import Request
+    from interposer._contract.requires import Dim, Requires
+    from interposer._contract.verdict import Refusal, Verdict
+    from interposer._explanation.explanation import Explanation, explain
+    from interposer._plugins.registration import Registration, register
+    from interposer._plugins.registry import Registry, current_registry
+    from interposer._selection.described_device import DeviceDescription
+    from interposer._selection.measured_table import Table
+    from interposer._selection.placement import current_platform, place
+    from interposer._selection.planning import Planned, planned
+    from interposer._selection.resolver import Resolver
+    from interposer._selection.select import select
+    from interposer._validation.compatibility import API_VERSION
+    from interposer.hookspecs import hookimpl
 
 __all__ = [
     "API_VERSION",
@@ -61,7 +68,9 @@ __all__ = [
     "AttentionBatch",
     "AttentionEntry",
     "AttentionSpec",
+    "BoundKernel",
     "CacheFormat",
+    "Call",
     "Candidate",
     "Capability",
     "Case",
@@ -74,6 +83,7 @@ __all__ = [
     "DeviceDescription",
     "DeviceEntry",
     "Dim",
+    "Dims",
     "EmbeddingMethod",
     "ExpertsMethod",
     "ExpertsSpec",
@@ -83,6 +93,7 @@ __all__ = [
     "LayerEntry",
     "LinearMethod",
     "Memory",
+    "NumericsPolicy",
     "OpEntry",
     "Placement",
     "Planned",
@@ -104,11 +115,9 @@ __all__ = [
     "Tolerance",
     "TuningEntry",
     "Verdict",
-    "bind_threads",
     "current_platform",
     "current_registry",
     "custom_op",
-    "doctor",
     "effective_config",
     "explain",
     "hookimpl",
@@ -116,65 +125,49 @@ __all__ = [
     "planned",
     "register",
     "select",
-    "tune",
     "use",
 ]
 
-_HOMES = {
-    "attention": ("AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"),
-    "capability": ("Capability", "Device", "Memory"),
-    "checkpoint": ("CheckpointFile",),
-    "choice": ("Candidate", "Choice"),
-    "compatibility": ("API_VERSION",),
-    "config": ("Config", "Rule", "effective_config", "use"),
-    "device_description": ("DeviceDescription",),
-    "explanation": ("Explanation", "explain"),
-    "health": ("doctor",),
-    "hookspecs": ("hookimpl",),
-    "layer": ("PluggableLayer", "Site"),
-    "op": ("Case", "CustomOp", "Tolerance", "custom_op"),
-    "placement": ("Placement", "current_platform", "place"),
-    "planning": ("Planned", "planned"),
-    "platform": ("Platform",),
-    "policy": ("Policy",),
-    "quantization": (
-        "CacheFormat",
-        "EmbeddingMethod",
-        "ExpertsMethod",
-        "ExpertsSpec",
-        "LinearMethod",
-        "QuantizationScheme",
-    ),
-    "records": (
-        "AttentionEntry",
-        "CheckpointEntry",
-        "DeviceEntry",
-        "Kernel",
-        "LayerEntry",
-        "OpEntry",
-        "PlatformEntry",
-        "SchemeEntry",
-        "TuningEntry",
-    ),
-    "registration": ("Registration", "register"),
-    "registry": ("Registry", "current_registry"),
-    "request": ("Request",),
-    "requires": ("Dim", "Requires"),
-    "resolver": ("Resolver",),
-    "selection": ("select",),
-    "threads": ("bind_threads",),
-    "tuning": ("Table", "tune"),
-    "verdict": ("Refusal", "Verdict"),
-}
-_MODULES = {name: module for module, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'interposer' has no attribute {name!r}")
-    value = getattr(import_module(f"interposer.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer._config.config": "Config effective_config use",
+        "interposer._config.policy": "Policy",
+        "interposer._config.rules": "Rule",
+        "interposer._contract.attention": (
+            "AttentionBackend AttentionBatch AttentionSpec KVCacheLayout"
+        ),
+        "interposer._contract.capability": "Capability Device Memory",
+        "interposer._contract.checkpoint": "CheckpointFile",
+        "interposer._contract.choice": "Candidate Choice",
+        "interposer._contract.layer": "BoundKernel PluggableLayer Site",
+        "interposer._contract.numerics": "NumericsPolicy",
+        "interposer._contract.op": "Case CustomOp Dims Tolerance custom_op",
+        "interposer._contract.platform": "Placement Platform",
+        "interposer._contract.quantization": (
+            "CacheFormat Call EmbeddingMethod ExpertsMethod ExpertsSpec LinearMethod "
+            "QuantizationScheme"
+        ),
+        "interposer._contract.records": (
+            "AttentionEntry CheckpointEntry DeviceEntry Kernel LayerEntry OpEntry "
+            "PlatformEntry SchemeEntry TuningEntry"
+        ),
+        "interposer._contract.request": "Request",
+        "interposer._contract.requires": "Dim Requires",
+        "interposer._contract.verdict": "Refusal Verdict",
+        "interposer._explanation.explanation": "Explanation explain",
+        "interposer._plugins.registration": "Registration register",
+        "interposer._plugins.registry": "Registry current_registry",
+        "interposer._selection.described_device": "DeviceDescription",
+        "interposer._selection.measured_table": "Table",
+        "interposer._selection.placement": "current_platform place",
+        "interposer._selection.planning": "Planned planned",
+        "interposer._selection.resolver": "Resolver",
+        "interposer._selection.select": "select",
+        "interposer._validation.compatibility": "API_VERSION",
+        "interposer.hookspecs": "hookimpl",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from interposer.choice import Choice
-from interposer.errors import NoCandidateError
-from interposer.records import Record
+from interposer._contract.choice import Choice
+from interposer._contract.errors import NoCandidateError
+from interposer._contract.records import Record
 
 if TYPE_CHECKING:
-    from interposer.config import Config
-    from interposer.placement import Placement
-    from interposer.planning import Planned
+    from interposer._contract.platform import Placement
 
 __all__ = [
     "GROUP",
@@ -49,16 +47,17 @@ def interposer_records() -> Iterable[Record]:  # type: ignore[empty-body]
 @hookspec(firstresult=True)
 def interposer_plan(
     path: Path,
-    config: Config,
+    config: Any,
     dtype: str,
     placement: Placement | None,
     quantization: str | Mapping[str, Any] | None,
-) -> Planned | None:
+) -> Any:
     """Return the model in the directory ``path`` with every choice made and no weight read.
 
-    None leaves the directory to the next plugin. ``placement`` is where it is planned for; None
-    leaves that to the selection. ``quantization`` is the method by which plain weights are to be
-    quantized while they load, or its settings; where there is one, only who takes it is asked.
+    It is a ``Planned``; None leaves the directory to the next plugin. ``config`` is the ``Config``
+    in force. ``placement`` is where it is planned for; None leaves that to the selection.
+    ``quantization`` is the method by which plain weights are to be quantized while they load, or
+    its settings; where there is one, only who takes it is asked.
     """
 
 

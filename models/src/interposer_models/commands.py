@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interposer.commands.options import (
+from interposer_tools.options import (
     AsJson,
     Dtype,
     Kernels,

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from interposer import Verdict
 from interposer.errors import FOREIGN_ERRORS, ConfigError, GraphError, described
-from interposer.graphs import judge_compilation
-from interposer.verdict import Verdict
 from interposer_models.batch import StepBatch
 from interposer_models.graph_batch import GraphBatch
 from interposer_models.graph_buckets import Bucket, GraphBuckets
+from interposer_ops.devices.graphs import judge_compilation
 
 __all__ = ["Capture", "DecodeGraphs", "Step"]
 

@@ -20,6 +20,7 @@ from interposer_models.pages import PagePool
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.scheduler import Chunk, Scheduler
 from interposer_models.sequence import Sequence
+from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
 __all__ = ["Engine", "Event"]
@@ -89,7 +90,7 @@ class Engine:
             )
         num_pages += len(spare_pages)
         shared = {
-            backend: iter(backend.kv_layout().allocate(count, num_pages, device))
+            backend: iter(backend.kv_layout().allocate(count, num_pages, device, cache_memory))
             for backend, count in Counter(self.backends).items()
         }
         self.caches = [next(shared[backend]) for backend in self.backends]

@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from interposer import Planned
+from interposer import Planned, Verdict
 from interposer.errors import RequestError
-from interposer.verdict import Verdict
 from interposer_models import sequence as sequences
 from interposer_models.engine import Engine
 from interposer_models.sampling_params import SamplingParams

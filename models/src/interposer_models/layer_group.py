@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from interposer import PluggableLayer, host_memory
+from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models.tensor_places import TensorPlace
+from interposer_ops.devices import host_memory
 
 __all__ = ["Filling", "LayerGroup", "State", "groups_of"]
 

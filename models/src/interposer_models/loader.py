@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 
-from interposer import Config, Resolver, Rule, Site, current_registry, effective_config, place
+from interposer import (
+    Config,
+    Placement,
+    Resolver,
+    Rule,
+    Site,
+    current_registry,
+    effective_config,
+    place,
+)
 from interposer.errors import ConfigError, UnknownNameError
-from interposer.graphs import judge_graphs
-from interposer.placement import Placement
 from interposer_models.checkpoint_files import config_source, open_checkpoint, tokenizer_of
 from interposer_models.decoder import CausalLM
 from interposer_models.decoder_config import DecoderConfig
@@ -21,6 +28,7 @@ from interposer_models.language_model import LanguageModel
 from interposer_models.online_quantization import quantization_settings
 from interposer_models.tokenizer import stop_tokens
 from interposer_models.weights import Weights
+from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
 
 __all__ = ["Plan", "load", "plan"]

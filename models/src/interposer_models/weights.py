@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import nn
 
-from interposer import PluggableLayer, host_memory
+from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models.layer_group import Filling, LayerGroup, groups_of
 from interposer_models.renewal import Renewal
 from interposer_models.tensor_places import absent_biases, places_of
+from interposer_ops.devices import host_memory
 
 __all__ = ["Progress", "Weights"]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 
 __all__ = ["LEAST_ARCHITECTURE", "fp8_linear", "judge"]
 

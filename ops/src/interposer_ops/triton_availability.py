@@ -7,8 +7,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 
 __all__ = [
     "INTERPRETER",

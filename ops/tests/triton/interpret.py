@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from interposer import Config, current_registry, place
-from interposer.choice import Candidate
+from interposer import Candidate, Config, current_registry, place
 from interposer.records import Kernel
-from interposer.testing import conformance
+from interposer_testing import conformance
 
 PACKAGE = "interposer_ops.triton"
 PROMISES = ("determinism", "batch invariance")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from interposer import Capability, Request, current_registry, place
-from interposer.judges import Direct, judge_declared
 from interposer.records import Kernel
+from interposer.tooling import Direct, judge_declared
 from interposer_ops import triton_availability
 from interposer_ops.triton_availability import INTERPRETER, judge, judge_fp8
 from interposer_ops.triton_records import triton_records

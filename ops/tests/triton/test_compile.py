@@ -10,8 +10,8 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer import Capability, Request  # noqa: E402
-from interposer.judges import Direct, judge_declared  # noqa: E402
 from interposer.records import Kernel  # noqa: E402
+from interposer.tooling import Direct, judge_declared  # noqa: E402
 from interposer_ops.triton.ahead import (  # noqa: E402
     TARGETS,
     Report,

@@ -21,9 +21,6 @@ import torch
 from golden_blocks import Block, blocks
 
 from interposer import Case, CustomOp
-from interposer.cases import planned_cases
-from interposer.testing.call import Subject, tensors_of
-from interposer.testing.expectation import Expectation
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.attention import paged_attention
 from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
@@ -63,6 +60,8 @@ from interposer_ops.weight_quantizers import (
     quantize_weight_int4_asymmetric,
     quantize_weight_int8,
 )
+from interposer_testing import Expectation, Subject, tensors_of
+from interposer_testing.cases import planned_cases
 
 _MAGIC = b"interposer golden 1\n"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

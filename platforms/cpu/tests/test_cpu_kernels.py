@@ -16,13 +16,13 @@ from interposer import (
     current_registry,
 )
 from interposer.records import load_target
-from interposer.testing import Trial, check_kernel, conformance
 from interposer_cpu import activations, linear, norms, plugin, rotary
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.activations import silu_and_mul
 from interposer_ops.linear import linear as linear_op
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding
+from interposer_testing import Trial, check_kernel, conformance
 
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 KERNELS = [record for record in plugin.interposer_records() if isinstance(record, Kernel)]

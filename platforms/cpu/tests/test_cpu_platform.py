@@ -47,11 +47,12 @@ allowed, every = json.loads(sys.argv[1])
 os.sched_setaffinity(0, allowed)
 import interposer
 from interposer.errors import ConfigError
+from interposer_ops.devices.threads import bind_threads
 found = []
 for settings in every:
     os.sched_setaffinity(0, allowed)
     try:
-        verdict = interposer.bind_threads(config=interposer.Config(platform="cpu"), **settings)
+        verdict = bind_threads(config=interposer.Config(platform="cpu"), **settings)
         said = [verdict.accepted, verdict.reason]
     except ConfigError as error:
         said = ["ConfigError", str(error)]

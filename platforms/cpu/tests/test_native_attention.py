@@ -20,15 +20,16 @@ from interposer import (
     Site,
     current_registry,
 )
-from interposer.testing import attention_specs, check_attention
-from interposer.testing.attention_promise import (
-    check_attention_batches,
-    check_attention_determinism,
-)
-from interposer.tuning.workload import paged_batch, random_projections
 from interposer_cpu import native
 from interposer_cpu.native_attention import NativeBackend
 from interposer_cpu.platform import CPUPlatform
+from interposer_testing import (
+    attention_specs,
+    check_attention,
+    check_attention_batches,
+    check_attention_determinism,
+)
+from interposer_testing.workload import paged_batch, random_projections
 
 pytestmark = pytest.mark.skipif(
     bool(native.why_absent()), reason=f"needs native kernels: {native.why_absent()}"

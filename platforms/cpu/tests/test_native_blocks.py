@@ -15,12 +15,12 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer.testing.part import layer_trials
 from interposer_cpu import native, native_blocks, native_decoder_block, native_linear
 from interposer_cpu.native_blocks import NativeGatedMLP, NativeSelfAttention
 from interposer_cpu.native_rows import TYPES
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_testing import layer_trials
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

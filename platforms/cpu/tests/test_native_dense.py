@@ -23,17 +23,21 @@ from interposer import (
     Site,
     current_registry,
 )
-from interposer.testing import Trial, attention_specs, check_attention, check_kernel, conformance
-from interposer.testing.attention_promise import (
-    check_attention_batches,
-    check_attention_determinism,
-)
-from interposer.tuning.workload import paged_batch, random_projections
 from interposer_cpu import native, native_dense
 from interposer_cpu.native_rows_attention import NativeRowsBackend
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
+from interposer_testing import (
+    Trial,
+    attention_specs,
+    check_attention,
+    check_attention_batches,
+    check_attention_determinism,
+    check_kernel,
+    conformance,
+)
+from interposer_testing.workload import paged_batch, random_projections
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(

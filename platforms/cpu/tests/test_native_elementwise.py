@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from interposer import Case, Config, current_registry
-from interposer.testing import Trial, check_kernel, conformance
 from interposer_cpu import (
     native,
     native_activations,
@@ -18,6 +17,7 @@ from interposer_cpu import (
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.norms import fused_add_rms_norm, layer_norm, rms_norm
+from interposer_testing import Trial, check_kernel, conformance
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

@@ -11,7 +11,6 @@ import torch
 
 from interposer import Case, Config, CustomOp, Request, current_registry
 from interposer.errors import RequestError
-from interposer.testing import Trial, check_kernel, conformance
 from interposer_cpu import native, native_experts
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.experts import (
@@ -20,6 +19,7 @@ from interposer_ops.experts import (
     fused_experts_mxfp4,
     fused_experts_w4a16,
 )
+from interposer_testing import Trial, check_kernel, conformance
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

@@ -8,11 +8,11 @@ import torch
 
 from interposer import Capability, Config, Request, current_registry
 from interposer.errors import ConfigError
-from interposer.testing import Trial, conformance
 from interposer_cpu import native, native_linear
 from interposer_cpu.features import architecture
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.small_floats import unpack_nibbles
+from interposer_testing import Trial, conformance
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

@@ -11,11 +11,11 @@ import torch
 
 from interposer import Config, current_registry
 from interposer.errors import RequestError
-from interposer.testing import Trial, conformance
 from interposer_cpu import native, native_routing, native_sampling
 from interposer_cpu.platform import CPUPlatform
 from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
+from interposer_testing import Trial, conformance
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

@@ -16,7 +16,7 @@ from interposer import (
     Site,
     current_registry,
 )
-from interposer.plugins import Plugins
+from interposer.tooling import Plugins
 from interposer_cpu.attention import SdpaBackend
 from interposer_cpu.attention_plan import Decode, Decodes, Plan, Prompt
 from interposer_cpu.platform import CPUPlatform

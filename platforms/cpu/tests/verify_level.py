@@ -14,7 +14,7 @@ import json
 import sys
 from importlib.machinery import ExtensionFileLoader
 
-from interposer.testing import verify
+from interposer_testing import verify
 
 _MODULE = "interposer_cpu._native"
 

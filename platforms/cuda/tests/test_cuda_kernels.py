@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from interposer import Capability, Request
-from interposer.testing import check_kernel
 from interposer_cuda import grouped_experts
 from interposer_cuda.grouped_linear import grouped_linear as grouped_linear_grouped_mm
 from interposer_ops.experts import fused_experts
 from interposer_ops.linear import grouped_linear
+from interposer_testing import check_kernel
 
 
 def test_grouped_products_are_those_of_the_op() -> None:

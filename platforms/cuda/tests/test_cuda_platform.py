@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer.numerics import NumericsPolicy
 from interposer_cuda.driver import Answer, CUDADevice
 from interposer_cuda.host_mapping import mapped
 from interposer_cuda.platform import CUDAPlatform

@@ -17,12 +17,12 @@ from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Request
 from interposer.records import Kernel
-from interposer.testing import check_kernel
 from interposer_cuda import flashinfer_products as products
 from interposer_cuda.plugin import interposer_records
 from interposer_ops.block_scaled_linear import mxfp8_linear, nvfp4_linear
 from interposer_ops.fp8_linear import fp8_block_linear
 from interposer_ops.triton import microscaled_linear, scaled_linear
+from interposer_testing import check_kernel
 
 FLASHINFER = """
 import torch

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interposer import AttentionSpec, Config, Resolver, Site, current_registry
-from interposer.capability import Capability, Device
-from interposer.graphs import judge_choices
+from interposer import AttentionSpec, Capability, Config, Device, Resolver, Site, current_registry
 from interposer_ops.attention import paged_attention
+from interposer_ops.devices.graphs import judge_choices
 from interposer_ops.experts import fused_experts
 
 

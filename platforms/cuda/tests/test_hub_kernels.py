@@ -18,14 +18,13 @@ import pytest
 import torch
 from platforms.cuda.tests.wheels import install, wheel
 
-from interposer import Capability, Config, Request, Resolver, Site, current_registry
-from interposer.capability import Device
+from interposer import Capability, Config, Device, Request, Resolver, Site, current_registry
 from interposer.records import Kernel
-from interposer.testing import check_kernel
 from interposer_cuda import hub_cache, hub_kernels
 from interposer_cuda.hub_cache import ACTIVATION, LAYER_NORM, HubKernel
 from interposer_cuda.plugin import interposer_records
 from interposer_ops import activations, norms
+from interposer_testing import check_kernel
 
 KERNELS = """
 import importlib.util

@@ -72,7 +72,7 @@ from pathlib import Path
 from interposer_cuda import driver, system
 from interposer_cuda.presence import Presence
 from interposer_cuda.torch_build import TorchBuild
-from interposer.config import variables
+from interposer.tooling import variables
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 build["targets"] = tuple(build.get("targets", ()))

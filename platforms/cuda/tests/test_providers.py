@@ -22,20 +22,20 @@ from interposer import (
     AttentionSpec,
     Capability,
     Config,
+    Device,
     Request,
     Resolver,
     Site,
     current_registry,
 )
-from interposer.capability import Device
 from interposer.errors import RequestError
-from interposer.testing import attention_specs, check_attention, check_kernel
-from interposer.tuning.workload import random_projections, typical_step
 from interposer_cuda import flashinfer_latent
 from interposer_cuda.flash_attention_2 import FlashAttention2Backend, FlashAttention2GatheredBackend
 from interposer_cuda.flash_attention_3 import FlashAttention3Backend
 from interposer_cuda.flashinfer_attention import FlashInferBackend
 from interposer_ops.latent_attention import latent_attention_decode
+from interposer_testing import attention_specs, check_attention, check_kernel
+from interposer_testing.workload import random_projections, typical_step
 
 HERE = Path(__file__).parent
 HOPPER = Capability("sm_90", formats=frozenset({"bfloat16", "float16"}))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from platforms.rocm.tests.made_up_machine import Machine, Node
 
+from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer.numerics import NumericsPolicy
 from interposer_rocm import system
 from interposer_rocm.abilities import capability_of, fixed_features
 from interposer_rocm.architectures import KNOWN, GfxVersion, architecture_of

@@ -21,17 +21,15 @@ from interposer import (
     Capability,
     Case,
     Config,
+    Device,
     Request,
     Resolver,
     Rule,
     Site,
     current_registry,
 )
-from interposer.capability import Device
-from interposer.cases import normal
 from interposer.errors import NoCandidateError, PluginError
 from interposer.records import Kernel, load_target
-from interposer.testing import attention_specs, check_attention, check_kernel
 from interposer_ops.cases.expert_bounds import bounded_case, routed, shape_of, spread
 from interposer_ops.experts import fused_experts, fused_experts_fp8
 from interposer_ops.latent_attention import latent_attention_decode
@@ -44,6 +42,8 @@ from interposer_rocm.aiter_latent import latent_attention_decode as latent_atten
 from interposer_rocm.aiter_library import AiterError, inquire, refresh, require
 from interposer_rocm.aiter_package import aiter_version, judge_device, judge_flash
 from interposer_rocm.plugin import interposer_records
+from interposer_testing import attention_specs, check_attention, check_kernel
+from interposer_testing.cases import normal
 
 PARTS = {"interposer-ops", "interposer-rocm"}
 MI300X = Device("rocm", "cpu", "one that computes on the processor", Capability("gfx942"))

@@ -12,13 +12,12 @@ import pytest
 import torch
 from platforms.rocm.tests.fake_aiter import WORKING, install
 
-from interposer import Capability, Config, Resolver, Site, current_registry
-from interposer.capability import Device
+from interposer import Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import NoCandidateError
-from interposer.testing import attention_specs, check_attention
 from interposer_rocm import flash_attention
 from interposer_rocm.flash_attention import FlashAttentionBackend
 from interposer_rocm.flash_attention_judge import flash_attention_version, judge
+from interposer_testing import attention_specs, check_attention
 
 PARTS = {"interposer-ops", "interposer-rocm"}
 CAPABILITY = Capability("gfx90a", frozenset({"mfma"}))

@@ -198,7 +198,7 @@ def test_variables_decide_what_is_visible(
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from interposer.config import variables
+from interposer.tooling import variables
 from interposer_rocm.presence import Presence
 from interposer_rocm.system import look
 from interposer_rocm.torch_build import TorchBuild

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from interposer import Capability, Request
-from interposer.judges import Direct, judge_declared
 from interposer.records import Kernel
-from interposer.testing import check_kernel
+from interposer.tooling import Direct, judge_declared
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_rocm.plugin import interposer_records
 from interposer_rocm.scaled_products import fp8_linear_of_halves, halved, prepare_halves
 from interposer_rocm.scaled_products_judge import judge
+from interposer_testing import check_kernel
 
 CODES = torch.arange(256, dtype=torch.int64).to(torch.uint8)
 RECORDS = {record.name: record for record in interposer_records() if isinstance(record, Kernel)}

@@ -16,8 +16,8 @@ import torch
 
 from interposer import Capability, Request
 from interposer.records import Kernel, load_target
-from interposer.testing import check_kernel
 from interposer_ops import experts, fp8_linear, routing, weight_only_linear
+from interposer_testing import check_kernel
 from interposer_xpu.plugin import interposer_records
 
 OPS: dict[str, Any] = {

@@ -46,7 +46,7 @@ class GPU:
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from interposer.config import variables
+from interposer.tooling import variables
 from interposer_xpu import level_zero, system
 from interposer_xpu.presence import Presence
 from interposer_xpu.torch_build import TorchBuild

@@ -20,8 +20,8 @@ import pytest
 pytest.importorskip("triton", reason="needs the package triton, whose builds are compiled")
 
 from interposer import Capability, Request
-from interposer.judges import Direct, judge_declared
 from interposer.records import Kernel
+from interposer.tooling import Direct, judge_declared
 from interposer_ops.triton.build import Build
 from interposer_ops.triton.builds import BUILDS
 from interposer_ops.triton_records import triton_records

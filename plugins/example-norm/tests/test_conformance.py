@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interposer.testing.trial_group import TrialGroup
+from interposer_testing import TrialGroup
 
 
 @pytest.mark.conformance("interposer-example-norm")

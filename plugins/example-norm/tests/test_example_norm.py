@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from interposer import Capability, Case, Config, Device, Resolver, Site, current_registry, explain
-from interposer.testing import check_kernel, conformance
 from interposer_example_norm import kernels
 from interposer_example_norm.layers import ExampleNorm
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
+from interposer_testing import check_kernel, conformance
 
 DISTRIBUTION = "interposer-example-norm"
 # A platform of no plugin, so that no kernel written for a platform takes part.

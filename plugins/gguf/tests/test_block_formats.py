@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer.errors import UnknownNameError
-from interposer.testing import check_kernel
 from interposer_gguf import kernels
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf.cases import gguf_linear_sample, random_rows
@@ -20,6 +19,7 @@ from interposer_ops.cases.quantized_linear_weight_only import (
     w8a16_linear_sample,
 )
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_testing import check_kernel
 
 each_format = pytest.mark.parametrize("layout", FORMATS.values(), ids=FORMATS)
 STEPS = 3

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interposer.testing import check_kernel
 from interposer_gguf import native_library, native_linear
 from interposer_gguf.block_formats import FORMATS, BlockFormat
 from interposer_gguf.cases import gguf_linear_cases, gguf_linear_sample, random_rows
 from interposer_gguf.linear import gguf_linear
+from interposer_testing import check_kernel
 
 pytestmark = [
     pytest.mark.native,

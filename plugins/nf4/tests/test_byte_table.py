@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interposer import Config, Device, Resolver, Site, current_registry, explain
-from interposer.capability import Capability
-from interposer.testing import check_kernel
+from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
 from interposer_nf4 import byte_table
 from interposer_nf4.codebook_linear import nf4_linear
 from interposer_nf4.codebooks import CODEBOOKS, QuantType
+from interposer_testing import check_kernel
 
 DISTRIBUTION = "interposer-nf4"
 

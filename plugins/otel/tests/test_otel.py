@@ -27,10 +27,10 @@ from opentelemetry.trace import StatusCode
 from interposer import Config, Resolver, Site, current_registry, hookimpl, place
 from interposer.errors import NoCandidateError
 from interposer.hookspecs import Activity
-from interposer.plugins import Plugins, PluginWarning
-from interposer.testing import check_lightness
+from interposer.tooling import Plugins, PluginWarning
 from interposer_ops.layers.norm import RMSNorm
 from interposer_otel import plugin
+from interposer_testing import check_lightness
 
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
 CALLER = "caller"
@@ -50,11 +50,12 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
 trace.set_tracer_provider(provider)
 from interposer_models import load
+from interposer_tools import tune
 
 start = time.time_ns()
 with trace.get_tracer("test").start_as_current_span("caller"):
     lm = load(sys.argv[1], dtype="float32", max_sequences=1, cache_tokens=64)
-    interposer.tune(sys.argv[1], tokens=(1,), repeats=3)
+    tune(sys.argv[1], tokens=(1,), repeats=3)
 end = time.time_ns()
 print(json.dumps({
     "start": start,

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Site
+from interposer import BoundKernel, Site
 from interposer.errors import ConfigError
-from interposer.resolver import BoundKernel
 from interposer_ops.linear import linear
 from interposer_ops.small_floats import decode_e8m0
 from interposer_quantization.compressed_exponents import check_exponents, register_exponents

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Site
+from interposer import BoundKernel, Site
 from interposer.errors import CheckpointError
-from interposer.resolver import BoundKernel
 from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import (
     number_of_groups,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
-from interposer.resolver import BoundKernel
+from interposer import BoundKernel, LinearMethod, Site
 from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
 from interposer_ops.coded_product import CodedProduct
 from interposer_ops.mx_quantizers import quantize_mxfp8

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
-from interposer.resolver import BoundKernel
+from interposer import BoundKernel, LinearMethod, Site
 from interposer_ops.block_scaled_linear import nvfp4_linear
 from interposer_ops.nvfp4_quantizers import quantize_nvfp4
 from interposer_ops.small_floats import decode_e2m1, unpack_nibbles

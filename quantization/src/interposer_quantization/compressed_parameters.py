@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Site
+from interposer import BoundKernel, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer.resolver import BoundKernel
 from interposer_quantization.fp8_parameters import Members, register, register_per_part
 
 __all__ = [

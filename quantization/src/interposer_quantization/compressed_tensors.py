@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
-from interposer.quantization import CacheFormat
+from interposer import CacheFormat, ExpertsMethod, LinearMethod, QuantizationScheme
 from interposer_quantization.compressed_experts import experts_of
 from interposer_quantization.compressed_fp8_linear import Fp8WeightLinear
 from interposer_quantization.compressed_int8_linear import Int8Linear

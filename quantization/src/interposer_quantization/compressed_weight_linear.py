@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
-from interposer.resolver import BoundKernel
+from interposer import BoundKernel, LinearMethod, Site
 from interposer_quantization.compressed_inputs import bound_rounding
 from interposer_quantization.compressed_parameters import final_operands
 from interposer_quantization.compressed_stored import Inputs

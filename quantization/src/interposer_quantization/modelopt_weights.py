@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Site
+from interposer import BoundKernel, Site
 from interposer.errors import ConfigError
-from interposer.resolver import BoundKernel
 from interposer_ops.linear import linear
 from interposer_ops.nvfp4_quantizers import NVFP4_BLOCK_SIZE
 from interposer_ops.small_floats import decode_e2m1, unpack_nibbles

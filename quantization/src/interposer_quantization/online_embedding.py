@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import EmbeddingMethod, Site
+from interposer import Call, EmbeddingMethod, Site
 from interposer.errors import ConfigError
-from interposer.quantization import Call
 from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.small_floats import unpack_nibbles
 from interposer_quantization.compressed_parameters import number_of_groups

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from interposer import Site
-from interposer.quantization import Call
-from interposer.resolver import BoundKernel
+from interposer import BoundKernel, Call, Site
 from interposer_ops.coded_product import CodedProduct
 from interposer_ops.int8_linear import int8_linear, w4a8_linear
 from interposer_ops.int8_quantizers import quantize_int8_per_token

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
-from interposer.resolver import BoundKernel
+from interposer import BoundKernel, LinearMethod, Site
 from interposer_ops.coded_product import CodedProduct
 from interposer_ops.fp8_linear import fp8_linear
 from interposer_ops.fp8_quantizers import quantize_fp8_per_token

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
+from interposer import BoundKernel, LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer.resolver import BoundKernel
 from interposer_ops.weight_only_linear import w8a16_linear
 from interposer_quantization.compressed_inputs import bound_rounding
 from interposer_quantization.compressed_stored import Inputs

@@ -19,6 +19,7 @@ from interposer_models.quantizing.tensor_source import TensorSource
 from interposer_models.sampling_params import SamplingParams
 from interposer_models.scheduler import Chunk
 from interposer_models.sequence import Sequence as Request
+from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
@@ -137,7 +138,7 @@ class CalibratedBlocks:
         """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
         (attention,) = (module for module in block.modules() if isinstance(module, Attention))
         backend = attention.backend
-        (cache,) = backend.kv_layout().allocate(1, self._num_pages, self._device)
+        (cache,) = backend.kv_layout().allocate(1, self._num_pages, self._device, cache_memory)
         positions = self._batch.positions
         cos, sin = self._decoder.cos[positions], self._decoder.sin[positions]
         plan = backend.plan(self._batch.attention)

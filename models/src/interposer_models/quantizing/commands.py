@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from interposer.commands.options import AsJson, Kernels, Locked, PlatformName, policy
+from interposer_tools.options import AsJson, Kernels, Locked, PlatformName, policy
 
 if TYPE_CHECKING:
     from interposer_models.quantizing.quantizer import Quantized

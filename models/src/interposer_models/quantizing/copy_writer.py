@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interposer.errors import CheckpointError, StorageError
-from interposer.storage import write_text
+from interposer.tooling import write_text
 from interposer_models.checkpoint import Checkpoint
 from interposer_models.quantizing.rounded_layers import Progress, RoundedLayers
 from interposer_models.quantizing.shard_file import DTYPE_NAMES, ShardFile, layout_bytes

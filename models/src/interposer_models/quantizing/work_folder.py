@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import StorageError
-from interposer.storage import write_text
+from interposer.tooling import write_text
 
 __all__ = ["WorkFolder"]
 

@@ -12,12 +12,11 @@ from functools import partial
 import torch
 
 from interposer import AttentionBatch, AttentionSpec, Case, Site, Tolerance
-from interposer.cases import normal
-from interposer.cases.layer import LayerCase, OfLayer, Placed
 from interposer_ops.cases.error_flow import Errors
 from interposer_ops.cases.paged_sequences import LENGTHS, Lengths, paged
 from interposer_ops.cases.paging import starts_of
 from interposer_ops.layers.attention import Attention
+from interposer_testing.cases import LayerCase, OfLayer, Placed, normal
 
 __all__ = ["Step", "attended", "attention_layers", "spec_at"]
 

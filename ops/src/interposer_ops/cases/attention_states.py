@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
+from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
 __all__ = ["merge_attention_states_cases", "merge_attention_states_sample"]
 

@@ -15,8 +15,6 @@ import torch
 from torch.nn import functional
 
 from interposer import AttentionSpec, Case, Site, Tolerance
-from interposer.cases import normal
-from interposer.cases.layer import LayerCase, OfLayer
 from interposer_ops.cases.attention_layer import Step, attended, spec_at
 from interposer_ops.cases.error_flow import Errors
 from interposer_ops.cases.norms import norm_weight
@@ -25,6 +23,7 @@ from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotated_halves
+from interposer_testing.cases import LayerCase, OfLayer, normal
 
 __all__ = ["decoder_block_layers"]
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from interposer import Case
-from interposer.cases import Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.expert_permutation import random_experts
+from interposer_testing.cases import Point, peak
 
 __all__ = [
     "ACTIVATIONS",

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Strides, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.expert_bounds import (
     ACTIVATIONS,
     EVEN_SHAPES,
@@ -23,6 +21,7 @@ from interposer_ops.cases.expert_bounds import (
     spread,
 )
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal
 
 __all__ = [
     "fused_experts_cases",

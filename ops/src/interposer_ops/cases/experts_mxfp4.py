@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.expert_bounds import (
     ACTIVATIONS,
     EVEN_SHAPES,
@@ -24,6 +22,7 @@ from interposer_ops.cases.expert_bounds import (
 )
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 __all__ = ["fused_experts_mxfp4_cases", "fused_experts_mxfp4_sample"]
 

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.kv_cache import (
     BATCHES,
     cache_dims,
@@ -17,6 +15,7 @@ from interposer_ops.cases.kv_cache import (
     typical_gathering,
 )
 from interposer_ops.cases.paging import caches
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 __all__ = [
     "gather_cache_fp8_cases",

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Special, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.activations import EXTREMES, FORMS, SHAPES
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, Special, peak, uniform
 
 __all__ = [
     "fatrelu_and_mul_cases",

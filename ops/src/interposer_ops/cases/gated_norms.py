@@ -7,11 +7,10 @@ import math
 import torch
 from torch.nn import functional
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.norms import norm_weight, rms_peak
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
 __all__ = ["gated_rms_norm_cases", "gated_rms_norm_sample"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.norms import norm_weight, rms_peak
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
 __all__ = ["l2_norm_cases", "l2_norm_sample", "qk_norm_cases", "qk_norm_sample"]
 

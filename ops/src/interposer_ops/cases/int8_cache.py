@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.kv_cache import (
     BATCHES,
     cache_dims,
@@ -18,6 +16,7 @@ from interposer_ops.cases.kv_cache import (
 )
 from interposer_ops.cases.paging import caches
 from interposer_ops.cases.quantizer_inputs import clear_of_boundaries, signed_choice
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 __all__ = [
     "gather_cache_int8_cases",

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
-from interposer.tuning.workload import typical_sequences
+from interposer import Case, Dims
 from interposer_ops.cases.paging import SPARE_PAGES, attention_dims, caches, scattered
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_testing.workload import typical_sequences
 
 __all__ = [
     "BATCHES",

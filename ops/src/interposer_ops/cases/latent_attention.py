@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
-from interposer.op import Dims
-from interposer.tuning.workload import typical_sequences
+from interposer import Case, Dims
 from interposer_ops.cases.paged_attention import cache_dtype_name
 from interposer_ops.cases.paged_sequences import LENGTHS, Lengths, Paged, paged
 from interposer_ops.cases.pruning import combined
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
+from interposer_testing.workload import typical_sequences
 
 __all__ = [
     "latent_attention_decode_cases",

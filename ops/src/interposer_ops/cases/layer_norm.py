@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.norms import norm_weight
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
 __all__ = ["layer_norm_cases", "layer_norm_sample"]
 

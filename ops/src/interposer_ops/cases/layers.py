@@ -11,9 +11,6 @@ import torch
 from torch.nn import functional
 
 from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Site, Tolerance
-from interposer.cases import normal, peak, planned_cases
-from interposer.cases.axis import ORDINARY
-from interposer.cases.layer import LayerCase, Placed
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.cases.norms import norm_weight
 from interposer_ops.experts import fused_experts
@@ -22,6 +19,7 @@ from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding
 from interposer_ops.routing import topk_softmax
+from interposer_testing.cases import ORDINARY, LayerCase, Placed, normal, peak, planned_cases
 
 __all__ = [
     "activation_layers",

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.clearness import clear_rows, clearly_truncated
 from interposer_ops.cases.logits import LOGIT_SHAPES, LOGITS, num_rows, random_logits
+from interposer_testing.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
 
 __all__ = [
     "apply_logit_bias_cases",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer.cases import normal
-from interposer.tuning.workload import typical_sequences
+from interposer_testing.cases import normal
+from interposer_testing.workload import typical_sequences
 
 __all__ = ["LOGITS", "LOGIT_SHAPES", "num_rows", "random_logits"]
 

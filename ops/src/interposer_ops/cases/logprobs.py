@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.logits import LOGIT_SHAPES, LOGITS, num_rows, random_logits
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 __all__ = ["token_logprobs_cases", "token_logprobs_sample"]
 

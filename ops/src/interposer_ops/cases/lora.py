@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak
 
 __all__ = [
     "lora_expand_cases",

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.paging import starts_of
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal
 
 __all__ = [
     "batched_linear_cases",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.kv_cache import PAGE_SIZES, TOKENS, step_slots
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 __all__ = ["write_latent_cache_cases", "write_latent_cache_sample"]
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
 __all__ = [
     "fused_add_gemma_rms_norm_cases",

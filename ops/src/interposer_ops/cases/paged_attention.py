@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
-from interposer.op import Dims
-from interposer.tuning.workload import typical_sequences
+from interposer import Case, Dims
 from interposer_ops.cases.paged_sequences import LENGTHS, Lengths, paged
 from interposer_ops.cases.paging import attention_dims, caches
 from interposer_ops.cases.pruning import combined
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
+from interposer_testing.workload import typical_sequences
 
 __all__ = ["cache_dtype_name", "paged_attention_cases", "paged_attention_sample"]
 

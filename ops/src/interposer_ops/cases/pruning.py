@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from interposer.cases import Axis, Point
+from interposer_testing.cases import Axis, Point
 
 __all__ = ["combined"]
 

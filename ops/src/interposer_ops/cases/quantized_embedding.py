@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Strides, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.embedding import TOKENS
 from interposer_ops.small_floats import pack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides, uniform
 
 __all__ = [
     "w4a16_embedding_cases",

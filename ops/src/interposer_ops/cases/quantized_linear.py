@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import longest_row, normal, peak
-from interposer.op import Dims
+from interposer import Case, Dims
+from interposer_testing.cases import longest_row, normal, peak
 
 __all__ = ["WITH_OUT_DTYPE", "bias_of", "float8", "linear_case", "sampled_case"]
 

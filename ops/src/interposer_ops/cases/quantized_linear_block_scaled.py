@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantized_linear import bias_of, float8, linear_case, sampled_case
 from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 __all__ = [
     "mxfp4_linear_cases",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantized_linear import bias_of, float8, linear_case, sampled_case
+from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
 __all__ = [
     "fp8_block_linear_cases",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
+from interposer_testing.cases import Axis, CaseSpace, Point, peak, uniform
 
 __all__ = ["int8_linear_cases", "int8_linear_sample"]
 

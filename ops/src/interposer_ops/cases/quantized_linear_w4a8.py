@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.quantized_linear import bias_of
 from interposer_ops.small_floats import pack_nibbles, unpack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 
 __all__ = ["w4a8_linear_cases", "w4a8_linear_sample"]
 

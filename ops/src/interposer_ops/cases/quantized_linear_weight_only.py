@@ -6,12 +6,11 @@ import math
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Strides, normal, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
 from interposer_ops.small_floats import pack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal, uniform
 
 __all__ = [
     "w4a16_linear_cases",

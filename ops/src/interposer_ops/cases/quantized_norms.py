@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.norms import norm_weight
 from interposer_ops.cases.numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 __all__ = ["rms_norm_quantize_fp8_cases", "rms_norm_quantize_fp8_sample"]
 

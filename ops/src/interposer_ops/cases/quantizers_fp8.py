@@ -6,9 +6,7 @@ import math
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantizer_inputs import (
     FP8_FORMATS,
@@ -21,6 +19,7 @@ from interposer_ops.cases.quantizer_inputs import (
     signed_choice,
     with_peaks,
 )
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 __all__ = [
     "quantize_fp8_blocks_cases",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantizer_inputs import (
     SHAPES,
@@ -15,6 +13,7 @@ from interposer_ops.cases.quantizer_inputs import (
     signed_choice,
     with_peaks,
 )
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 __all__ = [
     "quantize_int8_per_token_asymmetric_cases",

@@ -7,9 +7,7 @@ from functools import partial
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantizer_inputs import (
     clear_of_boundaries,
@@ -22,6 +20,7 @@ from interposer_ops.cases.quantizer_inputs import (
     with_peaks,
 )
 from interposer_ops.small_floats import decode_e2m1, decode_e8m0, shared_exponents
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 __all__ = [
     "dequantize_mxfp4_cases",

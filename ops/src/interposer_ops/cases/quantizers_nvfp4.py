@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.quantizer_inputs import (
     clear_of_boundaries,
     midpoints,
@@ -16,6 +14,7 @@ from interposer_ops.cases.quantizer_inputs import (
     with_peaks,
 )
 from interposer_ops.small_floats import E2M1_MAX, decode_e2m1
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 __all__ = ["dequantize_nvfp4_cases", "quantize_nvfp4_cases", "quantize_nvfp4_sample"]
 

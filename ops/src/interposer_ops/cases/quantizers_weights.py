@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, peak
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.quantizer_inputs import clear_of_boundaries, peaked, signed_choice
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
 __all__ = [
     "quantize_weight_int4_asymmetric_cases",

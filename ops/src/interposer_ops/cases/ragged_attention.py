@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.paging import starts_of
 from interposer_ops.cases.pruning import combined
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 
 __all__ = ["ragged_attention_cases", "ragged_attention_sample"]
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.rotary import HEADS, TOKENS, rotary_case
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 __all__ = ["multimodal_rotary_embedding_cases", "multimodal_rotary_embedding_sample"]
 

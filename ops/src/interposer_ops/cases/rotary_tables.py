@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point
-from interposer.op import Dims
+from interposer import Case, Dims
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 __all__ = ["rotary_tables_cases", "rotary_tables_sample"]
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.clearness import clear_rows
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 __all__ = [
     "grouped_topk_cases",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from interposer import Case, PluggableLayer
-from interposer.cases.layer import LayerCase, OfLayer
 from interposer_ops.cases.clearness import clearly_won
 from interposer_ops.cases.layers import few_cases
 from interposer_ops.layers.sampler import Penalties, SamplingBatch
 from interposer_ops.sampling import apply_penalties, sample_tokens
+from interposer_testing.cases import LayerCase, OfLayer
 
 __all__ = ["sampler_layers"]
 

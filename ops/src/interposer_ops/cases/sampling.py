@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, peak, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.clearness import clear_rows, clearly_truncated, clearly_won
 from interposer_ops.cases.logits import LOGIT_SHAPES, LOGITS, num_rows, random_logits
 from interposer_ops.noise import gumbel_noise
 from interposer_ops.truncation import temper
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
 __all__ = [
     "apply_penalties_cases",

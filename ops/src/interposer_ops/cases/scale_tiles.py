@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 __all__ = ["tile_scales_cases"]
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.clearness import clearly_won
 from interposer_ops.cases.logits import num_rows
 from interposer_ops.noise import gumbel_noise, uniform_noise
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 __all__ = [
     "greedy_verify_cases",

@@ -9,11 +9,10 @@ import math
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.paging import starts_of
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
 __all__ = ["pad_rows_cases", "select_rows_cases", "select_rows_sample", "unpad_rows_cases"]
 

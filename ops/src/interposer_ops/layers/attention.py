@@ -36,7 +36,7 @@ class Attention(PluggableLayer):
     def __init__(self, site: Site, spec: AttentionSpec) -> None:
         super().__init__(site)
         self.spec = spec
-        self.backend = site.resolver.attention(spec, site)
+        self.backend: AttentionBackend = site.resolver.attention(spec, site)
         self.scales: Any = None
         if spec.is_quantized:
             place, scheme = site.prefix.rpartition(".")[0], site.resolver.scheme

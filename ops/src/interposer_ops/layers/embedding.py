@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import EmbeddingMethod, PluggableLayer, Site
+from interposer import Call, EmbeddingMethod, PluggableLayer, Site
 from interposer.errors import ConfigError
-from interposer.quantization import Call
 from interposer_ops.layers.linear import PlainLinear
 from interposer_ops.linear import embedding, linear
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from interposer.op import Dims
+from interposer import Dims
 
 __all__ = ["Build", "meta"]
 

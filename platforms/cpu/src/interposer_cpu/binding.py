@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["bind_process"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from interposer.host_memory import huge_pages
 from interposer_cpu import cgroup, host, native
+from interposer_ops.devices.host_memory import huge_pages
 
 __all__ = ["facts", "start_method"]
 

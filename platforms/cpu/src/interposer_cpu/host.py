@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from interposer.capability import Memory
+from interposer import Memory
 from interposer_cpu.cgroup import cpu_limit, memory_limits
 
 __all__ = [

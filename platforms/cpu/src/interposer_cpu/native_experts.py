@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from interposer import Request, Verdict, host_memory
+from interposer import Request, Verdict
 from interposer.errors import RequestError
 from interposer_cpu import native
 from interposer_cpu.native_rows import TYPES
+from interposer_ops.devices import host_memory
 
 __all__ = [
     "fused_experts",

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from interposer import Request, Verdict, host_memory
+from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu.packed_copies import Packed, shared_copy
+from interposer_ops.devices import host_memory
 from interposer_ops.small_floats import decode_e8m0
 
 __all__ = [

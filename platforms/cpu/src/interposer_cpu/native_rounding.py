@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from interposer import host_memory
 from interposer_cpu.native import library
 from interposer_cpu.native_rows import TYPES
+from interposer_ops.devices import host_memory
 
 __all__ = ["quantize_weight_int4", "quantize_weight_int4_asymmetric", "quantize_weight_int8"]
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_cuda.flashinfer_pages import FlashInferPages
 from interposer_cuda.providers import FLASHINFER
 

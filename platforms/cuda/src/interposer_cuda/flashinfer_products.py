@@ -21,8 +21,7 @@ from inspect import signature
 import torch
 from torch.nn import functional
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_cuda.providers import FLASHINFER_PRODUCTS
 from interposer_ops import triton_availability
 from interposer_ops.scale_tiles import tile_scales

@@ -12,8 +12,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_ops.expert_permutation import moe_permute
 from interposer_ops.experts import activated
 

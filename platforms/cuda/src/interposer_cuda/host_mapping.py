@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from interposer.errors import ConfigError
-from interposer.host_memory import require_pinned
+from interposer_ops.devices.host_memory import require_pinned
 
 __all__ = ["mapped"]
 

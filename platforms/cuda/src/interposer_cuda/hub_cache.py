@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interposer.config import variables
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
+from interposer.tooling import variables
 from interposer_cuda.providers import HUB_KERNELS
 
 __all__ = ["ACTIVATION", "LAYER_NORM", "HubKernel", "judge_activation", "judge_layer_norm"]

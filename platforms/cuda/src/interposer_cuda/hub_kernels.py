@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_cuda.hub_cache import ACTIVATION, LAYER_NORM, HubKernel
 
 __all__ = [

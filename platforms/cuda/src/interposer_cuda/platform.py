@@ -8,12 +8,9 @@ from functools import cached_property
 
 import torch
 
-from interposer import Capability, Device, Platform, Verdict
-from interposer.config import variables
+from interposer import Capability, Device, NumericsPolicy, Platform, Verdict
 from interposer.errors import PluginError, UnknownNameError
-from interposer.graph_recorder import GraphRecorder
-from interposer.memory_profile import MemoryProfile, memory_profile
-from interposer.numerics import NumericsPolicy, applied
+from interposer.tooling import applied, variables
 from interposer_cuda import driver, host_mapping, system
 from interposer_cuda.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_cuda.architectures import architecture_of
@@ -21,6 +18,8 @@ from interposer_cuda.driver import Answer, CUDADevice, DriverError
 from interposer_cuda.presence import Presence
 from interposer_cuda.torch_build import TorchBuild
 from interposer_cuda.visibility import DEVICES, ORDER
+from interposer_ops.devices.graph_recorder import GraphRecorder
+from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 
 __all__ = ["CUDAPlatform"]
 
@@ -99,7 +98,7 @@ class CUDAPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        """Return a block that is told what it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

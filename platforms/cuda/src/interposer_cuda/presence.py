@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 from interposer_cuda import driver, nvml
 from interposer_cuda.nvml import Inventory, NVMLError
 from interposer_cuda.system import System

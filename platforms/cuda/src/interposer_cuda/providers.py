@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = [
     "FLASHINFER",

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["ROOT", "System", "look"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["TorchBuild"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interposer.capability import Capability
+from interposer import Capability
 from interposer_rocm.architectures import GfxVersion, architecture_of
 from interposer_rocm.topology import GPU
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_rocm.aiter_experts import mixture, shuffled
 from interposer_rocm.aiter_library import confirm_scaled_experts, function
 from interposer_rocm.aiter_package import BLOCK, NEEDS_FNUZ

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from interposer import Request, Verdict
 from interposer.errors import InterposerError
-from interposer.request import Request
-from interposer.verdict import Verdict
 from interposer_rocm.aiter_package import aiter_version, is_quantized
 from interposer_rocm.examined_package import ExaminedPackage
 

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 
 if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from interposer.config import variables
+from interposer import Verdict
 from interposer.errors import InterposerError, PluginError
-from interposer.verdict import Verdict
+from interposer.tooling import variables
 from interposer_rocm import package_inquiry
 
 __all__ = ["ExaminedPackage", "Inquiry"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability

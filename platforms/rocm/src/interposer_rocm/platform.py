@@ -8,12 +8,11 @@ from functools import cached_property
 
 import torch
 
-from interposer import Capability, Device, Platform, Verdict
-from interposer.config import variables
+from interposer import Capability, Device, NumericsPolicy, Platform, Verdict
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer.graph_recorder import GraphRecorder
-from interposer.memory_profile import MemoryProfile, memory_profile
-from interposer.numerics import NumericsPolicy, applied
+from interposer.tooling import applied, variables
+from interposer_ops.devices.graph_recorder import GraphRecorder
+from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 from interposer_rocm import system
 from interposer_rocm.abilities import bandwidth_bytes_per_s, capability_of
 from interposer_rocm.architectures import architecture_of
@@ -110,7 +109,7 @@ class ROCmPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        """Return a block that is told what it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 from interposer_rocm.system import System
 from interposer_rocm.torch_build import TorchBuild
 from interposer_rocm.visibility import Visible, overridden, visible

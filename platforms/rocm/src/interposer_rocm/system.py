@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 from interposer_rocm.topology import Topology, read_topology
 
 __all__ = ["ROOT", "System", "look"]

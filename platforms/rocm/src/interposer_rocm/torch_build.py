@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["TorchBuild"]
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_xpu import extension_inquiry
 from interposer_xpu.optional_packages import Package, numbers, torch_version
 

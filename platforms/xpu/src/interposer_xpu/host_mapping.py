@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from interposer.errors import ConfigError
-from interposer.host_memory import require_pinned
+from interposer_ops.devices.host_memory import require_pinned
 from interposer_xpu import kernel_package
 
 __all__ = ["mapped"]

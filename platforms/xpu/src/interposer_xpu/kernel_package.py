@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 from interposer_xpu import kernel_package_inquiry
 from interposer_xpu.optional_packages import Package, numbers, torch_version
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["Package", "ended", "numbers", "torch_version"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 from interposer_xpu.kernel_package import judge_ops
 
 __all__ = [

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
-from interposer.config import variables
 from interposer.errors import PluginError, UnknownNameError
-from interposer.memory_profile import MemoryProfile, memory_profile
+from interposer.tooling import variables
+from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 from interposer_xpu import (
     extension,
     host_mapping,
@@ -88,7 +88,7 @@ class XPUPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes; see ``interposer.memory_profile``."""
+        """Return a block that is told what it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 from interposer_xpu import level_zero
 from interposer_xpu.architectures import architecture_of
 from interposer_xpu.level_zero import Answer

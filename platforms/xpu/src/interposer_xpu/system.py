@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["ROOT", "Display", "System", "look"]
 

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from interposer.verdict import Verdict
+from interposer import Verdict
 
 __all__ = ["judge"]
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import EmbeddingMethod, Site
-from interposer.quantization import Call
+from interposer import Call, EmbeddingMethod, Site
 from interposer_gguf.block_formats import BlockFormat
 from interposer_gguf.embedding import gguf_embedding
 from interposer_gguf.linear import gguf_linear

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, Strides
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf.cases import random_rows
 from interposer_ops.cases.embedding import TOKENS
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides
 
 __all__ = ["gguf_embedding_cases", "gguf_embedding_sample"]
 

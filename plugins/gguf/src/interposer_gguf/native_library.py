@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from interposer.request import Request
-from interposer.verdict import Verdict
+from interposer import Request, Verdict
 
 __all__ = ["LEVELS", "Library", "judge", "library", "path"]
 

@@ -6,12 +6,11 @@ from math import gcd
 
 import torch
 
-from interposer import Case
-from interposer.cases import Axis, CaseSpace, Point, normal, uniform
-from interposer.op import Dims
+from interposer import Case, Dims
 from interposer_nf4.codebooks import CODEBOOKS, QuantType
 from interposer_ops.cases.numbers import normal_numbers
 from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 __all__ = ["nf4_linear_cases", "nf4_linear_sample"]
 

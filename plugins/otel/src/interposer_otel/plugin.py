@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from interposer.choice import Choice
+from interposer import Choice
 from interposer.errors import NoCandidateError
 from interposer.hookspecs import Activity, hookimpl
 

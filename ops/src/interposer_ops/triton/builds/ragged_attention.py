@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interposer.op import Dims
+from interposer import Dims
 from interposer_ops.triton.build import Build, meta
 
 __all__ = ["BUILDS"]

@@ -1,0 +1,1 @@
+"""The policy of the user, and what is kept between processes."""

@@ -1,0 +1,396 @@
+"""The policy as data, and the environment, which no other module touches.
+
+Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
+Mappings are merged key by key, everything else is replaced. Nothing is written to the environment,
+but that what a plugin changed while it was examined is put back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from interposer._config.environment import read_variables
+from interposer._config.files import ConfigFile, read_project_file, read_user_file
+from interposer._config.once import memoized
+from interposer._config.rules import (
+    AnyNames,
+    AnyRule,
+    Names,
+    Required,
+    Rule,
+    Rules,
+    config_error,
+    no_rules,
+    read_rule,
+)
+from interposer._contract.errors import ConfigError, UnknownNameError
+
+__all__ = [
+    "Config",
+    "Rule",
+    "Source",
+    "child_environment",
+    "config_sources",
+    "effective_config",
+    "environment_guard",
+    "use",
+    "variables",
+]
+
+
+def _as_text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _as_names(plugins: Any) -> Any:
+    if plugins == "all":
+        return None
+    return () if plugins == "none" else plugins
+
+
+class Config(BaseModel):
+    """What the user decided; whatever is unset is left to the selection.
+
+    The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
+    matches the glob, ``*`` for all names, or ``*@glob``.
+
+    Attributes:
+        platform: rule for the platform to run on.
+        kernels: rules by op.
+        layers: rules by layer id.
+        attention: rules by attention type.
+        quantization: rules by quantization method.
+        require: properties that every kernel and every attention backend must promise.
+        disable: names of plugins or distributions that are not to be loaded.
+        plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
+            ``"none"`` none but the SDK's own.
+        strict: an unmet preference and a tie raise.
+        locked: only what the lock file lists may be loaded.
+        canary: whose kernels are compared with the reference before they are bound here first.
+        fallback: a kernel that fails at run time is replaced by the next best one.
+        emulation: a reference may be chosen that does without the arithmetic its op is meant for.
+        tables: measured figures take part in the selection.
+        graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
+            all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
+        isolation: whether plugin code is tried in a child process first.
+        probe_seconds: how long such a trial may take.
+        cache_dir: folder for verdicts and measurements; None is the user's cache directory.
+
+    Raises: ConfigError: a key is unknown or a value not usable.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
+    kernels: Rules = Field(default_factory=no_rules)
+    layers: Rules = Field(default_factory=no_rules)
+    attention: Rules = Field(default_factory=no_rules)
+    quantization: Rules = Field(default_factory=no_rules)
+    require: Required = frozenset()
+    disable: Names = frozenset()
+    plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
+    strict: bool = False
+    locked: bool = False
+    canary: Literal["third_party", "all", "off"] = "third_party"
+    fallback: bool = False
+    emulation: bool = True
+    tables: bool = True
+    graphs: Literal["auto", "on", "off"] = "auto"
+    isolation: Literal["process", "off"] = "process"
+    probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
+    cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
+
+    if TYPE_CHECKING:  # what is taken for a rule or for names is wider than what is kept
+
+        def __init__(
+            self,
+            *,
+            platform: AnyRule | None = None,
+            kernels: Mapping[str, AnyRule] = ...,
+            layers: Mapping[str, AnyRule] = ...,
+            attention: Mapping[str, AnyRule] = ...,
+            quantization: Mapping[str, AnyRule] = ...,
+            require: AnyNames = ...,
+            disable: AnyNames = ...,
+            plugins: AnyNames | Literal["all", "none"] | None = None,
+            strict: bool = False,
+            locked: bool = False,
+            canary: Literal["third_party", "all", "off"] = "third_party",
+            fallback: bool = False,
+            emulation: bool = True,
+            tables: bool = True,
+            graphs: Literal["auto", "on", "off"] = "auto",
+            isolation: Literal["process", "off"] = "process",
+            probe_seconds: float = 5.0,
+            cache_dir: str | os.PathLike[str] | None = None,
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise config_error(error, Config) from error
+
+    @model_validator(mode="after")
+    def _require_what_is_promised(self) -> Config:
+        rules = {f"layers.{key}": rule for key, rule in self.layers.items()}
+        rules |= {f"quantization.{key}": rule for key, rule in self.quantization.items()}
+        if self.platform is not None:
+            rules["platform"] = self.platform
+        for place, rule in rules.items():
+            if rule.require:
+                raise ConfigError(
+                    f"{place} requires {', '.join(sorted(rule.require))}, but only kernels and "
+                    "attention backends promise properties. Try: require it of those"
+                )
+        return self
+
+    @classmethod
+    def refresh(cls) -> Config:
+        """Read files and environment again and return the configuration in force.
+
+        Raises: ConfigError: a source holds an unknown key or an unusable value.
+        """
+        for read in (_below, _user_file, _environment):
+            read.forget()
+        return effective_config()
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Return the configuration that ``obj`` states.
+
+        Raises: ConfigError: a key is unknown or a value not usable.
+        """
+        with _own_errors():
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Return the configuration that a JSON text states.
+
+        Raises: ConfigError: it is no JSON, a key is unknown or a value not usable.
+        """
+        with _own_errors():
+            return super().model_validate_json(json_data, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
+        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values}
+        return _remade, (plain,)
+
+    def __deepcopy__(self, memo: object = None) -> Self:
+        return self  # nothing in it can change
+
+    def __hash__(self) -> int:
+        fields = (getattr(self, name) for name in Config.model_fields)
+        return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in fields))
+
+    def __repr_args__(self) -> Iterable[tuple[str, Any]]:
+        """Yield what differs from the default, in the order of the fields."""
+        for name, field in Config.model_fields.items():
+            value = getattr(self, name)
+            if value != field.get_default(call_default_factory=True):
+                if isinstance(value, Set):
+                    value = sorted(value)
+                yield name, dict(value) if isinstance(value, Mapping) else value
+
+    __str__ = BaseModel.__repr__
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a part of the configuration comes from; ``path`` is empty where there is no file."""
+
+    name: Literal["argument", "use()", "project file", "user file", "environment"]
+    path: str
+    config: Config
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What this source sets, as plain data that a ``Config`` can be made of again."""
+        return self.config.model_dump(mode="json", exclude_unset=True)
+
+
+_context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", default=())
+
+
+def effective_config(argument: Config | None = None) -> Config:
+    """Return the configuration in force, with ``argument`` above all other sources.
+
+    Files and the environment are read once in a process, the project file once per working
+    directory; ``Config.refresh()`` reads them again. What is wrong in them raises at every call.
+
+    Raises: ConfigError: a source holds an unknown key or an unusable value.
+    """
+    below, _ = _below(_working_directory())
+    entered = _context.get()
+    if argument is None:
+        return _merged(below, *entered) if entered else below
+    return _merged(below, *entered, _checked(argument))
+
+
+def config_sources(argument: Config | None = None) -> list[Source]:
+    """Return the sources of the configuration in force, the strongest first.
+
+    A file is listed if it is there, the environment if it sets anything.
+    """
+    sources = [Source("use()", "", config) for config in reversed(_context.get())]
+    if argument is not None:
+        sources.insert(0, Source("argument", "", _checked(argument)))
+    return [*sources, *_below(_working_directory())[1]]
+
+
+@contextmanager
+def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
+    """Apply a configuration, or single fields of one, inside a ``with`` block.
+
+    Safe in threads and asyncio tasks: a thread sees only the blocks that it entered itself, a
+    task also those that it was created in.
+    """
+    if config is not None and changes:
+        raise ConfigError("use() takes a Config or single fields, not both")
+    entered = _checked(config) if config is not None else _validated(changes, "use()")
+    token = _context.set((*_context.get(), entered))
+    try:
+        yield effective_config()
+    finally:
+        _context.reset(token)
+
+
+def variables() -> Mapping[str, str]:
+    """Return the variables of the environment by name."""
+    return os.environ
+
+
+def child_environment(**defaults: str) -> dict[str, str]:
+    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
+    return {**defaults, **os.environ}
+
+
+@contextmanager
+def environment_guard() -> Iterator[list[str]]:
+    """Put back every variable of the environment that changes inside a ``with`` block.
+
+    The list that is yielded holds the names of those variables once the block has ended.
+    """
+    before = dict(os.environ)
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        after = dict(os.environ)
+        if after != before:
+            names = sorted(before.keys() | after.keys())
+            changed += [name for name in names if before.get(name) != after.get(name)]
+            for name in changed:
+                if name in before:
+                    os.environ[name] = before[name]
+                else:
+                    del os.environ[name]
+
+
+def _remade(fields: dict[str, Any]) -> Config:
+    return Config(**fields)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        # The constructor is asked within, and what it raises is wrapped.
+        inner = error.errors()[0].get("ctx", {}).get("error")
+        raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
+
+
+def _checked(config: object) -> Config:
+    if not isinstance(config, Config):
+        raise ConfigError(f"config is {config!r}, must be a Config, as Config(platform='cpu')")
+    return config
+
+
+def _merged(*configs: Config) -> Config:
+    """Return the sum of ``configs``, of which the last is the strongest."""
+    merged: dict[str, Any] = {}
+    for config in configs:
+        for name in config.model_fields_set:
+            value = getattr(config, name)
+            if isinstance(value, Mapping):
+                value = {**merged.get(name, {}), **value}
+            merged[name] = value
+    return Config(**merged)
+
+
+@memoized
+def _below(folder: str) -> tuple[Config, tuple[Source, ...]]:
+    """Return what files and environment say together, and each, for a working directory."""
+    project = _from_file("project file", read_project_file(Path(folder)) if folder else None)
+    sources = (*project, *_user_file(), *_environment())
+    return _merged(*(source.config for source in reversed(sources))), sources
+
+
+@memoized
+def _user_file() -> tuple[Source, ...]:
+    return _from_file("user file", read_user_file())
+
+
+@memoized
+def _environment() -> tuple[Source, ...]:
+    fields = read_variables(variables())
+    if not fields:
+        return ()
+    return (Source("environment", "", _validated(fields, "the environment")),)
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a Path costs more than all the rest
+    except FileNotFoundError:
+        return ""  # it was removed, and has no project file
+
+
+def _from_file(
+    name: Literal["project file", "user file"], file: ConfigFile | None
+) -> tuple[Source, ...]:
+    if file is None:
+        return ()
+    return (Source(name, str(file.path), _validated(_placed(file), str(file.path))),)
+
+
+def _placed(file: ConfigFile) -> dict[str, Any]:
+    """Return the fields of a file, in which a relative path counts from where the file is."""
+    match file.fields:
+        case {"cache_dir": str(folder)} if folder and not folder.startswith("~"):
+            return {**file.fields, "cache_dir": str(file.path.parent / folder)}
+    return file.fields
+
+
+def _validated(fields: dict[str, Any], source: str) -> Config:
+    try:
+        return Config(**fields)
+    except UnknownNameError as error:
+        kind, where = (
+            ("key", f"in {source}")
+            if error.kind == "field"
+            else (error.kind, f"{error.where} of {source}")
+        )
+        raise UnknownNameError(kind, error.name, error.known, where=where) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error

@@ -1,0 +1,231 @@
+"""What a user wants of the selection: rules as they are written, and their sum for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WrapSerializer,
+    model_serializer,
+    model_validator,
+)
+
+from interposer._contract.errors import ConfigError, UnknownNameError
+
+__all__ = [
+    "REQUIRABLE",
+    "AnyNames",
+    "AnyRule",
+    "Names",
+    "Required",
+    "Rule",
+    "Rules",
+    "check_key",
+    "config_error",
+    "no_rules",
+    "parse_rules",
+    "read_rule",
+]
+
+REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "traceable"})
+"""The properties that can be required of a kernel or an attention backend."""
+
+
+def _as_set(names: Any) -> Any:
+    if isinstance(names, list | tuple | Set):
+        return frozenset(names)
+    raise ValueError("must be a list or a set of names")
+
+
+def _as_tuple(names: Any) -> Any:
+    if isinstance(names, list | tuple):
+        return tuple(names)
+    raise ValueError("must be a list of names, the first choice first")
+
+
+def _known_properties(names: frozenset[str]) -> frozenset[str]:
+    for name in sorted(names - REQUIRABLE):
+        raise UnknownNameError("property", name, REQUIRABLE)
+    return names
+
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[
+    frozenset[Name],
+    BeforeValidator(_as_set),
+    PlainSerializer(lambda names: sorted(names), return_type=list[str], when_used="json"),
+]
+Required = Annotated[Names, AfterValidator(_known_properties)]
+
+AnyNames = Set[str] | list[str] | tuple[str, ...]
+"""What is taken for names."""
+
+
+class Rule(BaseModel):
+    """What is wanted of one choice; where a rule is expected, a plain string is short for a pin.
+
+    Attributes:
+        pin: name or ``provider/name`` of the only candidate that may be chosen.
+        prefer: globs over names and ``provider/name``: whatever matches the first goes before
+            whatever matches the second, and that before all others.
+        forbid: globs over names and ``provider/name`` of what may not be chosen.
+        require: properties that the chosen one must promise, out of ``REQUIRABLE``.
+
+    Raises:
+        ConfigError: a value is not usable, or there are both a pin and a preference.
+        UnknownNameError: a field or a property is not known.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    pin: Name | None = None
+    prefer: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = ()
+    forbid: Names = frozenset()
+    require: Required = frozenset()
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            pin: str | None = None,
+            prefer: list[str] | tuple[str, ...] = (),
+            forbid: Set[str] | list[str] | tuple[str, ...] = (),
+            require: Set[str] | list[str] | tuple[str, ...] = (),
+        ) -> None: ...
+
+    else:
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise config_error(error, Rule) from error
+
+    @model_validator(mode="after")
+    def _one_wish(self) -> Rule:
+        if self.pin is not None and self.prefer:
+            raise ConfigError("a pin leaves nothing to prefer. Try: one of the two")
+        return self
+
+    @model_serializer
+    def _shortened(self) -> str | dict[str, Any]:
+        """Return what reads back as this rule and says no more than that."""
+        fields = dict(self.__repr_args__())
+        return fields["pin"] if fields.keys() == {"pin"} else fields
+
+    def __repr_args__(self) -> Iterable[tuple[str, Any]]:
+        for name in Rule.model_fields:
+            value = getattr(self, name)
+            if value:
+                yield name, sorted(value) if isinstance(value, Set) else value
+
+    def __str__(self) -> str:
+        parts = [self.pin] if self.pin is not None else []
+        parts += [f"+{name}" for name in self.prefer]
+        parts += [f"-{name}" for name in sorted(self.forbid)]
+        parts += [f"requires {name}" for name in sorted(self.require)]
+        return ", ".join(parts) or "nothing"
+
+
+AnyRule = Rule | str | Mapping[str, Any]
+"""What is taken for a rule: the fields of one as a mapping do as well."""
+
+
+def read_rule(value: Any) -> Rule:
+    """Return ``value`` as a rule. Raises: ConfigError."""
+    if isinstance(value, Rule):
+        return value
+    if isinstance(value, str):
+        return Rule(pin=value)
+    if isinstance(value, Mapping):
+        return Rule(**{str(name): field for name, field in value.items()})
+    raise ValueError("must be a name or a rule, as 'reference' or {'forbid': ['acme/*']}")
+
+
+def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
+    """Return what ``error`` says first about the fields of ``model``, as one of our errors."""
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    parts = [str(part) for part in first["loc"]]
+    place = ".".join(parts[:-2] if parts[-1:] == ["[key]"] else parts)
+    if first["type"] == "extra_forbidden":
+        return UnknownNameError("field", place, model.model_fields, where=f"of {model.__name__}")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UnknownNameError):
+        kind = "key" if cause.kind == "field" else cause.kind
+        return UnknownNameError(kind, cause.name, cause.known, where=f"in {place}")
+    if isinstance(cause, ConfigError):
+        return ConfigError(f"{place}: {cause}" if place else str(cause))
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        known = get_args(model.model_fields[place].annotation)
+        return UnknownNameError("value", first["input"], known, where=f"of {place}")
+    return ConfigError(
+        f"{place} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    )
+
+
+def check_key(key: str) -> str:
+    """Return the key of a rule. Raises: ConfigError: it is none of the four forms."""
+    name, at, glob = key.partition("@")
+    if not name or (at and not glob) or (name != "*" and set(name) & set("*?[")):
+        raise ConfigError(f"the key {key!r} is none of NAME, NAME@GLOB, * and *@GLOB")
+    return key
+
+
+def no_rules() -> Mapping[str, Any]:
+    """Return rules that say nothing."""
+    return MappingProxyType({})
+
+
+def _as_dict(rules: Any) -> Any:
+    return dict(rules) if isinstance(rules, Mapping) else rules
+
+
+def _serialized(rules: Mapping[str, Rule], serialize: Callable[[Any], Any]) -> Any:
+    return serialize(dict(rules))
+
+
+Rules = Annotated[
+    Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
+    BeforeValidator(_as_dict),
+    AfterValidator(MappingProxyType),
+    WrapSerializer(_serialized),
+]
+"""Rules by key, of which none can change."""
+
+
+def parse_rules(items: Iterable[str], source: str) -> dict[str, dict[str, Any]]:
+    """Return the fields of rules by key, from texts such as ``rms_norm=reference``.
+
+    ``KEY=NAME`` pins, ``KEY=+NAME`` prefers, ``KEY=-NAME`` forbids; several for one key add up.
+
+    Args:
+        source: where they were written, for errors.
+    Raises: ConfigError: a text has another form, or a key two pins.
+    """
+    rules: dict[str, dict[str, Any]] = {}
+    for item in items:
+        key, _, choice = (part.strip() for part in item.partition("="))
+        sign = choice[:1] if choice[:1] in ("+", "-") else ""
+        name = choice.removeprefix(sign).strip()
+        if not (key and name):
+            raise ConfigError(
+                f"{source}: {item!r} is not of the form NAME=CHOICE, as in rms_norm=reference; "
+                "NAME=+CHOICE prefers, NAME=-CHOICE forbids"
+            )
+        rule = rules.setdefault(key, {})
+        if sign:
+            rule.setdefault("prefer" if sign == "+" else "forbid", []).append(name)
+        elif rule.setdefault("pin", name) != name:
+            raise ConfigError(f"{source}: {key!r} is set to {rule['pin']!r} and to {name!r}")
+    return rules

@@ -1,0 +1,252 @@
+"""What is remembered between processes: JSON with a checksum, one file per entry, never pickle.
+
+A file is written whole under another name and then renamed, so a reader sees the old entry or the
+new one and writers need no lock. An entry is valid only if it is, byte for byte, what ``Store``
+writes for its key and value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from platformdirs import user_cache_dir
+
+from interposer._config.config import Config, effective_config
+from interposer._contract.errors import StorageError
+
+__all__ = [
+    "JSON",
+    "Entry",
+    "StorageWarning",
+    "Store",
+    "canonical_json",
+    "checksum",
+    "default_store",
+    "write_text",
+]
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+_VERSION = 1
+_KIND = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_FILE = re.compile(r"[0-9a-f]{32}\.json")
+_FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{16}}")
+
+
+class StorageWarning(UserWarning):
+    """What is remembered is not kept where it should be."""
+
+
+def canonical_json(value: object) -> str:
+    """Return the one text for ``value``: sorted keys, no spaces, ASCII only.
+
+    Raises: ValueError: the value is not JSON, or is nested too deep.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def checksum(value: object) -> str:
+    """Return the hexadecimal SHA-256 of the canonical JSON of ``value``.
+
+    Raises: ValueError: the value is not JSON.
+    """
+    return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` in one step, with its folder made if it is missing.
+
+    Raises: StorageError: the file cannot be written; what was there is unchanged.
+    """
+    # Not tempfile: its files are for the owner alone, and a cache may serve several users.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("x", encoding="utf-8", newline="") as file:
+                file.write(text)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise StorageError(path, f"cannot be written: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One remembered value; ``problem`` says why it cannot be used, or is empty."""
+
+    path: Path
+    key: Mapping[str, JSON] = field(default_factory=dict)
+    value: JSON = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Entries by kind and key in ``folder``, shared by threads and processes.
+
+    Making one touches nothing; folders are made when something is written. A kind is a word such
+    as ``"verdicts"``.
+    """
+
+    folder: Path
+
+    def read(self, kind: str, key: Mapping[str, JSON]) -> JSON | None:
+        """Return the value that was written for ``key``, or None without one.
+
+        Raises: StorageError: the entry is corrupt, of another format or not readable.
+        """
+        path = self._path(kind, key)
+        entry = _read(path)
+        if entry is not None and entry.problem:
+            raise StorageError(path, entry.problem, "remove it; it is made anew when needed")
+        return None if entry is None else entry.value
+
+    def write(self, kind: str, key: Mapping[str, JSON], value: JSON) -> None:
+        """Keep ``value`` for ``key`` in place of what was kept before.
+
+        Raises: StorageError: key or value is not JSON, or the file cannot be written.
+        """
+        path = self._path(kind, key)
+        try:
+            text = _entry_text(dict(key), value)
+        except ValueError as error:
+            raise StorageError(path, f"the value is not JSON: {error}") from error
+        write_text(path, text)
+
+    def entries(self, kind: str) -> Iterator[Entry]:
+        """Yield every entry of a kind, in the order of the file names."""
+        folder = self._folder(kind)
+        try:
+            paths = _listed(folder, _FILE)
+        except (OSError, ValueError) as error:
+            yield Entry(folder, problem=f"cannot be read: {error}")
+            return
+        for path in paths:
+            entry = _read(path)
+            if entry is not None:  # else another process has just removed it
+                yield entry
+
+    def kinds(self) -> list[str]:
+        """Return the kinds that have entries or may have some that cannot be read."""
+        try:
+            folders = [path for path in _listed(self.folder, _KIND) if path.is_dir()]
+        except (OSError, ValueError):
+            return []
+        return [folder.name for folder in folders if any(self.entries(folder.name))]
+
+    def clear(self, kind: str | None = None) -> int:
+        """Remove the entries of one kind or of all, and return how many there were.
+
+        Files that are not the store's own are left alone.
+
+        Raises: StorageError: an entry cannot be removed.
+        """
+        removed = 0
+        for folder in map(self._folder, [kind] if kind is not None else self.kinds()):
+            try:
+                for path in _listed(folder, _FILE_OR_TEMPORARY):
+                    path.unlink(missing_ok=True)
+                    removed += not path.name.startswith(".")
+            except (OSError, ValueError) as error:
+                raise StorageError(folder, f"cannot be cleared: {error}") from error
+        return removed
+
+    def _folder(self, kind: str) -> Path:
+        if not _KIND.fullmatch(kind):
+            raise ValueError(f"{kind!r} is no kind of entries: not of the form {_KIND.pattern}")
+        return self.folder / kind
+
+    def _path(self, kind: str, key: Mapping[str, JSON]) -> Path:
+        folder = self._folder(kind)
+        try:
+            return folder / _file_name(dict(key))
+        except ValueError as error:
+            raise StorageError(folder, f"the key {key!r} is not JSON: {error}") from error
+
+
+def default_store(config: Config | None = None) -> Store:
+    """Return the store in ``Config.cache_dir``, else in the user's cache directory.
+
+    For a user without a home it is in the folder for temporary files, which is warned of once.
+    """
+    folder = (config or effective_config()).cache_dir
+    try:
+        return Store(Path(folder or user_cache_dir("interposer", appauthor=False)).expanduser())
+    except RuntimeError as error:
+        return Store(_folder_without_home(str(error)))
+
+
+@cache
+def _folder_without_home(problem: str) -> Path:
+    """Return a folder that nobody but this user can write to, or one that nobody can."""
+    # Where it is not known who the user is, there is no telling whose a folder is.
+    user = os.getuid() if hasattr(os, "getuid") else None
+    folder = Path(os.devnull, "interposer")
+    with suppress(OSError):
+        own = Path(tempfile.gettempdir(), f"interposer-{user}")
+        own.mkdir(mode=0o700, exist_ok=True)
+        facts = own.lstat()
+        private = stat.S_ISDIR(facts.st_mode) and not facts.st_mode & 0o077
+        if private and facts.st_uid == user:
+            folder = own
+    message = f"{problem} What is remembered is kept in {folder}. Try: set INTERPOSER_CACHE_DIR"
+    warnings.warn(message, StorageWarning, stacklevel=3)
+    return folder
+
+
+def _file_name(key: object) -> str:
+    return f"{checksum(key)[:32]}.json"
+
+
+def _entry_text(key: object, value: object) -> str:
+    entry = {"version": _VERSION, "key": key, "value": value, "checksum": checksum([key, value])}
+    return canonical_json(entry)
+
+
+def _read(path: Path) -> Entry | None:
+    """Return the entry in ``path``, usable or not, or None if there is no such file."""
+    try:
+        text = path.read_bytes().decode("ascii")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        return Entry(path, problem="is corrupt: not ASCII")
+    except (OSError, ValueError) as error:
+        return Entry(path, problem=f"cannot be read: {error}")
+    try:
+        found: Any = json.loads(text)
+        key, value = found["key"], found["value"]
+        intact = text == _entry_text(key, value)
+        own = isinstance(key, dict) and path.name == _file_name(key)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return Entry(path, problem=f"is corrupt: {type(error).__name__}: {error}")
+    if not intact:
+        return Entry(path, problem="is corrupt: content and checksum differ")
+    if not own:
+        return Entry(path, problem="is the entry of another key")
+    return Entry(path, key, value)
+
+
+def _listed(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,1 @@
+"""The nouns: platforms, ops, layers, backends, schemes, and requests with their answers."""

@@ -1,0 +1,332 @@
+"""The attention contract: the static request, the paged batch, the cache layout, the backend.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from interposer._contract.capability import Capability
+from interposer._contract.errors import MissingMemberError, RecordError
+from interposer._contract.layer import Site
+from interposer._contract.request import AttentionType
+from interposer._contract.verdict import Verdict
+
+__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """The static request of one attention layer.
+
+    Attributes:
+        cache_dtype: of stored keys and values. Where it is not ``dtype``, they are divided by
+            scales and rounded when they are stored.
+        head_scales: these scales are one per kv head, not one for all.
+        window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        sinks: one learned score per head joins the softmax.
+        latent: keys and values come from one latent vector (MLA).
+        sparse: an indexer names the tokens that are attended to.
+        prefix_lm: prompt tokens see each other in both directions.
+        alibi: a slope per head lowers the scores of distant tokens.
+    """
+
+    version: ClassVar[int] = 1
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page_size: int
+    scale: float
+    type: AttentionType = "decoder"
+    head_scales: bool = False
+    window_tokens: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    latent: bool = False
+    sparse: bool = False
+    prefix_lm: bool = False
+    alibi: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Say whether the cache holds rounded multiples of scales."""
+        return self.cache_dtype != self.dtype
+
+    def dims(self) -> dict[str, int | float | str | bool]:
+        """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "page_size": self.page_size,
+            "windowed": self.window_tokens is not None,
+            "softcapped": self.softcap is not None,
+            "sinks": self.sinks,
+            "alibi": self.alibi,
+            "prefix_lm": self.prefix_lm,
+            "cache_dtype": str(self.cache_dtype).removeprefix("torch."),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values; dtypes by their names."""
+        return {
+            name: str(value) if isinstance(value, torch.dtype) else value
+            for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> AttentionSpec:
+        """Return what ``to_json`` was asked of."""
+        names = {name: value[name].removeprefix("torch.") for name in ("dtype", "cache_dtype")}
+        return cls(**{**value, **{name: getattr(torch, names[name]) for name in names}})
+
+    def judge_plain_decoder(self) -> Verdict:
+        """Accept decoder attention over an unconverted cache, at most windowed or softcapped.
+
+        Heads come in groups of one size, each of which shares a kv head.
+
+        The part of ``AttentionBackend.accepts`` that plain backends share.
+        """
+        if self.type != "decoder":
+            return Verdict.refuse(f"serves decoder attention only, got {self.type}")
+        if self.is_quantized:
+            return Verdict.refuse(f"stores the cache as {self.dtype}, asked for {self.cache_dtype}")
+        for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
+            if getattr(self, feature):
+                return Verdict.refuse(f"does not do {feature}")
+        if self.num_heads % self.num_kv_heads:
+            heads = f"{self.num_heads} heads, {self.num_kv_heads} kv heads"
+            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
+        return Verdict.accept()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch:
+    """The minimal paged batch: sequences of any query length, concatenated without padding.
+
+    Attributes:
+        query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
+        seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
+        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0.
+        slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
+        max_query_tokens: the longest query of the batch.
+        max_seq_tokens: the largest of ``seq_lens``.
+    """
+
+    version: ClassVar[int] = 1
+
+    query_starts: torch.Tensor
+    seq_lens: torch.Tensor
+    page_table: torch.Tensor
+    slots: torch.Tensor
+    max_query_tokens: int
+    max_seq_tokens: int
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayout:
+    """How a backend wants one layer's cache to lie in memory.
+
+    Attributes:
+        page_shape: shape of one page, such as ``(2, S, K, D)``.
+        page_axis: where the page dimension is inserted into ``page_shape``.
+        stride_order: axes of the full shape from the slowest to the fastest in memory.
+        dtype: of the stored keys and values.
+        layers_axis: where a dimension over all layers of the backend goes, counted in memory
+            order; None keeps the layers apart.
+    """
+
+    page_shape: tuple[int, ...]
+    page_axis: int
+    stride_order: tuple[int, ...]
+    dtype: torch.dtype
+    layers_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        axes = len(self.page_shape) + 1
+        if not 0 <= self.page_axis < axes:
+            raise RecordError(f"page_axis {self.page_axis} is not an axis of {axes} dimensions")
+        if sorted(self.stride_order) != list(range(axes)):
+            raise RecordError(f"stride_order {self.stride_order} does not order {axes} axes")
+        if self.layers_axis is not None and not 0 <= self.layers_axis <= axes:
+            raise RecordError(f"layers_axis {self.layers_axis} is not among {axes + 1} dimensions")
+
+    @classmethod
+    def keys_first(cls, spec: AttentionSpec) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, all keys before all values, as most kernels read them."""
+        page_shape = (2, spec.page_size, spec.num_kv_heads, spec.head_size)
+        return cls(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+
+    def shape(self, num_pages: int) -> tuple[int, ...]:
+        """Return the shape of a cache of ``num_pages`` pages."""
+        return (*self.page_shape[: self.page_axis], num_pages, *self.page_shape[self.page_axis :])
+
+    def page_bytes(self) -> int:
+        """Return the bytes of one page of one layer."""
+        elements = 1
+        for size in self.page_shape:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+    def allocate(
+        self,
+        num_layers: int,
+        num_pages: int,
+        device: str,
+        empty: Callable[[Sequence[int], torch.dtype, str], torch.Tensor] = _empty,
+    ) -> list[torch.Tensor]:
+        """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
+
+        It is not initialised, so that memory is taken only where tokens are stored. Backends
+        never read a slot that no token of the sequence was written to.
+
+        Args:
+            empty: returns uninitialised memory of a shape and dtype on a device.
+        """
+        shape = self.shape(num_pages)
+        stored = [shape[axis] for axis in self.stride_order]
+        if self.layers_axis is None:
+            layers = [empty(stored, self.dtype, device) for _ in range(num_layers)]
+        else:
+            stored.insert(self.layers_axis, num_layers)
+            layers = list(empty(stored, self.dtype, device).unbind(self.layers_axis))
+        inverse = [self.stride_order.index(axis) for axis in range(len(shape))]
+        return [layer.permute(inverse) for layer in layers]
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention over a paged cache.
+
+    A backend is constructed once per distinct spec; layers with equal specs share it, and its
+    ``plan`` runs once per step for all of them.
+    """
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        self.spec = spec
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Say whether the backend can serve ``spec`` on a device with ``capability``."""
+
+    @abstractmethod
+    def kv_layout(self) -> KVCacheLayout:
+        """Return the layout that ``forward`` expects of its cache."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Return what ``forward`` needs of ``batch``, computed once per step."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value`` to ``cache``, then attend.
+
+        Args:
+            query: ``[T, N, D]``.
+            key: ``[T, K, D]``.
+            value: ``[T, K, D]``.
+            cache: of ``kv_layout()``.
+            plan: of this step.
+        Returns: ``[T, N, D]``, dtype of ``query``.
+        """
+
+    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+        """Return what ``forward_quantized`` wants of the scales of one layer.
+
+        Called once for each layer, after its weights were loaded.
+
+        Args:
+            key_scale: ``[1]``, or ``[K]`` with ``head_scales``, float32, positive.
+            value_scale: shape and dtype of ``key_scale``.
+        """
+        return key_scale, value_scale
+
+    def forward_quantized(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        scales: Any,
+    ) -> torch.Tensor:
+        """Do what ``forward`` does, over a cache of another dtype than the spec's.
+
+        Only backends that accept a spec with such a cache are asked.
+
+        Args:
+            scales: of ``prepare_scales``.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a cache of {self.spec.cache_dtype} but has no "
+            "forward_quantized. Try: refuse such specs in accepts, or override it"
+        )
+
+    def forward_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do what ``forward`` does, with one score per head more in the softmax.
+
+        Only backends that accept a spec with ``sinks`` are asked.
+
+        Args:
+            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a spec with sinks but has no forward_with_sinks. "
+            "Try: refuse such specs in accepts, or override it"
+        )
+
+    def forward_quantized_with_sinks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Any,
+        scales: Any,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Do what ``forward_quantized`` does, with one score per head more in the softmax.
+
+        Only backends that accept a spec with ``sinks`` and such a cache are asked.
+
+        Args:
+            scales: of ``prepare_scales``.
+            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise MissingMemberError(
+            f"{type(self).__name__} accepted a spec with sinks and a cache of "
+            f"{self.spec.cache_dtype} but has no forward_quantized_with_sinks. "
+            "Try: refuse such specs in accepts, or override it"
+        )

@@ -1,0 +1,87 @@
+"""The result of a selection: what was chosen, why, and why everything else was not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from interposer._contract.records import Record
+from interposer._contract.request import Request
+from interposer._contract.verdict import Refusal, Verdict
+
+__all__ = ["Candidate", "Choice", "Measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One possible answer to a request, with the distribution that provides it."""
+
+    name: str
+    provider: str
+    version: str
+    score: float
+    record: Record
+    judge: Callable[[Request], Verdict]
+
+    @property
+    def qualified_name(self) -> str:
+        """``provider/name``, unique where two distributions use one name."""
+        return f"{self.provider}/{self.name}"
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for people."""
+        return f"{self.provider} {self.version}"
+
+    @property
+    def properties(self) -> frozenset[str]:
+        """What the record promises; empty for the kinds of record that promise nothing."""
+        promised: frozenset[str] = getattr(self.record, "properties", frozenset())
+        return promised
+
+    @property
+    def emulation(self) -> str:
+        """How it does without the arithmetic that the op is meant for; empty for most."""
+        text: str = getattr(self.record, "emulation", "")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What candidates took, as the selection takes it into account.
+
+    Attributes:
+        seconds: by qualified name of the candidate; finite and not negative.
+        source: where the figures are from, as a noun: ``"the measurements of this host"``.
+        upper: by qualified name, up to where the middle half of the repeats went; what is not
+            slower than that of the fastest counts as equally fast.
+    """
+
+    seconds: Mapping[str, float]
+    source: str
+    upper: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, seconds in self.seconds.items():
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name} took {seconds!r} seconds, according to {self.source}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen candidate for a request.
+
+    Attributes:
+        why: the rule of the selection order that decided.
+        refusals: every other candidate with its reason, outranked ones included.
+        seconds: what the candidates took where that was measured, by qualified name.
+        notes: what else a user should know, such as a preference that could not be met.
+    """
+
+    request: Request
+    chosen: Candidate
+    why: str
+    refusals: tuple[Refusal, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    notes: tuple[str, ...] = ()

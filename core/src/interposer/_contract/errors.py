@@ -1,0 +1,175 @@
+"""The exceptions that interposer raises; every one carries its facts as attributes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from interposer._contract.verdict import Refusal
+
+__all__ = [
+    "FOREIGN_ERRORS",
+    "CheckpointError",
+    "ConfigError",
+    "GraphError",
+    "InterposerError",
+    "LockError",
+    "MissingMemberError",
+    "NoCandidateError",
+    "PlatformUnavailableError",
+    "PluginConflictError",
+    "PluginError",
+    "RecordError",
+    "RequestError",
+    "StorageError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "described",
+    "nearest_first",
+]
+
+
+FOREIGN_ERRORS = (Exception, SystemExit)
+"""What the code of a plugin may raise; whoever catches these quarantines the plugin."""
+
+
+class InterposerError(Exception):
+    """The root of all errors that interposer raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses are built from facts, but ``args`` holds the text: an error that crosses to
+        # another process takes both along.
+        return _restored, (type(self), self.args), self.__dict__
+
+
+class ConfigError(InterposerError, ValueError):
+    """A configuration key or value is not usable."""
+
+
+class LockError(ConfigError):
+    """The installed plugins are not the locked ones, or the lock file cannot be used."""
+
+
+class UnknownNameError(ConfigError):
+    """A name is not among the known ones, which are listed nearest first.
+
+    ``where`` says what the name was looked up in, such as ``"in Config.kernels"``.
+    """
+
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], hint: str = "", where: str = ""
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.known = nearest_first(name, known)
+        self.hint = hint
+        self.where = where
+        listed = ", ".join(repr(k) for k in self.known) or "(none)"
+        tail = f"\n{hint}" if hint else ""
+        place = f" {where}" if where else ""
+        super().__init__(f"Unknown {kind} {name!r}{place}. Known, nearest first: {listed}.{tail}")
+
+
+class PluginError(InterposerError):
+    """A plugin failed or declared something that cannot be used.
+
+    ``trace`` is the traceback where its code failed in another process.
+    """
+
+    def __init__(
+        self, plugin: str, distribution: str, reason: str, mend: str = "", trace: str = ""
+    ) -> None:
+        self.plugin = plugin
+        self.distribution = distribution
+        self.reason = reason
+        self.mend = mend
+        self.trace = trace
+        tail = f"\nTry: {mend}" if mend else ""
+        super().__init__(f"Plugin {plugin!r} of {distribution}: {reason}{tail}")
+
+
+class PluginConflictError(PluginError):
+    """Two plugins claim one name, so neither can be used."""
+
+
+class RecordError(InterposerError):
+    """A record that a plugin declared contradicts itself or points nowhere."""
+
+
+class GraphError(InterposerError):
+    """A step could not be captured, though all that was chosen for it promised to be safe."""
+
+
+class MissingMemberError(InterposerError, NotImplementedError):
+    """An optional member of a platform or backend was used though it is not provided."""
+
+
+class NoCandidateError(InterposerError):
+    """Every candidate for a request was refused; ``refusals`` says why, one by one."""
+
+    def __init__(self, what: str, refusals: Iterable[Refusal], action: str = "") -> None:
+        self.what = what
+        self.refusals = tuple(refusals)
+        self.action = action
+        lines = [f"No {what}."]
+        lines += [f"  {refusal}" for refusal in self.refusals]
+        if not self.refusals:
+            lines.append("  No installed plugin declares one.")
+        if action:
+            lines.append(f"Try: {action}")
+        super().__init__("\n".join(lines))
+
+
+class PlatformUnavailableError(NoCandidateError):
+    """No platform can be used, or the one that was asked for cannot."""
+
+
+class _FileError(InterposerError):
+    """What is wrong with a file or a folder."""
+
+    def __init__(self, path: object, reason: str, mend: str = "") -> None:
+        self.path = str(path)
+        self.reason = reason
+        self.mend = mend
+        tail = f"\nTry: {mend}" if mend else ""
+        super().__init__(f"{self.path}: {reason}{tail}")
+
+
+class CheckpointError(_FileError):
+    """A model directory is incomplete, corrupt or contradicts its own config."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The architecture or a feature of the checkpoint has no implementation."""
+
+
+class StorageError(_FileError):
+    """A file that interposer keeps or reads is corrupt, foreign or not accessible."""
+
+
+class RequestError(InterposerError, ValueError):
+    """A generation request holds an unusable prompt or parameter."""
+
+
+def described(error: BaseException) -> str:
+    """Return the ``repr`` of an error, or its type where it has none."""
+    try:
+        return repr(error)
+    except FOREIGN_ERRORS:
+        return f"{type(error).__name__}(...)"
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return ``known`` sorted by likeness to ``name``, then by name."""
+
+    def distance(candidate: str) -> tuple[float, str]:
+        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        return -ratio, candidate
+
+    return sorted(set(known), key=distance)
+
+
+def _restored(kind: type[InterposerError], args: tuple[object, ...]) -> InterposerError:
+    return kind.__new__(kind, *args)

@@ -1,0 +1,189 @@
+"""The platform contract.
+
+Required members are abstract. Optional ones are marked ``@optional``: they raise
+``MissingMemberError`` until a platform overrides them, and ``provides`` says which it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from interposer._contract.capability import Capability, Device, Memory
+from interposer._contract.choice import Choice
+from interposer._contract.errors import MissingMemberError
+from interposer._contract.numerics import NumericsPolicy, applied
+from interposer._contract.verdict import Verdict
+
+__all__ = ["Placement", "Platform", "optional"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def optional(member: F) -> F:
+    """Mark a member of ``Platform`` that a platform may leave out."""
+    member.__interposer_optional__ = True  # type: ignore[attr-defined]
+    return member
+
+
+class Platform(ABC):
+    """One kind of hardware. Where it can, a default asks ``torch.accelerator``."""
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Verdict:
+        """Say whether this machine has such a device, without initialising one."""
+
+    @abstractmethod
+    def devices(self) -> Sequence[Device]:
+        """Return the visible devices in torch's order."""
+
+    @abstractmethod
+    def capability(self, device: str) -> Capability:
+        """Return what ``device`` can do."""
+
+    @abstractmethod
+    def dtypes(self, device: str) -> Sequence[torch.dtype]:
+        """Return the dtypes that models may be run in, the preferred one first."""
+
+    def memory(self, device: str) -> Memory:
+        """Return total and free memory of ``device`` in bytes."""
+        free, total = torch.accelerator.get_memory_info(device)
+        return Memory(total_bytes=total, free_bytes=free)
+
+    def synchronize(self, device: str) -> None:
+        """Wait until ``device`` has done all work that was queued on it."""
+        torch.accelerator.synchronize(device)
+
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of all devices of this platform."""
+        torch.manual_seed(seed)
+
+    def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which products are as exact, and draws as repeatable, as it says."""
+        return applied(policy)
+
+    @optional
+    def stream(self, device: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which work is queued on a stream of its own."""
+        raise self._missing("stream")
+
+    @optional
+    def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
+        """Return a replay of ``step``, captured once.
+
+        A replay reads the memory that the captured call read, holds to the numbers of Python that
+        it saw, and returns the same tensors each time. What ``step`` sets up when it is called
+        first is not part of it: a platform calls it as often before as its captures need. Graphs
+        may share memory, so they are replayed one after the other, and what one returned is read
+        before the next one runs.
+        """
+        raise self._missing("capture_graph")
+
+    @optional
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` in page-locked host memory."""
+        raise self._missing("pin_memory")
+
+    @optional
+    def map_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a device view of a host tensor (unified virtual addressing)."""
+        raise self._missing("map_host_memory")
+
+    @optional
+    def peak_memory_bytes(self, device: str) -> int:
+        """Return the most memory that this process has held on ``device``."""
+        raise self._missing("peak_memory_bytes")
+
+    @optional
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[object]:
+        """Return a block that is told what it takes of ``device``, by torch and by others."""
+        raise self._missing("memory_profile")
+
+    @optional
+    def numa_nodes(self) -> Mapping[int, Sequence[int]]:
+        """Return the logical processors of every NUMA node."""
+        raise self._missing("numa_nodes")
+
+    @optional
+    def cores(self) -> Sequence[Sequence[int]]:
+        """Return the logical processors that this process may use, core by core."""
+        raise self._missing("cores")
+
+    @optional
+    def bind_threads(self, processors: Sequence[int]) -> Verdict:
+        """Run this process's compute threads on ``processors`` only."""
+        raise self._missing("bind_threads")
+
+    @optional
+    def num_threads(self) -> int:
+        """Return how many threads compute."""
+        raise self._missing("num_threads")
+
+    @optional
+    def start_method(self) -> str:
+        """Return how processes beside this one are started, as ``multiprocessing`` names it."""
+        raise self._missing("start_method")
+
+    @optional
+    def facts(self) -> Mapping[str, str]:
+        """Return what else people should know of this machine, by subject; ``doctor`` shows it."""
+        raise self._missing("facts")
+
+    @optional
+    def distributed_backend(self) -> str:
+        """Return the name of the torch.distributed backend."""
+        raise self._missing("distributed_backend")
+
+    @optional
+    def compile_backend(self) -> str:
+        """Return the name of the torch.compile backend."""
+        raise self._missing("compile_backend")
+
+    @optional
+    def default_kernels(self) -> Mapping[str, str]:
+        """Return kernel pins that hold unless the user decides otherwise."""
+        raise self._missing("default_kernels")
+
+    @classmethod
+    def provides(cls, member: str) -> Verdict:
+        """Say whether the platform provides an optional member."""
+        declared = Platform.__dict__.get(member)
+        if declared is None or not getattr(declared, "__interposer_optional__", False):
+            known = ", ".join(sorted(cls.optional_members()))
+            return Verdict.refuse(f"{member!r} is not an optional member; those are {known}")
+        if getattr(cls, member) is declared:
+            return Verdict.refuse(f"platform {cls.name!r} does not provide {member!r}")
+        return Verdict.accept()
+
+    @staticmethod
+    def optional_members() -> tuple[str, ...]:
+        """Return the names of all optional members."""
+        members = Platform.__dict__.items()
+        return tuple(n for n, m in members if getattr(m, "__interposer_optional__", False))
+
+    def _missing(self, member: str) -> MissingMemberError:
+        return MissingMemberError(
+            f"Platform {self.name!r} does not provide {member!r}. Ask provides({member!r}) first."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A platform with the device that a model goes to, and the choice behind it.
+
+    ``described`` is set where the device stands in a file and not in this machine.
+    """
+
+    platform: Platform
+    device: Device
+    choice: Choice
+    described: bool = False

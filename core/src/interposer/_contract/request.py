@@ -1,0 +1,77 @@
+"""What is asked of the selection: one frozen, hashable value."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from interposer._contract.capability import Capability
+
+__all__ = ["AttentionType", "Detail", "Kind", "Request"]
+
+Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "checkpoint"]
+AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
+
+
+class Detail(Hashable, Protocol):
+    """A typed request, which can be told to another process."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+
+
+_UNKNOWN = Capability(architecture="unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question to the selection mechanism.
+
+    Attributes:
+        kind: ``platform``, ``kernel``, ``layer``, ``attention``, ``scheme`` or ``checkpoint``.
+        name: the op, layer id, attention type, quantization method or suffix of files; empty for
+            platforms.
+        platform: name of the platform to run on; empty when platforms themselves are chosen.
+        capability: of the device to run on.
+        dtype: torch name without ``torch.``, or empty where it does not matter.
+        dims: static dimensions and options by name.
+        detail: the typed request behind it where there is one, such as an ``AttentionSpec``.
+        prefix: dotted place in the model; does not take part in equality, so that layers that
+            ask for the same thing share one answer.
+    """
+
+    kind: Kind
+    name: str
+    platform: str = ""
+    capability: Capability = _UNKNOWN
+    dtype: str = ""
+    dims: Mapping[str, int | float | str | bool] = field(default_factory=dict, hash=False)
+    detail: Detail | None = None
+    prefix: str = field(default="", compare=False)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for requests of one device that must get equal answers, wherever they stand."""
+        dims = tuple(sorted(self.dims.items()))
+        return (self.kind, self.name, self.platform, self.dtype, dims, self.detail)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for another process; the prefix is left out."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "platform": self.platform,
+            "capability": self.capability.to_json(),
+            "dtype": self.dtype,
+            "dims": dict(self.dims),
+            "detail": None if self.detail is None else self.detail.to_json(),
+        }
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.dtype, self.platform) if part]
+        # What a request does not want is the ordinary case, and goes without saying.
+        said = ((name, value) for name, value in sorted(self.dims.items()) if value is not False)
+        parts += [f"{name}={value}" for name, value in said]
+        named = f"{self.kind} {self.name!r}" if self.name else self.kind
+        return named + (f" [{' '.join(parts)}]" if parts else "")

@@ -1,0 +1,1 @@
+"""What was chosen where, and why everything else was not."""

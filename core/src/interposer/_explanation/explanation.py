@@ -1,0 +1,307 @@
+"""What was chosen where, by which policy, and why everything else was not."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, get_args
+
+from interposer._config.config import Config, effective_config
+from interposer._contract.capability import Device
+from interposer._contract.errors import ConfigError, UnknownNameError, nearest_first
+from interposer._contract.layer import Binder
+from interposer._contract.platform import Placement
+from interposer._contract.request import AttentionType, Request
+from interposer._contract.verdict import Refusal, Verdict
+from interposer._explanation.inventory import Option, Subject, inventory, requirements
+from interposer._explanation.lines import Row, refused_lines, row_lines, subject_lines
+from interposer._explanation.settings import Setting, settings
+from interposer._plugins.registry import current_registry
+from interposer._selection.described_device import described_placement
+from interposer._selection.placement import place
+from interposer._selection.planning import Planned, planned
+
+__all__ = ["Explainable", "Explanation", "Row", "explain"]
+
+VERSION = 1
+"""Of what ``Explanation.to_dict`` returns."""
+
+_MOST_NAMED = 8
+
+
+class Explainable(Protocol):
+    """Whatever was built through a resolver and still holds it."""
+
+    @property
+    def resolver(self) -> Binder:
+        """The resolver that made the choices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All choices made for one model; prints as text, converts to JSON.
+
+    Attributes:
+        policy: every setting that is not left to the selection.
+        subjects: all that there is to choose from, where no model is explained.
+        failures: kernels that failed while they ran, and were replaced.
+        notes: what else is to be said.
+        unasked: all that there is to choose from, where a model is explained.
+        full: the text holds every place, requirement and traceback.
+    """
+
+    device: Device
+    rows: tuple[Row, ...] = ()
+    subjects: tuple[Subject, ...] = ()
+    policy: tuple[Setting, ...] = ()
+    failures: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()
+    unasked: tuple[Subject, ...] = ()
+    full: bool = False
+
+    def why(self, name: str) -> Explanation:
+        """Return what concerns one op, layer id, attention type or scheme only, in full.
+
+        ``"platform"`` and ``"attention"`` stand for themselves.
+
+        Raises: ConfigError: nothing of that name is known, or it is that of a candidate.
+        """
+        rows = tuple(row for row in self.rows if name in _names(row.choice.request))
+        known = (*self.subjects, *self.unasked)
+        subjects = () if rows else tuple(s for s in known if name in _names(s))
+        if not (rows or subjects):
+            names = {n for row in self.rows for n in _names(row.choice.request)}
+            names.update(n for subject in known for n in _names(subject))
+            raise self._unknown(name, names)
+        candidates = {r.candidate for row in rows for r in row.choice.refusals}
+        candidates.update(row.choice.chosen.name for row in rows)
+        unasked = subjects and not self.subjects
+        return replace(
+            self,
+            rows=rows,
+            subjects=subjects,
+            policy=tuple(s for s in self.policy if s.key.partition("@")[0] in (name, "*", "")),
+            failures=tuple(f for f in self.failures if f.candidate in candidates),
+            notes=(*self.notes, f"the model does not ask for {name!r}") if unasked else self.notes,
+            full=True,
+        )
+
+    def _unknown(self, name: str, names: Iterable[str]) -> ConfigError:
+        """Return what to say of a name that ``why`` does not take."""
+        serves = {
+            _names(subject)[0]
+            for subject in (*self.subjects, *self.unasked)
+            if any(name in (o.candidate.name, o.candidate.qualified_name) for o in subject.options)
+        } | {
+            row.choice.request.kind
+            for row in self.rows
+            if row.choice.request.kind == "platform"
+            and name in (row.choice.chosen.name, *(r.candidate for r in row.choice.refusals))
+        }
+        if serves:
+            first, *others = sorted(serves)
+            more = f" and {len(others)} more" if others else ""
+            return ConfigError(f"{name!r} is a candidate for {first!r}{more}. Try: --why {first}")
+        nearest = nearest_first(name, names)
+        left = len(nearest) - _MOST_NAMED
+        hint = f"... and {left} more: interposer explain" if left > 0 else ""
+        kind = "op, layer id, attention type or scheme"
+        return UnknownNameError(kind, name, nearest[:_MOST_NAMED], hint)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and dictionaries, the same facts as the text."""
+        return {
+            "version": VERSION,
+            "device": {
+                "platform": self.device.platform,
+                "torch_device": self.device.torch_device,
+                "name": self.device.name,
+            },
+            "policy": [
+                {"setting": str(s), "value": s.value, "source": s.source} for s in self.policy
+            ],
+            "choices": [_choice_dict(row) for row in self.rows],
+            "candidates": [
+                {
+                    "kind": subject.kind,
+                    "name": subject.name,
+                    "options": [_option_dict(option) for option in subject.options],
+                }
+                for subject in self.subjects
+            ],
+            "failures": [_refusal_dict(refusal) for refusal in self.failures],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """Return ``to_dict()`` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @property
+    def head(self) -> str:
+        """The device and the notes, line by line."""
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join((f"device: {self.device.torch_device} ({self.device.name})", *notes))
+
+    def __str__(self) -> str:
+        blocks = [[self.head]]
+        if self.policy:
+            lines = (f"  {setting} = {setting.value} ({setting.source})" for setting in self.policy)
+            blocks.append(["policy:", *lines])
+        blocks += [row_lines(row, self.full) for row in self.rows]
+        blocks += [subject_lines(subject, self.full) for subject in self.subjects]
+        if self.failures:
+            blocks.append(["failed while running:", *refused_lines(self.failures, self.full, "  ")])
+        return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def explain(
+    model: Explainable | str | os.PathLike[str] | None = None,
+    device: str | os.PathLike[str] | None = None,
+    config: Config | None = None,
+    dtype: str = "auto",
+    quantization: str | Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Return every distinct choice for a model, or all that there is to choose from.
+
+    Args:
+        model: what was built through a resolver; or a model directory, for which every choice is
+            made but no weight is read; or None.
+        device: a described device to choose for, by name or as a file, in place of this
+            machine's; what was built is planned anew.
+        config: policy above all other sources; what was built has had its own.
+        dtype: to compute in, for a directory; ``"auto"`` takes the checkpoint's.
+        quantization: the method by which plain weights of a directory are to be quantized while
+            they load, or its settings; what was built has had its own.
+    Raises:
+        ConfigError: ``config`` or ``quantization`` is given for what is built, ``quantization``
+            without a model, nothing can plan ``model``, or, without one, a rule names what nobody
+            has.
+        NoCandidateError: nothing can serve a part of the model, or no platform can be used.
+        UnknownNameError: ``device`` is neither known nor a file.
+        StorageError: the file describes no device.
+    """
+    if not isinstance(device, str | os.PathLike | None):
+        raise ConfigError(
+            f"device is of the type {type(device).__name__}, must be the name or the file of a "
+            "described device. Try: explain(model, device='graviton4')"
+        )
+    built = model is not None and not isinstance(model, str | os.PathLike)
+    if built and not hasattr(model, "resolver"):
+        raise ConfigError(
+            f"model is of the type {type(model).__name__}, must be a model directory or what was "
+            "built through a resolver. Try: explain(path)"
+        )
+    if built and device is None:
+        if config is not None:
+            raise ConfigError(
+                "explain() takes no config for what is built already: it has had its own. "
+                "Try: explain(path, config=...)"
+            )
+        if quantization is not None:
+            raise ConfigError(
+                "explain() takes no quantization for what is built already: its weights are "
+                "stored as they are. Try: explain(path, quantization=...)"
+            )
+        return _made(cast(Explainable, model))
+    if model is None and quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} is about a model, and none is given. "
+            "Try: explain(path, quantization=...)"
+        )
+    registry = current_registry(config)
+    placement = None if device is None else described_placement(registry, device)
+    if model is not None:
+        asked = cast("str | Planned", model)
+        return _made(planned(asked, config, dtype, placement, quantization))
+    registry.check_rules(effective_config(config))
+    found = placement or place(config)
+    return Explanation(
+        found.device,
+        (Row(found.choice, ("",)),),
+        inventory(registry, found.device),
+        settings(effective_config(config), found),
+        notes=_notes(found),
+    )
+
+
+def _made(model: Explainable) -> Explanation:
+    resolver = model.resolver
+    placement: Placement | None = getattr(model, "placement", None)
+    rows = (Row(choice, tuple(prefixes)) for choice, prefixes in resolver.choices.values())
+    return Explanation(
+        resolver.device,
+        tuple(rows),
+        policy=settings(resolver.config, placement),
+        failures=tuple(resolver.failures),
+        notes=(*_notes(placement), *_graph_notes(getattr(model, "graphs", None))),
+        unasked=inventory(resolver.registry, resolver.device),
+    )
+
+
+def _notes(placement: Placement | None) -> tuple[str, ...]:
+    """Say of a described device that it is one, where its choice may not be shown."""
+    return (placement.choice.why,) if placement is not None and placement.described else ()
+
+
+def _graph_notes(verdict: Verdict | None) -> tuple[str, ...]:
+    """Say whether decode steps become graphs, where that is a question."""
+    if verdict is None:
+        return ()
+    if verdict:
+        return ("decode steps run as graphs",)
+    return (f"decode steps run without graphs: {verdict.reason}",)
+
+
+def _names(subject: Subject | Request) -> tuple[str, ...]:
+    """Return what ``why`` takes for a subject; one of attention serves all types."""
+    if subject.kind == "attention" and isinstance(subject, Subject):
+        return "attention", *get_args(AttentionType)
+    if subject.kind == "attention":
+        return subject.kind, subject.name
+    return (subject.name or subject.kind,)  # platforms have no name
+
+
+def _choice_dict(row: Row) -> dict[str, Any]:
+    choice, request = row.choice, row.choice.request
+    return {
+        "kind": request.kind,
+        "name": request.name,
+        "dtype": request.dtype,
+        "dims": dict(request.dims),
+        "chosen": choice.chosen.name,
+        "provider": choice.chosen.provider,
+        "version": choice.chosen.version,
+        "why": choice.why,
+        "places": list(row.prefixes),
+        "seconds": dict(choice.seconds),
+        "notes": list(choice.notes),
+        "refused": [_refusal_dict(refusal) for refusal in choice.refusals],
+    }
+
+
+def _option_dict(option: Option) -> dict[str, Any]:
+    candidate = option.candidate
+    return {
+        "candidate": candidate.name,
+        "provider": candidate.provider,
+        "version": candidate.version,
+        "score": candidate.score,
+        "platform": option.platform,
+        "requires": requirements(candidate),
+        "properties": sorted(candidate.properties),
+        "accepted": option.verdict.accepted,
+        "reason": option.verdict.reason,
+    }
+
+
+def _refusal_dict(refusal: Refusal) -> dict[str, str]:
+    return {
+        "candidate": refusal.candidate,
+        "provider": refusal.provider,
+        "reason": refusal.reason,
+        "traceback": refusal.traceback,
+    }

@@ -1,0 +1,140 @@
+"""What there is to choose from, before any model asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from interposer._contract.capability import Device
+from interposer._contract.choice import Candidate
+from interposer._contract.errors import nearest_first
+from interposer._contract.records import AttentionEntry, Kernel, LayerEntry
+from interposer._contract.request import Kind, Request
+from interposer._contract.requires import Dim, Requires
+from interposer._contract.verdict import Verdict
+from interposer._plugins.acceptance import accept, judge_requirements
+from interposer._plugins.plugins import Plugin
+from interposer._plugins.registry import Registry
+
+__all__ = ["Option", "Stray", "Subject", "inventory", "requirements", "strays"]
+
+KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A candidate, and whether the device would do, whatever the dtype and the dimensions."""
+
+    candidate: Candidate
+    verdict: Verdict
+
+    @property
+    def platform(self) -> str:
+        """The platform that it runs on, or an empty string for any."""
+        return getattr(self.candidate.record, "platform", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What there is to choose from for an op, a layer id, a scheme, or attention."""
+
+    kind: Kind
+    name: str
+    options: tuple[Option, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}" if self.name else f"{self.kind} backends"
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A kernel that is never chosen, as nobody defines its op."""
+
+    plugin: Plugin
+    kernel: Kernel
+    reason: str
+
+    @property
+    def said(self) -> str:
+        """What is wrong with it, and what to do about it."""
+        return (
+            f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
+            f"is for {self.reason}. Try: correct it, or install what defines the op"
+        )
+
+
+def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
+    """Return everything that a model can ask for, with its candidates, the highest score first."""
+    found = []
+    for kind in KINDS:
+        for name in registry.subjects(kind):
+            candidates = sorted(
+                registry.candidates(kind, name), key=lambda c: (-c.score, c.provider, c.name)
+            )
+            options = (Option(c, _judge(c, kind, name, device)) for c in candidates)
+            found.append(Subject(kind, name, tuple(options)))
+        if kind == "kernel":
+            found += _stray_subjects(registry)
+    return tuple(found)
+
+
+def strays(registry: Registry) -> list[Stray]:
+    """Return the kernels that are for ops which nobody defines."""
+    found = []
+    for plugin, kernel in registry.records(Kernel):
+        if kernel.op not in registry.ops:
+            nearest = nearest_first(kernel.op, registry.ops)[:1]
+            hint = f"; nearest: {nearest[0]!r}" if nearest else ""
+            reason = f"the op {kernel.op!r}, which nobody defines{hint}"
+            found.append(Stray(plugin, kernel, reason))
+    return found
+
+
+def requirements(candidate: Candidate) -> list[str]:
+    """Return what a candidate declares to need, one sentence part each."""
+    record = candidate.record
+    if not isinstance(record, Kernel | LayerEntry | AttentionEntry):
+        return []
+    needs = [f"platform {record.platform}"] if record.platform else []
+    requires = record.requires
+    if requires.architectures:
+        needs.append(f"architecture {' or '.join(sorted(requires.architectures))}")
+    if requires.features:
+        needs.append(f"features {', '.join(sorted(requires.features))}")
+    if requires.dtypes:
+        needs.append(f"dtype {' or '.join(requires.dtypes)}")
+    needs += [f"{name} {_bounds(dim)}" for name, dim in requires.dims.items()]
+    return [*needs, f"what {record.predicate} says"] if record.predicate else needs
+
+
+def _stray_subjects(registry: Registry) -> Iterator[Subject]:
+    by_op: dict[str, list[Option]] = {}
+    for stray in strays(registry):
+        plugin, kernel = stray.plugin, stray.kernel
+        candidate = Candidate(
+            kernel.name, plugin.distribution, plugin.version, kernel.score, kernel, accept
+        )
+        option = Option(candidate, Verdict.refuse(f"it is for {stray.reason}"))
+        by_op.setdefault(kernel.op, []).append(option)
+    for op, options in sorted(by_op.items()):
+        yield Subject("kernel", op, tuple(options))
+
+
+def _judge(candidate: Candidate, kind: Kind, name: str, device: Device) -> Verdict:
+    record = candidate.record
+    if not isinstance(record, Kernel | LayerEntry | AttentionEntry):
+        return Verdict.accept()
+    requires = Requires(record.requires.features, record.requires.architectures)
+    request = Request(kind, name, device.platform, device.capability)
+    return judge_requirements(replace(record, requires=requires), request)
+
+
+def _bounds(dim: Dim) -> str:
+    bounds = [f"one of {list(dim.one_of)}"] if dim.one_of else []
+    if dim.at_least is not None:
+        bounds.append(f"at least {dim.at_least}")
+    if dim.at_most is not None:
+        bounds.append(f"at most {dim.at_most}")
+    if dim.multiple_of is not None:
+        bounds.append(f"a multiple of {dim.multiple_of}")
+    return " and ".join(bounds) or "stated"

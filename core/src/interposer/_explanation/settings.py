@@ -1,0 +1,69 @@
+"""The policy in force, entry by entry, each with the source that decided it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from interposer._config.config import Config, config_sources
+from interposer._contract.platform import Placement
+
+__all__ = ["Setting", "settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One entry of the policy: a field, its key if it is a mapping, and where it is from."""
+
+    field: str
+    key: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.field}.{self.key}" if self.key else self.field
+
+
+def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
+    """Return what ``config`` sets, in the order of its fields.
+
+    What no source of the moment says was an argument, or is a default of the platform.
+    """
+    sources = config_sources()
+    platform = placement.platform if placement else None
+    defaults: Mapping[str, str] = {}
+    if platform and platform.provides("default_kernels"):
+        defaults = platform.default_kernels()
+    found = []
+    for name in Config.model_fields:
+        if name not in config.model_fields_set:
+            continue
+        value = getattr(config, name)
+        entries = value if isinstance(value, Mapping) else {"": value}
+        for key, entry in entries.items():
+            origins: list[str] = [s.name for s in sources if _set_by(s.config, name, key) == entry]
+            if platform and name == "kernels" and defaults.get(key) == entry.pin is not None:
+                origins.append(f"platform {platform.name}")
+            found.append(Setting(name, key, _text(entry), next(iter(origins), "argument")))
+    return tuple(found)
+
+
+def _set_by(config: Config, name: str, key: str) -> Any:
+    """Return what ``config`` itself sets, or this function, which equals nothing."""
+    if name not in config.model_fields_set:
+        return _set_by
+    value = getattr(config, name)
+    return value.get(key, _set_by) if isinstance(value, Mapping) else value
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "all"
+        case bool():
+            return "yes" if value else "no"
+        case Set():
+            return ", ".join(sorted(value)) or "none"
+        case _:
+            return str(value)

@@ -1,0 +1,1 @@
+"""The installed plugins: found, trusted, and their records as candidates."""

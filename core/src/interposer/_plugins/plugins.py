@@ -1,0 +1,372 @@
+"""The plugins that are in use, those that are not and why, and the observers among them."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pluggy
+
+from interposer import hookspecs
+from interposer._contract.errors import (
+    FOREIGN_ERRORS,
+    InterposerError,
+    PluginConflictError,
+    PluginError,
+    RecordError,
+    described,
+)
+from interposer._contract.records import OpEntry, Record
+from interposer._contract.verdict import Refusal, Verdict
+from interposer._validation.distribution import STANDARD, Distribution
+from interposer._validation.hooks import declared_records, hook_names, register_hooks
+from interposer._validation.records import check_facts
+
+__all__ = [
+    "Blame",
+    "Failure",
+    "Plugin",
+    "PluginWarning",
+    "Plugins",
+    "Skipped",
+    "Source",
+    "in_code",
+]
+
+
+class PluginWarning(UserWarning):
+    """A plugin cannot be used; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a plugin comes from.
+
+    Attributes:
+        name: of the entry point, or what it was registered by.
+        installed: facts of the distribution; None for a plugin that was given in code.
+        value: what the entry point names, as in ``"acme.plugin"``.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    installed: Distribution | None = None
+    value: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Distribution and version, for people."""
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A usable plugin with what it declares, and the other hooks that it implements."""
+
+    source: Source
+    records: tuple[Record, ...]
+    hooks: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its entry point, or the one that it was registered by."""
+        return self.source.name
+
+    @property
+    def distribution(self) -> str:
+        """The name of the distribution that provides it."""
+        return self.source.distribution
+
+    @property
+    def version(self) -> str:
+        """The distribution's version, or ``"in code"``."""
+        return self.source.version
+
+    def summary(self) -> dict[str, int]:
+        """Return how many records of each kind the plugin declares."""
+        return dict(Counter(type(record).__name__ for record in self.records))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A quarantined plugin: the error, and the traceback if its own code raised.
+
+    ``platforms`` are names and scores of the platforms that it is known to declare.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    error: PluginError
+    traceback: str = ""
+    platforms: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A plugin that the policy leaves out, and by which rule."""
+
+    name: str
+    distribution: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What was found of kernels while they were used.
+
+    Attributes:
+        failures: reasons by qualified name of those that failed at run time; no longer chosen.
+        departures: refusals by qualified name and dtype of those that departed from the reference.
+    """
+
+    failures: dict[str, str] = field(default_factory=dict)
+    departures: dict[tuple[str, str], Verdict] = field(default_factory=dict)
+
+
+class Plugins:
+    """All plugins of one discovery, those given in code, and the observers among them.
+
+    Attributes:
+        blame: of kernels of installed plugins; it outlives what is added in code.
+    """
+
+    def __init__(self) -> None:
+        self.blame = Blame()
+        self.loaded: list[Plugin] = []
+        self.failed: list[Failure] = []
+        self.skipped: list[Skipped] = []
+        self._settled = False
+        self._manager = pluggy.PluginManager("interposer")
+        self._manager.add_hookspecs(hookspecs)
+        self._sources: dict[str, Source] = {}
+
+    @classmethod
+    def of(cls, *plugins: Any) -> Plugins:
+        """Return the given modules or objects as plugins, without what is installed.
+
+        Each goes by its ``__name__`` or the name of its class. One that fails is quarantined; its
+        targets are taken as they are. ``interposer.register`` is the strict way.
+        """
+        made = cls()
+        sources = [(in_code(plugin), plugin) for plugin in plugins]
+        claims = Counter(source.name for source, _ in sources)
+        for source, plugin in sorted(sources, key=lambda pair: pair[0].name):
+            if claims[source.name] > 1:
+                made.conflict(source, [s for s, _ in sources if s.name == source.name])
+            else:
+                made.add(source, plugin)
+        made.settle()
+        return made
+
+    def with_added(self, added: Iterable[tuple[Source, Any, tuple[Record, ...]]]) -> Plugins:
+        """Return these plugins and ``added`` ones, whose records are known to be sound.
+
+        Raises: PluginConflictError: a name is taken.
+        """
+        made = Plugins()
+        made.loaded, made.failed, made.skipped = [*self.loaded], [*self.failed], [*self.skipped]
+        for name, module in self._manager.list_name_plugin():
+            made._manager.register(module, name=name)
+        made._sources = dict(self._sources)
+        made._settled = True
+        made.blame = self.blame
+        for source, plugin, records in added:
+            conflict = made._conflict(source, records)
+            if conflict:
+                mend = "register another: interposer.register(plugin, name=...)"
+                raise PluginConflictError(source.name, source.origin, conflict, mend)
+            made._manager.register(plugin, name=source.name)
+            made._sources[source.name] = source
+            made.loaded.append(Plugin(source, records, hook_names(plugin)))
+        return made
+
+    def _conflict(self, source: Source, records: tuple[Record, ...]) -> str:
+        """Return what a plugin that is given in code claims though it is taken, or nothing."""
+        names = {other.name: other.origin for other in self._sources.values()}
+        names |= {other.distribution: other.origin for other in self._sources.values()}
+        names |= dict.fromkeys(STANDARD - names.keys(), "the SDK")
+        if source.name in names:
+            return f"the name {source.name!r} is taken by {names[source.name]}"
+        ops = {
+            record.name: plugin.source.origin
+            for plugin in self.loaded
+            for record in plugin.records
+            if isinstance(record, OpEntry)
+        }
+        for record in records:
+            if isinstance(record, OpEntry) and record.name in ops:
+                return f"the op {record.name!r} is defined by {ops[record.name]}"
+        return ""
+
+    def settle(self) -> None:
+        """Tell the observers, now that all are there, of the plugins that failed so far."""
+        self._settled = True
+        for failure in [*self.failed]:
+            self._tell(failure)
+
+    def observe(self, hook: str, **facts: Any) -> None:
+        """Tell every observer; one that raises is quarantined and never breaks the caller."""
+        for implementation in list(getattr(self._manager.hook, hook).get_hookimpls()):
+            name = implementation.plugin_name
+            if not self._manager.has_plugin(name):
+                continue  # another hook of it failed while this one was told
+            try:
+                implementation.function(**{k: facts[k] for k in implementation.argnames})
+            except FOREIGN_ERRORS as error:
+                self._disown(name, f"its observer {hook} raised {described(error)}", error)
+
+    def _disown(self, name: str, reason: str, cause: BaseException) -> None:
+        """Stop calling the hooks of a plugin; its records stay."""
+        source = self._sources.pop(name, None)
+        if source is not None:  # else another thread has just done so
+            self._forget(name)
+            self.quarantine(source, reason, cause=cause)
+
+    def first_result(
+        self, hook: str, needed: Collection[str] = (), **facts: Any
+    ) -> tuple[Any, str]:
+        """Return the first answer to ``hook`` that is not None, and the plugin that gave it.
+
+        Parts of the SDK are asked last, the others in the order of their names. An error of the
+        SDK's own kinds speaks of the question and is passed on; what else a plugin raises
+        quarantines it, and the next is asked. Who does not take all facts that are ``needed``
+        would answer another question, and is passed over.
+        """
+        found = list(getattr(self._manager.hook, hook).get_hookimpls())
+        standard = {
+            name
+            for name, source in self._sources.items()
+            if source.installed is not None and source.installed.standard
+        }
+        found.sort(key=lambda hook: (hook.plugin_name in standard, hook.plugin_name))
+        for implementation in found:
+            name = implementation.plugin_name
+            if not set(needed) <= set(implementation.argnames):
+                continue
+            try:
+                answer = implementation.function(**{k: facts[k] for k in implementation.argnames})
+            except InterposerError:
+                raise
+            except FOREIGN_ERRORS as error:
+                self._disown(name, f"its hook {hook} raised {described(error)}", error)
+                continue
+            if answer is not None:
+                return answer, name
+        return None, ""
+
+    def refusals(self) -> list[Refusal]:
+        """Return the quarantined plugins as refusals, for whoever misses what they provide."""
+        return [
+            Refusal(f.name, f"{f.distribution} {f.version}", f.error.reason, f.traceback)
+            for f in self.failed
+        ]
+
+    def omissions(self) -> list[Refusal]:
+        """Return the plugins that the policy leaves out as refusals."""
+        return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
+
+    def add(self, source: Source, plugin: Any) -> None:
+        """Take the records of an imported plugin, or quarantine it."""
+        try:
+            self.take(source, plugin)
+        except PluginError as error:
+            self.quarantine(source, error.reason, cause=error.__cause__)
+
+    def take(self, source: Source, plugin: Any) -> Plugin:
+        """Return an imported plugin with its records, added to these.
+
+        Raises: PluginError: its hooks or what they return cannot be used.
+        """
+        self._sources[source.name] = source
+        faults = register_hooks(self._manager, plugin, source.name)
+        if faults:
+            raise self._refused(source, f"its hooks are not valid: {'; '.join(faults)}")
+        try:
+            records = declared_records(self._manager, source.name)
+        except RecordError as error:
+            raise self._refused(source, str(error)) from error
+        except FOREIGN_ERRORS as error:
+            raise self._refused(source, f"interposer_records raised {described(error)}") from error
+        # What it returned to whoever examined it need not be what it returns here.
+        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
+        declared = [record for plugin in neighbours for record in plugin.records]
+        faults = check_facts(records) or check_facts([*declared, *records])
+        if faults:
+            raise self._refused(source, f"interposer_records {'; '.join(faults)}")
+        taken = Plugin(source, tuple(records), hook_names(plugin))
+        self.loaded.append(taken)
+        return taken
+
+    def withdraw(self, plugin: Plugin, reason: str, mend: str = "") -> None:
+        """Quarantine a loaded plugin after all."""
+        self.loaded.remove(plugin)
+        self._forget(plugin.name)
+        self.quarantine(plugin.source, reason, mend)
+
+    def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
+        """Quarantine a plugin whose name is claimed more than once."""
+        claims = ", ".join(sorted(rival.origin for rival in rivals))
+        error = PluginConflictError(
+            source.name,
+            source.origin,
+            f"the name {source.name!r} is claimed by {claims}",
+            f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}",
+        )
+        self._record(Failure(source.name, source.distribution, source.version, error))
+
+    def quarantine(
+        self,
+        source: Source,
+        reason: str,
+        mend: str = "",
+        *,
+        cause: BaseException | None = None,
+        trace: str = "",
+        platforms: tuple[tuple[str, float], ...] = (),
+    ) -> None:
+        """File ``source`` as failed, warn of it and tell the observers."""
+        error = PluginError(source.name, source.origin, reason, mend or _mend(source))
+        if cause is not None:
+            trace = "".join(traceback.format_exception(cause))
+        self._record(
+            Failure(source.name, source.distribution, source.version, error, trace, platforms)
+        )
+
+    def _refused(self, source: Source, reason: str) -> PluginError:
+        self._forget(source.name)
+        return PluginError(source.name, source.origin, reason, _mend(source))
+
+    def _forget(self, name: str) -> None:
+        self._sources.pop(name, None)
+        if self._manager.has_plugin(name):
+            self._manager.unregister(name=name)
+
+    def _record(self, failure: Failure) -> None:
+        self.failed.append(failure)
+        warnings.warn(str(failure.error), PluginWarning, stacklevel=2)
+        if self._settled:
+            self._tell(failure)
+
+    def _tell(self, failure: Failure) -> None:
+        self.observe(
+            "interposer_failed",
+            plugin=failure.name,
+            distribution=failure.distribution,
+            reason=failure.error.reason,
+        )
+
+
+def in_code(plugin: Any, name: str = "") -> Source:
+    """Return the source of a plugin that is a module or an object of this process."""
+    name = name or getattr(plugin, "__name__", type(plugin).__name__)
+    return Source(name, name, "in code")
+
+
+def _mend(source: Source) -> str:
+    return f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}"

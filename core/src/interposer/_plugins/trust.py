@@ -1,0 +1,258 @@
+"""Which distributions may provide plugins: an allow list, and a lock file that pins their code."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import importlib_metadata
+from packaging.utils import canonicalize_name
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from interposer._config.config import Config, config_sources
+from interposer._config.storage import checksum, write_text
+from interposer._contract.errors import LockError, StorageError, UnknownNameError
+from interposer._contract.verdict import Verdict
+from interposer._validation.distribution import STANDARD, Distribution
+
+__all__ = ["Lock", "LockedDistribution", "allowed", "check_lock", "lock_path"]
+
+_FILE = "interposer.lock"
+_EDITABLE = "editable"
+_MOST_NAMED = 5
+
+
+def allowed(config: Config, distributions: Iterable[Distribution]) -> dict[str, Verdict]:
+    """Return, by name, whether ``Config.plugins`` lets each distribution provide plugins.
+
+    The parts of the SDK itself are always let in.
+
+    Raises: UnknownNameError: the allow list names a distribution that is not among them.
+    """
+    known = {distribution.name for distribution in distributions}
+    if config.plugins is None:
+        return dict.fromkeys(known, Verdict.accept())
+    listed = {str(canonicalize_name(name)) for name in config.plugins}
+    unknown = sorted(listed - known - STANDARD)
+    if unknown:
+        hint = "Try: install it, or take it off the list."
+        raise UnknownNameError("distribution", unknown[0], known, hint, "in Config.plugins")
+    reason = "the allow list lacks it" if listed else "the configuration allows no plugins"
+    return {
+        name: Verdict.accept() if name in listed | STANDARD else Verdict.refuse(reason)
+        for name in known
+    }
+
+
+def _canonical(name: str) -> str:
+    if canonicalize_name(name) != name:
+        raise ValueError(f"not normalized; write {canonicalize_name(name)!r}")
+    return name
+
+
+class LockedDistribution(BaseModel):
+    """One distribution as it was locked.
+
+    ``record_hash`` is ``Distribution.fingerprint``. An editable installation changes with every
+    edit, so it is locked as ``"editable"``: by name and version only.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1), AfterValidator(_canonical)]
+    version: Annotated[str, Field(min_length=1)]
+    record_hash: Annotated[str, Field(pattern=r"^([0-9a-f]{64}|editable)$")]
+
+
+def _distinct(distributions: tuple[LockedDistribution, ...]) -> tuple[LockedDistribution, ...]:
+    counts = Counter(entry.name for entry in distributions)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"{', '.join(twice)} listed twice")
+    return distributions
+
+
+class Lock(BaseModel):
+    """The distributions whose plugins may be used, with their exact content.
+
+    The file is pretty JSON with a checksum over the rest, sorted by name, made to be committed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    version: Literal[1] = 1
+    distributions: Annotated[tuple[LockedDistribution, ...], AfterValidator(_distinct)] = ()
+
+    @classmethod
+    def of(cls, distributions: Iterable[Distribution]) -> Lock:
+        """Return the lock of what is installed.
+
+        Raises: LockError: the metadata of one is unusable, its files were altered, or another
+            has its name.
+        """
+        locked = {}
+        distributions = [*dict.fromkeys(distributions)]
+        problems = [*_twins(distributions)]
+        for found in distributions:
+            if found.problem:
+                raise LockError(
+                    f"What is installed in {found.location} cannot be locked: {found.problem}.\n"
+                    "Try: uninstall it, then interposer lock"
+                )
+            problems += _alterations(found)
+            locked[found.name] = LockedDistribution(
+                name=found.name, version=found.version, record_hash=_locked_hash(found)
+            )
+        if problems:
+            raise _lock_error("What is installed cannot be locked.", problems)
+        return cls(distributions=tuple(locked[name] for name in sorted(locked)))
+
+    @classmethod
+    def read(cls, path: Path) -> Lock:
+        """Return the lock in a file.
+
+        Raises: LockError: the file is missing, was edited by hand, or is no lock file.
+        """
+        try:
+            fields: Any = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict):
+                raise LockError(_unusable(path, "is not a JSON object"))
+            stated = fields.pop("checksum", None)
+            if stated != checksum(fields):
+                raise LockError(_unusable(path, "was changed: content and checksum differ"))
+            return cls.model_validate_json(json.dumps(fields))
+        except FileNotFoundError:
+            raise LockError(_unusable(path, "does not exist")) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise LockError(_unusable(path, f"{place}: {first['msg']}")) from error
+        except LockError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            raise LockError(_unusable(path, f"cannot be read: {error}")) from error
+
+    def write(self, path: Path) -> None:
+        """Replace the file in one step.
+
+        Raises: LockError: it cannot be written.
+        """
+        fields = self.model_dump(mode="json")
+        fields["distributions"].sort(key=itemgetter("name"))
+        fields["checksum"] = checksum(fields)
+        try:
+            write_text(path, json.dumps(fields, indent=2) + "\n")
+        except StorageError as error:
+            raise LockError(str(error)) from error
+
+    def check(self, distributions: Iterable[Distribution]) -> None:
+        """Return if ``distributions`` are the locked ones with their files as installed.
+
+        What is locked may be left out by the policy, but must be installed.
+
+        Raises: LockError: they differ; the text names every difference.
+        """
+        locked = {entry.name: entry for entry in self.distributions}
+        present = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
+        differences = [p for d in present for p in _differences(d, locked.get(d.name))]
+        differences += _twins(present)
+        differences += [
+            _Difference(f"{name} {locked[name].version} is locked, but not installed")
+            for name in sorted(locked.keys() - {d.name for d in present})
+            if not _is_installed(name)
+        ]
+        if differences:
+            raise _lock_error("The installed plugins are not the locked ones.", differences)
+
+
+def lock_path(config: Config) -> Path:
+    """Return where the lock file is: beside the project file, else in the working directory."""
+    files = [Path(source.path) for source in config_sources() if source.name == "project file"]
+    return (files[0].parent if files else Path.cwd()) / _FILE
+
+
+def check_lock(config: Config, distributions: Iterable[Distribution]) -> None:
+    """Return if ``distributions`` are those of the lock file.
+
+    Raises: LockError: they are not, or there is no usable lock file.
+    """
+    Lock.read(lock_path(config)).check(distributions)
+
+
+def _locked_hash(distribution: Distribution) -> str:
+    return _EDITABLE if distribution.editable else distribution.fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """A line of what is wrong; ``mend`` is what helps against this one alone."""
+
+    line: str
+    mend: str = ""
+
+
+def _lock_error(head: str, differences: Iterable[_Difference]) -> LockError:
+    lines = "\n  ".join([head, *(difference.line for difference in differences)])
+    mends = dict.fromkeys(difference.mend for difference in differences)
+    # What cannot be locked as it is must not be offered to be.
+    other = "install what is locked"
+    if [*mends] == [""]:
+        other += ", or lock what is installed: interposer lock"
+    return LockError(f"{lines}\nTry: {'; '.join(mend or other for mend in mends)}")
+
+
+def _twins(distributions: Iterable[Distribution]) -> Iterator[_Difference]:
+    """Yield a line for every name that several distributions have."""
+    places: dict[str, list[str]] = {}
+    for found in distributions:
+        places.setdefault(found.name, []).append(found.location)
+    for name, locations in sorted(places.items()):
+        if len(locations) > 1:
+            line = f"{name} is installed {len(locations)} times: in {' and in '.join(locations)}"
+            yield _Difference(line, f"uninstall {name} until one is left")
+
+
+def _alterations(found: Distribution) -> Iterator[_Difference]:
+    altered = found.altered_files()
+    if altered:
+        more = len(altered) - _MOST_NAMED
+        named = ", ".join(altered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        line = f"{found.name} {found.version} was altered after it was installed: {named}"
+        yield _Difference(line, f"reinstall it: pip install --force-reinstall {found.name}")
+
+
+def _differences(found: Distribution, locked: LockedDistribution | None) -> list[_Difference]:
+    difference = _difference(found, locked)
+    return [_Difference(difference)] if difference else [*_alterations(found)]
+
+
+def _difference(found: Distribution, locked: LockedDistribution | None) -> str:
+    """Return how the metadata differs from what was locked, or nothing."""
+    if locked is None:
+        return f"{found.name} {found.version} is installed, but not locked"
+    if found.version != locked.version:
+        return f"{found.name} is locked at {locked.version}, installed is {found.version}"
+    if found.editable and locked.record_hash != _EDITABLE:
+        return f"{found.name} {found.version} is editable, what was locked is not"
+    if not found.editable and locked.record_hash == _EDITABLE:
+        return f"{found.name} {found.version} was locked as editable and no longer is"
+    if _locked_hash(found) != locked.record_hash:
+        return f"{found.name} {found.version} has other files than when it was locked"
+    return ""
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib_metadata.distribution(name)
+    except importlib_metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _unusable(path: Path, reason: str) -> str:
+    return f"{path} {reason}.\nTry: write it from what is installed: interposer lock"

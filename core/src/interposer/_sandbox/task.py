@@ -1,0 +1,148 @@
+"""What is examined, what was found, and the report of how far it has come."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from interposer._contract.capability import Capability
+from interposer._contract.errors import described
+from interposer._contract.request import Request
+from interposer._contract.verdict import Verdict
+
+__all__ = ["Finding", "Reporter", "Task", "TaskName", "plain", "read_request"]
+
+TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
+
+_TEXT_LIMIT = 2_000
+_TRACEBACK_LIMIT = 32_000
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to find out about a distribution's code.
+
+    Attributes:
+        name: what is done.
+
+            - ``plugin`` imports ``value``, ``"package.plugin"`` or ``"package.plugin:attribute"``,
+              of the entry point ``name``, takes its records and checks them.
+            - ``target`` loads every import string in ``targets``.
+            - ``platform`` loads the class ``target``, probes with it and lists its devices.
+            - ``predicate`` asks ``target``, or its attribute ``member``, about ``request``.
+            - ``kernel`` compares ``target``, with ``prepare``, to the reference of ``op`` for
+              ``dtype`` and ``dims`` on ``device``. ``plugin`` and ``kernel`` name the record
+              whose requirements choose the cases; ``platform`` and ``capability`` are what those
+              are judged for.
+        arguments: JSON values by name.
+    """
+
+    name: TaskName
+    arguments: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.name not in get_args(TaskName):
+            raise ValueError(f"{self.name!r} is no task; those are {', '.join(get_args(TaskName))}")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The verdict on a task.
+
+    Attributes:
+        facts: JSON values that were found on the way, also if the task did not end:
+            ``platforms`` that a plugin declares, each with ``name`` and ``score``; the name of a
+            ``missing`` module; the ``probe_seconds`` that were not enough as ``limit_seconds``;
+            ``times_late`` if it took too long twice in a row; ``passing`` where something
+            outside of the plugin may have ended it.
+        span: start and end in nanoseconds since the epoch, if it was found just now.
+    """
+
+    verdict: Verdict
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    span: tuple[int, int] | None = field(default=None, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as JSON."""
+        verdict = self.verdict
+        return {
+            "accepted": verdict.accepted,
+            "reason": verdict.reason,
+            "traceback": verdict.traceback,
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Finding:
+        """Return the finding that ``to_json`` was made of.
+
+        Raises: ValueError: it was not made by ``to_json``.
+        """
+        kinds = {"accepted": bool, "reason": str, "traceback": str, "facts": dict}
+        if not isinstance(value, dict) or {name: type(value[name]) for name in value} != kinds:
+            raise ValueError("it is no finding")
+        reason = plain(value["reason"], _TEXT_LIMIT)
+        trace = plain(value["traceback"], _TRACEBACK_LIMIT)
+        return cls(Verdict(value["accepted"], reason, trace), value["facts"])
+
+    @classmethod
+    def refused(cls, reason: str, trace: str = "", **facts: Any) -> Finding:
+        """Return a refusal; its texts are made fit to be shown."""
+        return cls(
+            Verdict.refuse(plain(reason, _TEXT_LIMIT), plain(trace, _TRACEBACK_LIMIT)), facts
+        )
+
+    @classmethod
+    def raised(cls, stage: str, error: BaseException) -> Finding:
+        """Return the refusal of code that raised while ``stage``."""
+        trace = "".join(traceback.format_exception(error))
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # A missing part of a package may be the plugin's own; then only another version mends it.
+        facts = {"missing": missing} if type(missing) is str and "." not in missing else {}
+        return cls.refused(f"{stage} raised {described(error)}", trace, **facts)
+
+
+class Reporter:
+    """Told how far a task has come, so that somebody knows if it does not come back.
+
+    Attributes:
+        stage: what is being done, as in "importing acme.plugin".
+        alone: nothing but the task runs in this process.
+    """
+
+    alone = False
+
+    def __init__(self) -> None:
+        self.stage = "starting"
+
+    def begin(self, stage: str, patience: float = 1.0) -> None:
+        """Note what is done from here on, which may take ``patience`` times the usual limit."""
+        self.stage = stage
+
+    def note(self, **facts: Any) -> None:
+        """Note facts that hold whatever comes next."""
+
+    def unmute(self) -> None:
+        """Note that code runs from here on which may print."""
+
+
+def read_request(value: Mapping[str, Any]) -> Request:
+    """Return the request that ``Request.to_json`` was asked of."""
+    capability, detail = Capability.from_json(value["capability"]), value["detail"]
+    if detail is not None:
+        # Imported here, as it needs torch, which few requests do.
+        from interposer._contract.attention import AttentionSpec
+
+        detail = AttentionSpec.from_json(detail)
+    return Request(**{**value, "capability": capability, "detail": detail})
+
+
+def plain(text: str, limit: int) -> str:
+    """Return at most ``limit`` characters of ``text``, with what does not print escaped."""
+    shown = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else f"{shown[:limit]}..."

@@ -1,0 +1,1 @@
+"""One way to choose: candidates are judged, ranked, and bound."""

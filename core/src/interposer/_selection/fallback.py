@@ -1,0 +1,77 @@
+"""A bound kernel that is replaced when it fails, for those who ask for it by policy.
+
+Without ``Config(fallback=True)`` no such object exists: the bound attribute is the kernel's own
+function, and what it raises reaches the caller.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Protocol
+
+import torch
+
+from interposer._contract.choice import Candidate
+from interposer._contract.errors import FOREIGN_ERRORS, described
+
+__all__ = ["Fallback", "Replace"]
+
+
+class Replace(Protocol):
+    """Quarantines the failed kernel and returns the function of the next one."""
+
+    def __call__(
+        self, failed: Candidate, reason: str, trace: str
+    ) -> tuple[Callable[..., Any], Candidate]:
+        """Return what to call from now on; raises NoCandidateError if nothing is left."""
+
+
+class Fallback:
+    """Calls a functional kernel; when it raises, the next candidate takes over for good.
+
+    Arguments that the reference refuses too are the caller's fault: the error is passed on and
+    nothing is quarantined. A kernel that returns wrong numbers is not noticed here, see the
+    canary. Under ``torch.compile(fullgraph=True)`` a kernel that fails cannot be replaced.
+
+    Attributes:
+        function: the kernel that is called at present.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        candidate: Candidate,
+        reference: Callable[..., Any],
+        replace: Replace,
+    ) -> None:
+        self.function = function
+        self._candidate = candidate
+        self._reference = reference
+        self._replace = replace
+        self._lock = Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the kernel returns, or the one that replaces it."""
+        function = self.function
+        try:
+            return function(*args, **kwargs)
+        except FOREIGN_ERRORS as error:
+            if function is self._reference:
+                raise
+            try:
+                self._reference(*args, **kwargs)
+            except FOREIGN_ERRORS:
+                raise error from None
+            self._take_over(function, error)
+        return self(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take_over(self, failed: Callable[..., Any], error: BaseException) -> None:
+        with self._lock:
+            if self.function is not failed:
+                return  # another thread came first
+            reason = f"failed at run time: {described(error)}"
+            trace = "".join(traceback.format_exception(error))
+            self.function, self._candidate = self._replace(self._candidate, reason, trace)

@@ -1,0 +1,291 @@
+"""The one selection mechanism: request + candidates + policy -> choice.
+
+Order: what the user pinned, what the user prefers, what was measured, the score, then the
+provider's name. Every caller in the SDK goes through ``select``, whether it wants a platform, a
+kernel, a layer or a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from interposer._config.policy import Policy
+from interposer._contract.choice import Candidate, Choice, Measured
+from interposer._contract.errors import ConfigError, NoCandidateError, UnknownNameError
+from interposer._contract.request import Request
+from interposer._contract.verdict import Refusal, Verdict
+
+__all__ = ["acceptable", "select"]
+
+_FREE = Policy()
+_UNMEASURED = (1, 0.0)
+
+Confirm = Callable[[Candidate], Verdict]
+
+
+def select(
+    request: Request,
+    candidates: Iterable[Candidate],
+    policy: Policy = _FREE,
+    *,
+    measured: Measured | None = None,
+    confirm: Confirm | None = None,
+) -> Choice:
+    """Return the best candidate for ``request``, the same for any order of ``candidates``.
+
+    Args:
+        policy: what the configuration wants; what it forbids is not even judged.
+        measured: figures of candidates, which go before all that have none.
+        confirm: a costly last examination, asked of a winner only; if it refuses, the next best
+            is asked.
+    Raises:
+        UnknownNameError: the pin names no candidate.
+        ConfigError: the pin names candidates of several providers.
+        NoCandidateError: all are refused, or the pinned one is; or the policy is strict, and no
+            preference is met or only names could decide.
+    """
+    ordered = sorted(candidates, key=_by_score)
+    verdicts = [(c, _judge(c, request, policy)) for c in ordered]
+    known = measured.seconds if measured is not None else {}
+    timed = [c.qualified_name for c, verdict in verdicts if verdict and c.qualified_name in known]
+    fastest = min(timed, key=lambda name: (known[name], name), default="")
+    ranking = _Ranking(policy, measured, fastest)
+    accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
+    refused = [(c, verdict) for c, verdict in verdicts if not verdict]
+    contenders = accepted
+    if policy.pin is not None:
+        pinned = _find(request, ordered, policy.pin)
+        contenders = [c for c in accepted if c is pinned]
+    elif policy.strict and policy.prefer:
+        contenders = [c for c in accepted if ranking.prefers(c)]
+    chosen = None
+    for contender in contenders:
+        verdict = Verdict.accept() if confirm is None else confirm(contender)
+        if verdict:
+            chosen = contender
+            break
+        refused.append((contender, verdict))
+        accepted = [c for c in accepted if c is not contender]
+    refused.sort(key=lambda entry: _by_score(entry[0]))
+    if chosen is None:
+        raise _none(request, policy, ordered, accepted, refused)
+    others = [c for c in accepted if c is not chosen]
+    if policy.strict and policy.pin is None:
+        _refuse_tie(request, ranking, chosen, others)
+    outranked = [Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in others]
+    return Choice(
+        request,
+        chosen,
+        ranking.why(chosen, others),
+        (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
+        {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
+        (*ranking.notes(chosen), *_told(request, verdicts, chosen)),
+    )
+
+
+def acceptable(
+    request: Request, candidates: Iterable[Candidate], policy: Policy = _FREE
+) -> list[Candidate]:
+    """Return the candidates that ``select`` could choose: of a pin, at most one."""
+    return [
+        candidate
+        for candidate in candidates
+        if (policy.pin is None or policy.pin in (candidate.name, candidate.qualified_name))
+        and _judge(candidate, request, policy)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    """The order of accepted candidates, and how one rank is explained against another."""
+
+    policy: Policy
+    measured: Measured | None
+    fastest: str
+
+    def key(self, candidate: Candidate) -> tuple[object, ...]:
+        return (self.preference(candidate), self.seconds(candidate), *_by_score(candidate))
+
+    def preference(self, candidate: Candidate) -> int:
+        """Return the position of the first preference that is met, or one past the last."""
+        globs = self.policy.prefer
+        return next((i for i, glob in enumerate(globs) if _meant(glob, candidate)), len(globs))
+
+    def prefers(self, candidate: Candidate) -> bool:
+        return self.preference(candidate) < len(self.policy.prefer)
+
+    def seconds(self, candidate: Candidate) -> tuple[int, float]:
+        """Return what sorts the fastest first and those without a figure last.
+
+        What differs from the fastest by less than its repeats do among themselves counts as equal
+        to it, so that noise does not choose.
+        """
+        if self.measured is None or candidate.qualified_name not in self.measured.seconds:
+            return _UNMEASURED
+        seconds = self.measured.seconds[candidate.qualified_name]
+        fastest = self.measured.seconds[self.fastest]
+        noisy = seconds <= self.measured.upper.get(self.fastest, fastest)
+        return 0, fastest if noisy else seconds
+
+    def shown(self, candidate: Candidate) -> str:
+        assert self.measured is not None
+        return _duration(self.measured.seconds[candidate.qualified_name])
+
+    def differ(self, one: Candidate, other: Candidate) -> Literal["wish", "time", "score", "name"]:
+        """Return the first rule that tells two candidates apart."""
+        if self.preference(one) != self.preference(other):
+            return "wish"
+        if self.seconds(one) != self.seconds(other):
+            return "time"
+        return "score" if one.score != other.score else "name"
+
+    def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
+        if self.policy.pin is not None:
+            return "pinned by the configuration"
+        preferred = ""
+        if self.prefers(chosen):
+            preferred = "preferred by the configuration"
+            others = [c for c in others if self.differ(chosen, c) != "wish"]
+            if not others:
+                return preferred
+        if not others:
+            return "the only one accepted"
+        match self.differ(chosen, others[0]):
+            case "time":
+                source = "" if self.measured is None else self.measured.source
+                reason = f"fastest in {source} ({self.shown(chosen)})"
+            case "score":
+                reason = f"highest score ({chosen.score:g})"
+                if self.seconds(chosen) != _UNMEASURED and self.measured is not None:
+                    reason += f", equally fast in {self.measured.source}"
+            case _:
+                reason = f"tie at score {chosen.score:g}, decided by provider and name"
+        return f"{preferred}, then {reason}" if preferred else reason
+
+    def outranked(self, candidate: Candidate, chosen: Candidate) -> str:
+        if self.policy.pin is not None:
+            return f"accepted, but {chosen.name} is pinned"
+        match self.differ(chosen, candidate):
+            case "wish":
+                return f"accepted, but {chosen.name} is preferred"
+            case "time" if self.seconds(candidate) == _UNMEASURED:
+                return f"accepted, but not measured, as {chosen.name} is"
+            case "time":
+                return f"accepted, but slower ({self.shown(candidate)} > {self.shown(chosen)})"
+            case "score":
+                return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
+            case "name":
+                return (
+                    f"accepted, but ties with {chosen.name} and stands behind by provider and name"
+                )
+
+    def notes(self, chosen: Candidate) -> tuple[str, ...]:
+        """Return notes on what the user would have preferred, an emulation and lost accuracy."""
+        notes: tuple[str, ...] = ()
+        if chosen.emulation:
+            notes = (f"an emulation: it {chosen.emulation}",)
+        if extra := getattr(chosen.record, "extra_roundings", 0):
+            notes += (f"may be off by {extra} roundings more than the op allows",)
+        unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
+        names = ", ".join(repr(glob) for glob in unmet)
+        return (f"preferred, but refused or not there: {names}", *notes) if unmet else notes
+
+
+def _told(
+    request: Request, verdicts: Iterable[tuple[Candidate, Verdict]], chosen: Candidate
+) -> tuple[str, ...]:
+    """Return what the chosen one said of itself; a platform says it to whoever looks for it."""
+    reasons = (verdict.reason for candidate, verdict in verdicts if candidate is chosen)
+    return tuple(filter(None, reasons)) if request.kind != "platform" else ()
+
+
+def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:
+    excluded = _excluded(candidate, policy)
+    return Verdict.refuse(excluded) if excluded else candidate.judge(request)
+
+
+def _excluded(candidate: Candidate, policy: Policy) -> str:
+    """Return why the policy rules a candidate out, or nothing."""
+    if any(_meant(glob, candidate) for glob in policy.forbid):
+        return "forbidden by the configuration"
+    if candidate.emulation and not policy.emulation:
+        return f"an emulation, which the configuration refuses: it {candidate.emulation}"
+    missing = ", ".join(sorted(policy.require - candidate.properties))
+    return f"does not promise {missing}" if missing else ""
+
+
+def _meant(glob: str, candidate: Candidate) -> bool:
+    return fnmatchcase(candidate.name, glob) or fnmatchcase(candidate.qualified_name, glob)
+
+
+def _by_score(candidate: Candidate) -> tuple[float, str, str, str]:
+    return -candidate.score, candidate.provider, candidate.name, candidate.version
+
+
+def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candidate:
+    found = [c for c in candidates if pinned in (c.name, c.qualified_name)]
+    if not found:
+        names = [c.name for c in candidates]
+        where = f"for {request.name!r}" if request.name else ""
+        raise UnknownNameError(request.kind, pinned, names, where=where)
+    if len(found) > 1:
+        qualified = " or ".join(repr(c.qualified_name) for c in found)
+        raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {qualified}")
+    return found[0]
+
+
+def _none(
+    request: Request,
+    policy: Policy,
+    ordered: Sequence[Candidate],
+    accepted: Sequence[Candidate],
+    refused: Sequence[tuple[Candidate, Verdict]],
+) -> NoCandidateError:
+    """Return the error that says why nothing that the policy allows can be chosen."""
+    names = ", ".join(repr(c.name) for c in accepted) or "none"
+    if policy.pin is not None:
+        pinned = _find(request, list(ordered), policy.pin)
+        return NoCandidateError(
+            f"{policy.pin!r} for {request}, which the configuration pins",
+            [_refusal(c, verdict) for c, verdict in refused if c is pinned],
+            f"remove the pin; accepted here: {names}",
+        )
+    if policy.strict and policy.prefer:
+        wanted = " or ".join(repr(glob) for glob in policy.prefer)
+        return NoCandidateError(
+            f"{wanted} for {request}, which the configuration strictly prefers",
+            [_refusal(c, v) for c, v in refused if any(_meant(g, c) for g in policy.prefer)],
+            f"strict=False, or prefer another; accepted here: {names}",
+        )
+    excluded = any(_excluded(c, policy) for c, _ in refused)
+    action = "forbid or require less in the configuration" if excluded else ""
+    return NoCandidateError(
+        f"candidate for {request}", [_refusal(c, verdict) for c, verdict in refused], action
+    )
+
+
+def _refuse_tie(
+    request: Request, ranking: _Ranking, chosen: Candidate, others: Sequence[Candidate]
+) -> None:
+    tied = [c for c in others if ranking.differ(chosen, c) == "name"]
+    if tied:
+        names = " or ".join(repr(c.qualified_name) for c in (chosen, *tied))
+        raise NoCandidateError(
+            f"best candidate for {request}, which strict=True wants to be one alone",
+            [Refusal(c.name, c.origin, f"ties at score {c.score:g}") for c in (chosen, *tied)],
+            f"pin or prefer {names}",
+        )
+
+
+def _refusal(candidate: Candidate, verdict: Verdict) -> Refusal:
+    return Refusal(candidate.name, candidate.origin, verdict.reason, verdict.traceback)
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"

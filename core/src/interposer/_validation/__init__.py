@@ -1,0 +1,1 @@
+"""What an installed distribution is and declares, checked without running its code."""

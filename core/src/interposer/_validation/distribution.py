@@ -1,0 +1,279 @@
+"""Facts of an installed distribution, read from its metadata without importing its code."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from interposer._config.storage import checksum
+
+__all__ = ["STANDARD", "Distribution", "Metadata", "read_distribution"]
+
+STANDARD = frozenset(
+    {"interposer", "interposer-ops", "interposer-quantization", "interposer-models"}
+)
+"""The distributions that the SDK itself consists of."""
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+# What an installer adds to a wheel: it differs from machine to machine, the code does not.
+_ADDED = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
+_SCRIPTS = frozenset({"bin", "Scripts"})
+_ALGORITHMS = frozenset({"sha256", "sha384", "sha512"})
+_MOST_FILES = 10_000
+
+
+class Metadata(Protocol):
+    """What is asked of a distribution that importlib-metadata or importlib.metadata found."""
+
+    def read_text(self, filename: str, /) -> str | None:
+        """Return the text of a metadata file, or None without one."""
+
+    def locate_file(self, path: str, /) -> object:
+        """Return the path of an installed file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What is known of an installed distribution.
+
+    Attributes:
+        name: the normalized name; ``"unknown"`` if the metadata has no usable one.
+        version: ``"0"`` if the metadata has no usable one.
+        fingerprint: hexadecimal SHA-256 that changes when the code does. It is taken from paths
+            and hashes in RECORD, without what the installer adds, so it is the same on every
+            machine that has the same wheel. Without RECORD, and for an editable installation, it
+            is taken from paths, sizes and times of the source files.
+        requires: the lines ``Requires-Dist``.
+        location: the folder that RECORD's paths start from, or that holds the source files.
+        editable: the code is a source folder that may change at any time.
+        problem: what makes the metadata unusable, or empty.
+        record: the text of RECORD, empty without one and for an editable installation.
+    """
+
+    name: str
+    version: str
+    fingerprint: str
+    requires: tuple[str, ...]
+    location: str
+    editable: bool
+    problem: str = ""
+    record: str = field(default="", repr=False, compare=False)
+
+    @property
+    def standard(self) -> bool:
+        """Whether this is a part of the SDK itself."""
+        return self.name in STANDARD
+
+    def altered_files(self) -> list[str]:
+        """Return the paths in RECORD whose file is missing, has other content or has no hash.
+
+        What the installer adds is not checked: scripts, cached bytecode and its own notes. An
+        editable installation has no record of its code, so nothing can be said of it: the list
+        is empty.
+        """
+        rows = _rows(self.record)
+        return [
+            path
+            for path, digest in rows
+            if not _is_added(path) and _is_altered(Path(self.location, path), digest)
+        ]
+
+    def owns_module(self, module: str) -> bool:
+        """Say whether the file of ``module`` stands in RECORD; True where there is no RECORD."""
+        if not self.record:
+            return True
+        stem = module.replace(".", "/")
+        ends = (path.removeprefix(stem) for path, _ in _rows(self.record) if path.startswith(stem))
+        return any(_ends_a_module(end.removeprefix("/__init__")) for end in ends)
+
+
+def read_distribution(found: Metadata) -> Distribution:
+    """Return the facts of a distribution, whatever state its metadata is in."""
+    headers = _headers(_text(found, "METADATA") or _text(found, "PKG-INFO"))
+    name, version, problem = _identity(found, headers)
+    source = _editable_folder(_text(found, "direct_url.json"))
+    record = "" if source else _text(found, "RECORD")
+    location = source or Path(str(found.locate_file("")))
+    if record:
+        try:
+            code = _code(_rows(record))
+            names = [path for path, _ in _rows(record) if not _is_added(path)]
+            paths = [location / name for name in names if name.isprintable()]
+            # Without hashes it would be the same for any content.
+            content: list[object] = [code] if code else _all_files(paths)
+        except csv.Error as error:
+            content, record = [record], ""
+            problem = problem or f"its RECORD cannot be read: {error}"
+    elif source:
+        content = list(_files(source))
+    else:
+        tops = _text(found, "top_level.txt").split() or [name.replace("-", "_")]
+        paths = [
+            location / file for top in tops if top.isidentifier() for file in (top, f"{top}.py")
+        ]
+        content = _all_files(paths)
+    return Distribution(
+        name=name,
+        version=version,
+        fingerprint=checksum(content),
+        requires=tuple(value for key, value in headers if key == "requires-dist"),
+        location=str(location),
+        editable=source is not None,
+        problem=problem,
+        record=record,
+    )
+
+
+def _all_files(paths: Iterable[Path]) -> list[object]:
+    return [facts for path in sorted(paths) for facts in _files(path)]
+
+
+def _text(found: Metadata, name: str) -> str:
+    try:
+        return found.read_text(name) or ""
+    except (OSError, ValueError):  # not readable, or not UTF-8
+        return ""
+
+
+def _headers(metadata: str) -> list[tuple[str, str]]:
+    """Return the headers in lower case with their values; the description is left out.
+
+    The parser for mail takes ten times as long, which counts with a hundred plugins.
+    """
+    headers: list[tuple[str, str]] = []
+    for line in metadata.split("\n"):
+        if not line.strip():
+            break
+        if line[0] in " \t" and headers:
+            key, value = headers.pop()
+            headers.append((key, f"{value} {line.strip()}"))
+        else:
+            key, _, value = line.partition(":")
+            headers.append((key.strip().lower(), value.strip()))
+    return headers
+
+
+def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str, str]:
+    """Return name, version and what is wrong with them."""
+    names = [value for key, value in headers if key == "name"]
+    versions = [value for key, value in headers if key == "version"]
+    # The folder of the metadata is what installers go by. It is no public attribute.
+    folder = Path(str(getattr(found, "_path", "")))
+    kept = folder.suffix in (".dist-info", ".egg-info")
+    installed_as = folder.stem.partition("-")[0] if kept else ""
+    name, version, problems = "unknown", "0", []
+    if len(names) != 1 or not _NAME.fullmatch(names[0]):
+        problems.append(f"the name {', '.join(names)!r}")
+    elif installed_as and canonicalize_name(installed_as) != canonicalize_name(names[0]):
+        problems.append(f"the name {names[0]!r}, though it is installed as {installed_as!r}")
+    else:
+        name = canonicalize_name(names[0])
+    try:
+        version = str(Version(*versions))
+    except (InvalidVersion, TypeError):
+        problems.append(f"the version {', '.join(versions)!r}")
+    return name, version, f"its metadata states {' and '.join(problems)}" if problems else ""
+
+
+def _editable_folder(direct_url: str) -> Path | None:
+    """Return the source folder of an editable installation, or None for any other."""
+    try:
+        origin = json.loads(direct_url) if direct_url else {}
+        url = urlsplit(origin["url"]) if origin["dir_info"]["editable"] is True else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if url is None or url.scheme != "file":
+        return None
+    path = unquote(url.path)
+    folder = Path(path[1:] if re.match(r"/[A-Za-z]:", path) else path)
+    return folder / "src" if (folder / "src").is_dir() else folder
+
+
+def _rows(record: str) -> Iterator[tuple[str, str]]:
+    """Yield path and ``algorithm=digest`` of every line of a RECORD."""
+    for row in csv.reader(StringIO(record)):
+        if row:
+            yield row[0], row[1] if len(row) > 1 else ""
+
+
+def _code(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the sorted rows that stem from the wheel."""
+    return sorted((path, digest) for path, digest in rows if digest and not _is_added(path))
+
+
+def _is_added(path: str) -> bool:
+    parts = path.split("/")
+    if parts[0] == "..":  # a script has the path of its interpreter in it
+        return len(parts) > 1 and parts[-2] in _SCRIPTS
+    return len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _ADDED
+
+
+def _ends_a_module(suffix: str) -> bool:
+    """Say whether ``suffix`` makes the path of a module a file: ``.py``, ``.abi3.so``, ..."""
+    native = suffix.startswith(".") and suffix.endswith((".so", ".pyd"))
+    return "/" not in suffix and (suffix in (".py", ".pyc") or native)
+
+
+def _is_altered(path: Path, digest: str) -> bool:
+    if not digest:
+        return path.suffix != ".pyc" and path.parent.suffix != ".dist-info"
+    algorithm, _, expected = digest.partition("=")
+    try:
+        if algorithm not in _ALGORITHMS or not path.is_file():
+            return True
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, algorithm).digest()
+    except (OSError, ValueError):
+        return True
+    return base64.urlsafe_b64encode(found).decode().rstrip("=") != expected
+
+
+def _files(root: Path) -> Iterator[list[str | int]]:
+    """Yield path, size and time of ``root`` or the files below it.
+
+    Caches and environments are left out, and so is what goes beyond any plugin's number of files:
+    a folder that metadata names may be the whole disk.
+    """
+    waiting = [str(root)]
+    left = _MOST_FILES
+    while waiting and left > 0:
+        here = waiting.pop()
+        try:
+            entries = {entry.name: entry for entry in os.scandir(here)}
+        except NotADirectoryError:
+            yield _facts(root.name, root)
+            continue
+        except OSError:
+            continue
+        if "pyvenv.cfg" in entries:
+            continue
+        for name, entry in sorted(entries.items()):
+            if name.startswith(".") or name == "__pycache__":
+                continue
+            # A link to a folder is not followed: it may lead back here.
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(entry.path)
+            else:
+                left -= 1
+                yield _facts(entry.path.removeprefix(str(root)), entry)
+
+
+def _facts(name: str, file: Path | os.DirEntry[str]) -> list[str | int]:
+    try:
+        stat = file.stat()
+    except OSError:  # a link that leads nowhere
+        return [name]
+    return [name, stat.st_size, stat.st_mtime_ns]

@@ -1,0 +1,109 @@
+"""The parts of the core that command lines, conformance kits and tuners are built on.
+
+Models and plugins need nothing of this. Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer._config.config import child_environment, config_sources, variables
+    from interposer._config.policy import policy_for
+    from interposer._config.rules import parse_rules
+    from interposer._config.storage import Store, default_store, write_text
+    from interposer._contract.choice import Measured
+    from interposer._contract.numerics import applied
+    from interposer._contract.request import Kind
+    from interposer._explanation.inventory import Option, Subject, inventory, requirements, strays
+    from interposer._explanation.lines import Row, answer, figures
+    from interposer._lazy import lazy_attributes
+    from interposer._plugins.acceptance import Direct, judge_attention, judge_declared
+    from interposer._plugins.discovery import installed_distributions
+    from interposer._plugins.plugins import Plugin, Plugins, PluginWarning
+    from interposer._plugins.registry import forget_discovery
+    from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
+    from interposer._selection.described_device import described_placement, find_description
+    from interposer._selection.measurements import Measurements, torch_version
+    from interposer._selection.placement import unless_explicit
+    from interposer._validation.compatibility import API_RANGE, check_api
+    from interposer._validation.distribution import STANDARD
+    from interposer._validation.records import check_classes, check_records
+
+__all__ = [
+    "API_RANGE",
+    "STANDARD",
+    "Direct",
+    "Kind",
+    "Lock",
+    "Measured",
+    "Measurements",
+    "Option",
+    "Plugin",
+    "PluginWarning",
+    "Plugins",
+    "Row",
+    "Store",
+    "Subject",
+    "allowed",
+    "answer",
+    "applied",
+    "check_api",
+    "check_classes",
+    "check_lock",
+    "check_records",
+    "child_environment",
+    "config_sources",
+    "default_store",
+    "described_placement",
+    "figures",
+    "find_description",
+    "forget_discovery",
+    "installed_distributions",
+    "inventory",
+    "judge_attention",
+    "judge_declared",
+    "lazy_attributes",
+    "lock_path",
+    "parse_rules",
+    "policy_for",
+    "requirements",
+    "strays",
+    "torch_version",
+    "unless_explicit",
+    "variables",
+    "write_text",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer._config.config": "child_environment config_sources variables",
+        "interposer._config.policy": "policy_for",
+        "interposer._config.rules": "parse_rules",
+        "interposer._config.storage": "Store default_store write_text",
+        "interposer._contract.choice": "Measured",
+        "interposer._contract.numerics": "applied",
+        "interposer._contract.request": "Kind",
+        "interposer._explanation.inventory": "Option Subject inventory requirements strays",
+        "interposer._explanation.lines": "Row answer figures",
+        "interposer._lazy": "lazy_attributes",
+        "interposer._plugins.acceptance": "Direct judge_attention judge_declared",
+        "interposer._plugins.discovery": "installed_distributions",
+        "interposer._plugins.plugins": "Plugin PluginWarning Plugins",
+        "interposer._plugins.registry": "forget_discovery",
+        "interposer._plugins.trust": "Lock allowed check_lock lock_path",
+        "interposer._selection.described_device": "described_placement find_description",
+        "interposer._selection.measurements": "Measurements torch_version",
+        "interposer._selection.placement": "unless_explicit",
+        "interposer._validation.compatibility": "API_RANGE check_api",
+        "interposer._validation.distribution": "STANDARD",
+        "interposer._validation.records": "check_classes check_records",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,105 @@
+"""Candidates are judged by platform, requirements and their own code, which may fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from interposer import AttentionEntry, Capability, Kernel, Request, Requires, Verdict
+from interposer._plugins.acceptance import Direct, judge_attention, judge_declared
+
+REQUEST = Request("kernel", "linear", "host", Capability("x86_64"), "float32")
+
+
+def even(request: Request) -> Verdict:
+    return Verdict.accept() if request.dims.get("n", 0) else Verdict.refuse("n is missing")
+
+
+def failing(request: Request) -> Verdict:
+    raise OSError("library not found")
+
+
+def leaving(request: Request) -> Verdict:
+    raise SystemExit("wrong version")
+
+
+def undecided(request: Request) -> bool:
+    return True
+
+
+def kernel(predicate: object = None, **facts: object) -> Kernel:
+    target = f"{__name__}:{predicate.__name__}" if predicate else ""  # type: ignore[attr-defined]
+    return Kernel("linear", "fast", "acme_of_nowhere:fast", predicate=target, **facts)  # type: ignore[arg-type]
+
+
+def test_a_kernel_is_judged_without_importing_it() -> None:
+    assert judge_declared(kernel(), Direct())(REQUEST)
+    assert judge_declared(kernel(platform="host"), Direct())(REQUEST)
+
+
+def test_a_kernel_for_another_platform_is_refused() -> None:
+    verdict = judge_declared(kernel(platform="tpu"), Direct())(REQUEST)
+    assert verdict.reason == "runs on tpu, the request is for host"
+
+
+def test_requirements_go_before_the_predicate() -> None:
+    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))), Direct())(
+        REQUEST
+    )
+    assert verdict.reason == "needs dtype float16, got float32"
+    assert not verdict.traceback
+
+
+def test_the_predicate_answers_with_its_reason() -> None:
+    judge = judge_declared(kernel(even), Direct())
+    assert judge(REQUEST).reason == "n is missing"
+    assert judge(Request("kernel", "linear", dims={"n": 2}))
+
+
+@pytest.mark.parametrize(
+    ("predicate", "reason"),
+    [
+        (failing, "OSError('library not found')"),
+        (leaving, "SystemExit('wrong version')"),
+        (undecided, "True is not a Verdict"),
+    ],
+)
+def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, reason: str) -> None:
+    verdict = judge_declared(kernel(predicate), Direct())(REQUEST)
+    assert not verdict
+    assert verdict.reason.startswith("its own code failed: ")
+    assert reason in verdict.reason
+    assert verdict.traceback.startswith("Traceback")
+
+
+def test_a_predicate_that_points_nowhere_refuses() -> None:
+    record = Kernel("linear", "fast", "a:b", predicate=f"{__name__}:odd")
+    assert "points nowhere" in judge_declared(record, Direct())(REQUEST).reason
+
+
+class Backend:
+    @classmethod
+    def accepts(cls, detail: object, capability: Capability) -> Verdict:
+        return Verdict.refuse(f"{detail} on {capability.architecture}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    def to_json(self) -> dict[str, Any]:
+        return {}
+
+    def __str__(self) -> str:
+        return "a spec"
+
+
+def test_an_attention_backend_is_asked_for_the_detail_and_the_capability() -> None:
+    request = Request("attention", "decoder", "host", Capability("x86_64"), detail=Spec())
+    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"), Direct())
+    assert judge(request).reason == "a spec on x86_64"
+    entry = AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu")
+    elsewhere = judge_attention(entry, Direct())
+    assert elsewhere(request).reason == "runs on tpu, the request is for host"
+    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"), Direct())
+    assert "No module named 'acme_of_nowhere'" in broken(request).reason

@@ -1,0 +1,273 @@
+"""What is known for a request: this host's figures, shipped ones, or why neither can be used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from interposer import AttentionSpec, Candidate, Capability, Config, Device, Registry, Request
+from interposer._contract.choice import Measured
+from interposer._contract.verdict import Verdict
+from interposer._plugins.plugins import Plugins
+from interposer._selection.measurements import Measurements
+from interposer.hookspecs import hookimpl
+from interposer.records import Kernel, PlatformEntry, TuningEntry
+from interposer.tuning import KIND, Entry, Figures, Measurement, Table, write_entry
+
+DEVICE = Device("bench", "cpu", "Bench 9000 PCIe", Capability("any"))
+REQUEST = Request("kernel", "linear", "bench", dtype="float32", dims={"width": 16})
+SECONDS = {"acme/fast": 1e-6, "acme/slow": 1e-3}
+
+
+def candidates(*names: str, version: str = "1.0") -> list[Candidate]:
+    return [
+        Candidate(
+            name, "acme", version, 1.0, Kernel("linear", name, "m:f"), lambda _: Verdict.accept()
+        )
+        for name in names
+    ]
+
+
+BOTH = candidates("fast", "slow")
+
+
+def made(measurements: Measurements, request: Request = REQUEST, **changes: Any) -> Entry:
+    figures = {
+        name: Figures(version="1.0", seconds=s, low=s, high=s, per_tokens={"1": s})
+        for name, s in SECONDS.items()
+    }
+    facts = {
+        "driver": measurements.driver(),
+        "torch": torch.__version__,
+        "interposer": "0.1",
+        "measured": "2026-01-01T00:00:00Z",
+        "candidates": {name: f.model_dump() for name, f in figures.items()},
+        **changes,
+    }
+    value = Measurement.model_validate(facts, strict=False)
+    return Entry(key=measurements.key(request), value=value)
+
+
+MakeMeasurements = Callable[..., Measurements]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> MakeMeasurements:
+    def measurements(*records: Any, device: Device = DEVICE, **config: Any) -> Measurements:
+        plugin = ModuleType("acme")
+        plugin.interposer_records = hookimpl(lambda: records)  # type: ignore[attr-defined]
+        registry = Registry(Plugins.of(plugin))
+        assert registry.plugins.failed == []
+        return Measurements(registry, device, Config(cache_dir=str(tmp_path / "cache"), **config))
+
+    return measurements
+
+
+def reason(found: object) -> str:
+    assert isinstance(found, str)
+    return found
+
+
+def test_nothing_is_known_at_first(make: MakeMeasurements, tmp_path: Path) -> None:
+    assert make().lookup(REQUEST, lambda: BOTH) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_was_measured_is_found(make: MakeMeasurements) -> None:
+    write_entry(make().store, made(make()))
+    found = make().lookup(REQUEST, lambda: BOTH)
+    assert isinstance(found, Measured)
+    assert (found.seconds, found.source) == (SECONDS, "the measurements of this host")
+    assert found.upper.keys() == SECONDS.keys()
+
+
+def test_a_policy_without_tables_finds_nothing(make: MakeMeasurements) -> None:
+    write_entry(make().store, made(make()))
+    assert make(tables=False).lookup(REQUEST, lambda: BOTH) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Request("kernel", "linear", "bench", dtype="bfloat16", dims={"width": 16}),
+        Request("kernel", "linear", "bench", dtype="float32", dims={"width": 17}),
+        Request("kernel", "norm", "bench", dtype="float32", dims={"width": 16}),
+        Request("attention", "linear", "bench", dtype="float32", dims={"width": 16}),
+        Request("layer", "linear", "bench", dtype="float32"),
+    ],
+    ids=str,
+)
+def test_another_request_is_another_matter(make: MakeMeasurements, other: Request) -> None:
+    write_entry(make().store, made(make()))
+    assert make().lookup(other, lambda: BOTH) is None
+
+
+def test_another_device_is_another_matter(make: MakeMeasurements) -> None:
+    write_entry(make().store, made(make()))
+    other = Device("bench", "cpu", "Bench 3", Capability("any"))
+    assert make(device=other).lookup(REQUEST, lambda: BOTH) is None
+
+
+def test_every_detail_of_attention_tells_requests_apart(make: MakeMeasurements) -> None:
+    def request(**detail: Any) -> Request:
+        sizes = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "page_size": 4, "scale": 0.5}
+        dtypes = {"dtype": torch.float32, "cache_dtype": torch.float32}
+        spec = AttentionSpec(**{**sizes, **dtypes, **detail})
+        return Request("attention", "decoder", "bench", dtype="float32", detail=spec)
+
+    write_entry(make().store, made(make(), request()))
+    assert isinstance(make().lookup(request(), lambda: BOTH), Measured)
+    for change in ({"scale": 0.25}, {"window_tokens": 8}, {"cache_dtype": torch.bfloat16}):
+        assert make().lookup(request(**change), lambda: BOTH) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"torch": "1.0"}, "torch was 1.0"), ({"driver": "old"}, "the driver was old")],
+)
+def test_figures_of_another_installation_are_stale(
+    make: MakeMeasurements, change: dict[str, Any], told: str
+) -> None:
+    write_entry(make().store, made(make(), **change))
+    found = reason(make().lookup(REQUEST, lambda: BOTH))
+    assert "stale" in found
+    assert told in found
+
+
+def test_figures_of_another_driver_are_stale(make: MakeMeasurements, tmp_path: Path) -> None:
+    driver = tmp_path / "driver"
+    platform = PlatformEntry("bench", "m:Bench", driver_files=(str(driver),))
+    driver.write_text("570.1")
+    write_entry(make().store, made(make(platform)))
+    assert isinstance(make(platform).lookup(REQUEST, lambda: BOTH), Measured)
+    driver.write_text("580.2")
+    assert "the driver was" in reason(make(platform).lookup(REQUEST, lambda: BOTH))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "told"),
+    [
+        (candidates("fast", "slow", "new"), "acme/new was not measured"),
+        (candidates("fast"), "acme/slow does not accept"),
+        (candidates("fast", "slow", version="1.1"), "acme/fast was 1.0, is 1.1"),
+    ],
+)
+def test_figures_of_other_candidates_are_stale(
+    make: MakeMeasurements, accepted: list[Candidate], told: str
+) -> None:
+    write_entry(make().store, made(make()))
+    assert told in reason(make().lookup(REQUEST, lambda: accepted))
+
+
+def test_what_failed_was_measured_too(make: MakeMeasurements) -> None:
+    write_entry(make().store, made(make(), failed={"acme/new": ("1.0", "raised")}))
+    assert isinstance(make().lookup(REQUEST, lambda: candidates("fast", "slow", "new")), Measured)
+
+
+def test_a_damaged_entry_is_a_reason(make: MakeMeasurements) -> None:
+    measurements = make()
+    write_entry(measurements.store, made(measurements))
+    (kept,) = measurements.store.entries(KIND)
+    kept.path.write_text(kept.path.read_text().replace("acme/fast", "acme/last"))
+    assert "corrupt" in reason(make().lookup(REQUEST, lambda: BOTH))
+
+
+def test_an_entry_of_another_form_is_a_reason(make: MakeMeasurements) -> None:
+    measurements = make()
+    key = measurements.key(REQUEST).model_dump(mode="json")
+    measurements.store.write(KIND, key, {"seconds": 1})
+    assert "cannot be used" in reason(make().lookup(REQUEST, lambda: BOTH))
+
+
+@pytest.fixture
+def ship(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: MakeMeasurements
+) -> Callable[..., TuningEntry]:
+    """Return a maker of records whose table stands inside a package."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme_tables", raising=False)
+    package = tmp_path / "acme_tables"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('tables are read, not imported')\n")
+
+    def shipped(name: str, glob: str, factor: float = 1.0, **changes: Any) -> TuningEntry:
+        entry = made(make(), **changes)
+        value = entry.value.model_copy(
+            update={
+                "candidates": {
+                    name: figures.model_copy(update={"seconds": figures.seconds * factor})
+                    for name, figures in entry.value.candidates.items()
+                }
+            }
+        )
+        key = entry.key.model_copy(update={"host": "a lab", "device": "Bench 9000 SXM"})
+        Table(entries=(Entry(key=key, value=value),)).write(package / f"{name}.json")
+        return TuningEntry(name, glob, f"acme_tables:{name}.json")
+
+    return shipped
+
+
+def test_a_shipped_table_counts_for_devices_that_it_is_for(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry]
+) -> None:
+    # Another driver and torch: they are those of whoever measured it.
+    table = ship("series", "Bench 9*", torch="1.0", driver="theirs")
+    found = make(table).lookup(REQUEST, lambda: BOTH)
+    assert isinstance(found, Measured)
+    assert found.seconds == SECONDS
+    assert found.source == "the table 'series' of acme in code"
+    other = Device("bench", "cpu", "Bench 8000", Capability("any"))
+    assert make(table, device=other).lookup(REQUEST, lambda: BOTH) is None
+
+
+def test_own_figures_go_before_shipped_ones(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry]
+) -> None:
+    table = ship("own-first", "*", factor=7.0)
+    write_entry(make().store, made(make()))
+    found = make(table).lookup(REQUEST, lambda: BOTH)
+    assert isinstance(found, Measured)
+    assert found.seconds == SECONDS
+
+
+def test_a_shipped_table_stands_in_for_stale_figures(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry]
+) -> None:
+    table = ship("stand-in", "*")
+    write_entry(make().store, made(make(), torch="1.0"))
+    assert isinstance(make(table).lookup(REQUEST, lambda: BOTH), Measured)
+
+
+def test_the_table_with_the_longest_glob_goes_first(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry]
+) -> None:
+    tables = [ship("any", "*", 5.0), ship("close", "Bench 9000 *", 3.0), ship("wide", "Bench*")]
+    for ordered in (tables, tables[::-1]):
+        found = make(*ordered).lookup(REQUEST, lambda: BOTH)
+        assert isinstance(found, Measured)
+        assert found.seconds["acme/fast"] == pytest.approx(3e-6)
+
+
+def test_a_shipped_table_of_other_versions_is_stale(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry]
+) -> None:
+    found = make(ship("old", "*")).lookup(
+        REQUEST, lambda: candidates("fast", "slow", version="2.0")
+    )
+    assert reason(found).startswith("the table 'old' of acme in code cannot be used: stale, as")
+
+
+def test_a_shipped_table_that_is_broken_is_a_reason(
+    make: MakeMeasurements, ship: Callable[..., TuningEntry], tmp_path: Path
+) -> None:
+    table = ship("broken", "*")
+    (tmp_path / "acme_tables" / "broken.json").write_text("{}")
+    assert "'broken' of acme in code cannot be used" in reason(
+        make(table).lookup(REQUEST, lambda: BOTH)
+    )

@@ -1,0 +1,236 @@
+"""A witness tells what code did to the process around it, and puts it back."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from interposer import hookimpl, register
+from interposer._sandbox import Witness
+from interposer.records import Record
+
+
+def witnessed(action: Callable[[], object], *, light: bool = True) -> list[str]:
+    with Witness(light) as witness:
+        action()
+    return witness.effects
+
+
+def test_quiet_code_has_no_effects() -> None:
+    assert witnessed(lambda: sum(range(10))) == []
+    assert witnessed(lambda: sum(range(10)), light=False) == []
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> None:
+    kept = (
+        Path.cwd(),
+        [*sys.path],
+        signal.getsignal(signal.SIGTERM),
+        builtins.print,
+        len(os.environ),
+    )
+    path = sys.path
+
+    def change() -> None:
+        os.environ["ACME_B"] = "1"
+        os.environ["ACME_A"] = "1"
+        os.chdir("/")
+        sys.path = ["/acme"]
+        sys.modules["json"] = sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        builtins.print = len  # type: ignore[assignment]
+        builtins.acme = 1  # type: ignore[attr-defined]
+
+    assert witnessed(change, light=light) == [
+        "replaces builtins.print",
+        "adds builtins.acme",
+        "changes the environment: ACME_A, ACME_B",
+        "replaces the module 'json'",
+        "changes sys.path",
+        "changes the working directory",
+        "installs a handler for SIGTERM",
+    ]
+    assert kept == (
+        *(Path.cwd(), [*sys.path], signal.getsignal(signal.SIGTERM)),
+        *(builtins.print, len(os.environ)),
+    )
+    assert sys.path is path
+    assert sys.modules["json"] is json
+    assert not hasattr(builtins, "acme")
+
+
+@pytest.mark.parametrize(
+    ("get", "put", "other", "setting"),
+    [
+        (torch.get_num_threads, torch.set_num_threads, 97, "number of threads"),
+        (torch.get_default_dtype, torch.set_default_dtype, torch.float64, "default dtype"),
+        (torch.is_grad_enabled, torch._C._set_grad_enabled, False, "gradient mode"),
+        (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+            "medium",
+            "float32 precision",
+        ),
+    ],
+)
+def test_settings_of_torch_are_put_back(
+    get: Callable[[], object], put: Callable[[object], object], other: object, setting: str
+) -> None:
+    before = get()
+    assert witnessed(lambda: put(other), light=False) == [f"changes torch's {setting}"]
+    assert get() == before
+
+
+def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("hello")
+        print("x" * 1000, file=sys.stderr)
+
+    (effect,) = witnessed(speak)
+    assert effect.startswith("prints 'hello\\nxxx")
+    assert len(effect) < 220
+    assert capsys.readouterr() == ("", "")
+    assert witnessed(lambda: print("heard"), light=False) == []
+    assert capsys.readouterr().out == "heard\n"
+
+
+def test_what_other_threads_print_passes() -> None:
+    heard = io.StringIO()
+    start, done = threading.Event(), threading.Event()
+
+    def speak() -> None:
+        start.wait()
+        print("mine")
+        done.set()
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+
+    def let_it_speak() -> None:
+        start.set()
+        done.wait()
+
+    with contextlib.redirect_stdout(heard):
+        assert witnessed(let_it_speak) == []
+    thread.join()
+    assert heard.getvalue() == "mine\n"
+
+
+def test_changes_of_other_threads_are_neither_blamed_nor_undone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACME_APP", "0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    precision = torch.get_float32_matmul_precision()
+    start, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        start.wait(60)
+        os.environ["ACME_APP"] = "1"
+        sys.path.append("/acme")
+        os.chdir("/")
+        torch.set_float32_matmul_precision("medium")
+        done.set()
+
+    class Plugin:
+        @hookimpl
+        def interposer_records(self) -> list[Record]:
+            start.set()
+            assert done.wait(60)
+            return []
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        with register(Plugin(), name="acme"):
+            assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        thread.join()
+        torch.set_float32_matmul_precision(precision)
+
+
+def test_blocks_of_several_threads_may_overlap() -> None:
+    ours = (sys.stdout, sys.stderr)
+    first, second = threading.Event(), threading.Event()
+    effects = []
+
+    def overlapped() -> None:
+        with Witness(alone=False) as witness:
+            first.set()
+            assert second.wait(60)
+        effects.extend(witness.effects)
+
+    thread = threading.Thread(target=overlapped)
+    thread.start()
+    assert first.wait(60)
+    with Witness(alone=False) as witness:  # begins and ends after the other
+        second.set()
+        thread.join()
+    assert effects == witness.effects == []
+    assert (sys.stdout, sys.stderr) == ours
+
+
+def test_a_stream_that_was_kept_works_afterwards() -> None:
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        with Witness() as witness:
+            handler = logging.StreamHandler(sys.stderr)
+        handler.emit(logging.makeLogRecord({"msg": "later"}))
+    assert witness.effects == []
+    assert heard.getvalue() == "later\n"
+
+
+def test_a_thread_is_told_unless_it_ended() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="mine")
+    assert witnessed(thread.start) == ["leaves the thread 'mine' running"]
+    stop.set()
+    thread.join()
+
+    def run_and_join() -> None:
+        short = threading.Thread(target=int)
+        short.start()
+        short.join()
+
+    assert witnessed(run_and_join) == []
+    other = threading.Event()
+    library = threading.Thread(target=other.wait)
+    assert witnessed(library.start, light=False) == []
+    other.set()
+    library.join()
+
+
+def test_what_is_raised_passes_and_is_witnessed() -> None:
+    witness = Witness()
+
+    def change_and_raise() -> None:
+        with witness:
+            os.environ["ACME"] = "1"
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        change_and_raise()
+    assert witness.effects == ["changes the environment: ACME"]
+    assert "ACME" not in os.environ
+
+
+def test_a_new_module_may_replace_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "acme_lazy.py").write_text("import sys\nsys.modules[__name__] = object()\n")
+    assert witnessed(lambda: __import__("acme_lazy")) == []
+    del sys.modules["acme_lazy"]

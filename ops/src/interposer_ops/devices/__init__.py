@@ -1,0 +1,1 @@
+"""Memory, graphs and threads of devices: the parts that platforms share."""

@@ -1,0 +1,50 @@
+"""What a piece of work takes is told apart: torch's part and everybody else's."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from interposer_ops.devices.memory_profile import MemorySnapshot, memory_profile
+
+TOTAL = 2**30
+
+
+def host(_device: str) -> MemorySnapshot:
+    """Return what Python has allocated, as if it were torch's part of a device of 1 GiB."""
+    used, peak = tracemalloc.get_traced_memory()
+    return MemorySnapshot(TOTAL - used - 1000, TOTAL, used, peak)
+
+
+def test_a_block_is_compared_with_what_was_before() -> None:
+    tracemalloc.start()
+    try:
+        with memory_profile("cpu", host, lambda _: tracemalloc.reset_peak()) as profile:
+            assert profile.torch_bytes == 0
+            passing = bytearray(5_000_000)
+            del passing
+            kept = bytearray(1_000_000)
+    finally:
+        tracemalloc.stop()
+    assert len(kept) <= profile.torch_bytes < len(kept) + 100_000
+    assert profile.other_bytes == 0
+    assert profile.after.peak_bytes - profile.before.peak_bytes >= 4_900_000
+
+
+def test_what_is_not_torchs_is_what_is_left() -> None:
+    snapshot = MemorySnapshot(free_bytes=50, total_bytes=100, reserved_bytes=30, peak_bytes=25)
+    assert snapshot.other_bytes == 20
+
+
+def test_room_counts_the_peak_and_the_others() -> None:
+    after = MemorySnapshot(free_bytes=50, total_bytes=100, reserved_bytes=30, peak_bytes=25)
+
+    class Failed(Exception):
+        pass
+
+    with pytest.raises(Failed), memory_profile("cpu", lambda _: after, lambda _: None) as profile:
+        raise Failed
+    assert profile.after == after
+    assert profile.room_bytes(0.9) == 90 - 25 - 20
+    assert profile.room_bytes(0.1) == 0

@@ -1,0 +1,108 @@
+"""The conformance kit: checks for everything that a plugin declares.
+
+A plugin author writes no expected values. ``verify`` runs everything that a distribution declares
+and reports on it, ``conformance`` yields the trials one by one; the other functions run a single
+check on something that is not registered yet. Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_testing._checks.attention import attention_specs, check_attention
+    from interposer_testing._checks.attention_claims import (
+        check_attention_batches,
+        check_attention_determinism,
+    )
+    from interposer_testing._checks.call import Subject, tensors_of
+    from interposer_testing._checks.expectation import Expectation
+    from interposer_testing._checks.fault import Fault
+    from interposer_testing._checks.kernel import check_kernel
+    from interposer_testing._checks.lightness import check_lightness
+    from interposer_testing._checks.scheme import check_scheme
+    from interposer_testing._plan.plan import plan
+    from interposer_testing._reports.facts import Examined, Ground, Tally
+    from interposer_testing._reports.html import html
+    from interposer_testing._reports.junit import junit
+    from interposer_testing._reports.markdown import markdown
+    from interposer_testing._reports.report import Report
+    from interposer_testing._reports.text import reason_lines, wrong_blocks
+    from interposer_testing._trials.conformance import attention_trials, conformance
+    from interposer_testing._trials.isolation import Isolation, side_by_side
+    from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
+    from interposer_testing._trials.outcome import Progress
+    from interposer_testing._trials.trial import Aspect, Trial
+    from interposer_testing._trials.trial_group import TrialGroup
+    from interposer_testing._trials.verification import verify
+
+__all__ = [
+    "Aspect",
+    "Examined",
+    "Expectation",
+    "Fault",
+    "Ground",
+    "Isolation",
+    "Progress",
+    "Report",
+    "Subject",
+    "Tally",
+    "Trial",
+    "TrialGroup",
+    "attention_specs",
+    "attention_trials",
+    "check_attention",
+    "check_attention_batches",
+    "check_attention_determinism",
+    "check_kernel",
+    "check_lightness",
+    "check_scheme",
+    "conformance",
+    "html",
+    "junit",
+    "layer_trials",
+    "markdown",
+    "plan",
+    "reason_lines",
+    "scheme_trials",
+    "side_by_side",
+    "tensors_of",
+    "verify",
+    "wrong_blocks",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_testing._checks.attention": "attention_specs check_attention",
+        "interposer_testing._checks.attention_claims": (
+            "check_attention_batches check_attention_determinism"
+        ),
+        "interposer_testing._checks.call": "Subject tensors_of",
+        "interposer_testing._checks.expectation": "Expectation",
+        "interposer_testing._checks.fault": "Fault",
+        "interposer_testing._checks.kernel": "check_kernel",
+        "interposer_testing._checks.lightness": "check_lightness",
+        "interposer_testing._checks.scheme": "check_scheme",
+        "interposer_testing._plan.plan": "plan",
+        "interposer_testing._reports.facts": "Examined Ground Tally",
+        "interposer_testing._reports.html": "html",
+        "interposer_testing._reports.junit": "junit",
+        "interposer_testing._reports.markdown": "markdown",
+        "interposer_testing._reports.report": "Report",
+        "interposer_testing._reports.text": "reason_lines wrong_blocks",
+        "interposer_testing._trials.conformance": "attention_trials conformance",
+        "interposer_testing._trials.isolation": "Isolation side_by_side",
+        "interposer_testing._trials.layers_and_schemes": "layer_trials scheme_trials",
+        "interposer_testing._trials.outcome": "Progress",
+        "interposer_testing._trials.trial": "Aspect Trial",
+        "interposer_testing._trials.trial_group": "TrialGroup",
+        "interposer_testing._trials.verification": "verify",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

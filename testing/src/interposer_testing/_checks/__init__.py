@@ -1,0 +1,1 @@
+"""Checks of one kernel, backend, layer or scheme against its definition."""

@@ -1,0 +1,137 @@
+"""The check that a record names what it says: everything can be loaded and has the right form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from interposer import CustomOp, DeviceDescription, Registry, Verdict
+from interposer.errors import FOREIGN_ERRORS, described
+from interposer.records import (
+    AttentionEntry,
+    CheckpointEntry,
+    DeviceEntry,
+    Kernel,
+    OpEntry,
+    PlatformEntry,
+    Record,
+    SchemeEntry,
+    TuningEntry,
+    load_target,
+    resource_path,
+)
+from interposer.tooling import check_classes
+from interposer.tuning import Table
+from interposer_testing._checks.fault import Fault
+
+__all__ = ["check_record"]
+
+_TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
+
+
+def check_record(record: Record, registry: Registry) -> list[Fault]:
+    """Return what is wrong with a record: with what it names, and with the form of that."""
+    if isinstance(record, DeviceEntry | TuningEntry):
+        return _check_resource(record)
+    loaded: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for label in _TARGETS:
+        if target := getattr(record, label, ""):
+            try:
+                loaded[label] = load_target(target)
+            except FOREIGN_ERRORS as error:
+                faults.append(Fault.raised("record", f"{label} {target!r}", error))
+    where = f"{type(record).__name__} {record.name!r}"
+    faults = faults or [Fault("record", where, reason) for reason in check_classes([record])]
+    return faults or [*_check_form(record, loaded, registry)]
+
+
+def _check_resource(record: DeviceEntry | TuningEntry) -> list[Fault]:
+    try:
+        path = resource_path(record.resource)
+        DeviceDescription.read(path) if isinstance(record, DeviceEntry) else Table.read(path)
+    except FOREIGN_ERRORS as error:
+        return [Fault.raised("record", f"resource {record.resource!r}", error)]
+    return []
+
+
+def _check_form(record: Record, loaded: dict[str, Any], registry: Registry) -> Iterator[Fault]:
+    match record:
+        case Kernel():
+            yield from _check_kernel(record, loaded, registry)
+        case OpEntry():
+            yield from _check_op(loaded["target"])
+        case PlatformEntry():
+            yield from _check_platform(loaded["target"])
+        case SchemeEntry():
+            yield from _check_constructor(loaded["target"], "parse", "the settings of a checkpoint")
+        case CheckpointEntry():
+            yield from _check_constructor(loaded["target"], "open", "the path of a file")
+    if "predicate" in loaded:
+        asked = 2 if isinstance(record, AttentionEntry) else 1
+        yield from _check_call("predicate", loaded["predicate"], *[None] * asked)
+
+
+def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) -> Iterator[Fault]:
+    if record.op not in registry.ops:
+        yield Fault("record", f"op {record.op!r}", "no installed plugin declares it")
+        return
+    op: CustomOp[..., Any] = load_target(registry.ops[record.op].target)
+    yield from _check_call("target", loaded["target"], *op.signature.parameters)
+    if "prepare" in loaded:
+        if not op.constants:
+            reason = f"the op {record.op!r} declares no constants, so that it is never called"
+            yield Fault("record", "prepare", reason)
+        named = dict.fromkeys(op.constants)
+        yield from _check_call("prepare", loaded["prepare"], **named)
+    if "confirm" in loaded:
+        yield from _check_call("confirm", loaded["confirm"], None)
+
+
+def _check_op(op: CustomOp[..., Any]) -> Iterator[Fault]:
+    default = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for parameter in op.signature.parameters.values():
+        if parameter.kind is not default:
+            reason = f"the parameter {parameter.name!r} must be one by position or keyword"
+            yield Fault("record", "signature", reason)
+
+
+def _check_constructor(found: Any, name: str, takes: str) -> Iterator[Fault]:
+    if not isinstance(inspect.getattr_static(found, name, None), classmethod | staticmethod):
+        yield Fault("record", name, f"it must be a classmethod that takes {takes}")
+
+
+def _check_platform(platform: Any) -> Iterator[Fault]:
+    verdict = platform.probe()
+    if not isinstance(verdict, Verdict):
+        yield Fault("record", "probe", f"it returned {verdict!r:.100}, not a Verdict")
+    elif verdict:
+        try:
+            platform().devices()
+        except FOREIGN_ERRORS as error:
+            yield Fault.raised("record", "devices", error)
+
+
+def _check_call(label: str, function: Any, *args: Any, **kwargs: Any) -> Iterator[Fault]:
+    """Yield a fault if a function does not take the arguments, as far as it can be told."""
+    if not callable(function):
+        yield Fault("record", label, f"{function!r:.100} is not callable")
+        return
+    signature = _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join([*map(str, filter(None, args)), *(f"{name}=" for name in kwargs)])
+        reason = f"it takes {signature}, and is called with ({given}): {described(error)}"
+        yield Fault("record", label, reason)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature, or None of what is compiled and tells none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None

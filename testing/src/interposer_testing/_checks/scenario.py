@@ -1,0 +1,78 @@
+"""Sequences that arrive, are prefilled in chunks and decode, as a scheduler would batch them.
+
+Dimensions: T tokens, B sequences, M pages of the longest sequence, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from interposer import AttentionBatch
+from interposer_testing.workload import paged_batch
+
+__all__ = ["chunked_steps", "occupying_step", "pages_needed"]
+
+# Tokens per step of each sequence, in pages and tokens; none while it waits. The steps are: one
+# prompt alone, prompts beside a decode, a chunk and a late prompt, one decode alone, a chunk beside
+# decodes, decodes only.
+_CHUNKS = (
+    ((0, 7), (0, 1), (0, 1), (0, 1), (0, 1), (0, 1)),
+    ((0, 0), (1, 0), (0, 1), (0, 0), (0, 1), (0, 1)),  # a prompt of exactly one page
+    ((0, 0), (1, -1), (0, 1), (0, 0), (0, 1), (0, 1)),  # decodes fill a page, then begin the next
+    ((0, 0), (0, 3), (1, 2), (0, 0), (1, 0), (0, 1)),  # a prompt in chunks
+    ((0, 0), (0, 0), (2, 1), (0, 0), (0, 1), (0, 1)),
+    ((0, 0), (0, 1), (0, 1), (0, 0), (0, 0), (0, 1)),  # a prompt of a single token
+)
+
+
+def pages_needed(page_size: int) -> int:
+    """Return P, the pages that ``chunked_steps`` spreads its sequences over."""
+    return sum(_num_pages(chunks, page_size) for chunks in _CHUNKS)
+
+
+def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[AttentionBatch]:
+    """Yield the batches of steps in a row over one cache, in host memory.
+
+    The pages of every second sequence are scattered at random, those of the others follow each
+    other, and every step has the sequences in an order of its own.
+    """
+    tables = _tables(page_size, generator)
+    done = [0] * len(_CHUNKS)
+    for step in range(len(_CHUNKS[0])):
+        order = torch.randperm(len(_CHUNKS), generator=generator).tolist()
+        lengths = {b: _tokens(_CHUNKS[b][step], page_size) for b in order}
+        running = [b for b in order if lengths[b]]
+        starts = [done[b] for b in running]
+        yield paged_batch(
+            [tables[b] for b in running], starts, [lengths[b] for b in running], page_size
+        )
+        for b in running:
+            done[b] += lengths[b]
+
+
+def occupying_step(page_size: int) -> AttentionBatch:
+    """Return a batch that fills every page, as sequences do that have ended before."""
+    num_pages = pages_needed(page_size)
+    tables = list(torch.arange(num_pages).split(1))
+    return paged_batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)
+
+
+def _tables(page_size: int, generator: torch.Generator) -> list[torch.Tensor]:
+    counts = [_num_pages(chunks, page_size) for chunks in _CHUNKS]
+    ordered = sum(counts[::2])
+    scattered = ordered + torch.randperm(sum(counts[1::2]), generator=generator)
+    tables: list[torch.Tensor] = [torch.empty(0)] * len(counts)
+    tables[::2] = torch.arange(ordered).split(counts[::2])
+    tables[1::2] = scattered.split(counts[1::2])
+    return tables
+
+
+def _num_pages(chunks: tuple[tuple[int, int], ...], page_size: int) -> int:
+    return -(-sum(_tokens(chunk, page_size) for chunk in chunks) // page_size)
+
+
+def _tokens(chunk: tuple[int, int], page_size: int) -> int:
+    pages, tokens = chunk
+    return pages * page_size + tokens

@@ -1,0 +1,1 @@
+"""What can be said of records without running them, on described devices."""

@@ -1,0 +1,1 @@
+"""What a verification found, as data, text, pages and JUnit XML."""

@@ -1,0 +1,123 @@
+"""The account of outcomes: what is counted and kept of each candidate."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from interposer_testing._reports.facts import STATIC, Examined, Finding, Tally
+from interposer_testing._trials.outcome import Outcome, Scope
+
+__all__ = ["examined"]
+
+# The version of a plugin that a script registered; no command line finds it.
+_IN_CODE = "in code"
+_MOST_FAILURES = 3
+_MOST_FAULTS = 4
+
+
+def examined(outcomes: Iterable[Outcome], scope: Scope, platform: str = "") -> list[Examined]:
+    """Return what was found of each candidate, in the order in which they first occur.
+
+    Args:
+        platform: that was asked for, for the command lines.
+    """
+    accounts = dict[tuple[str, str, str, str], _Account]()
+    for outcome in outcomes:
+        account = accounts.setdefault(outcome.candidate, _Account(outcome))
+        account.add(outcome, _command(scope, outcome, platform))
+    return [account.examined() for account in accounts.values()]
+
+
+@dataclass(slots=True)
+class _Count:
+    """A ``Tally`` in the making."""
+
+    passed: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    refused: dict[str, int] = field(default_factory=dict)
+    not_run: dict[str, int] = field(default_factory=dict)
+    cases: set[str] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, outcome: Outcome, command: str) -> None:
+        if outcome.state in ("refused", "not run"):
+            reasons = self.refused if outcome.state == "refused" else self.not_run
+            reasons[outcome.reason] = reasons.get(outcome.reason, 0) + 1
+            return
+        self.cases.add(outcome.case)
+        self.seconds += outcome.seconds
+        if outcome.state == "passed":
+            self.passed += 1
+            return
+        self.failed += 1
+        if self.failed <= _MOST_FAILURES:
+            self.findings += [
+                Finding(
+                    fault.check,
+                    fault.where,
+                    fault.reason,
+                    outcome.dtype,
+                    outcome.case,
+                    command,
+                    fault.traceback,
+                )
+                for fault in outcome.faults[:_MOST_FAULTS]
+            ]
+
+    def tally(self, aspect: str) -> Tally:
+        return Tally(
+            aspect,
+            self.passed,
+            self.failed,
+            self.refused,
+            self.not_run,
+            len(self.cases),
+            self.seconds,
+            tuple(self.findings),
+        )
+
+
+class _Account:
+    """An ``Examined`` in the making."""
+
+    def __init__(self, first: Outcome) -> None:
+        self._first = first
+        self._dtypes = dict[str, None]()
+        self._counts = dict[str, _Count]()
+
+    def add(self, outcome: Outcome, command: str) -> None:
+        self._counts.setdefault(outcome.aspect, _Count()).add(outcome, command)
+        if outcome.dtype and outcome.state in ("passed", "failed"):
+            self._dtypes[outcome.dtype] = None
+
+    def examined(self) -> Examined:
+        first = self._first
+        return Examined(
+            first.kind,
+            first.subject,
+            first.name,
+            first.provider,
+            first.version,
+            first.platform,
+            tuple(self._dtypes),
+            tuple(count.tally(aspect) for aspect, count in self._counts.items()),
+        )
+
+
+def _command(scope: Scope, outcome: Outcome, platform: str) -> str:
+    """Return what runs the case of ``outcome`` again: a command line, or code for a script."""
+    # Beside its kernels nothing is tried of a single op.
+    op = outcome.subject if outcome.kind == "kernel" and outcome.aspect not in STATIC else ""
+    if outcome.version == _IN_CODE:
+        limits = f"op={op!r}, " if op else ""
+        limits += f"case={outcome.case!r}, seed={scope.seed}, quick={scope.quick}"
+        return f"interposer_testing.verify({scope.distribution!r}, {limits})"
+    words = ["interposer", "verify", scope.distribution]
+    words += ["--op", op] if op else []
+    words += ["--case", outcome.case, "--seed", str(scope.seed)]
+    words += ["--quick"] if scope.quick else []
+    words += ["--platform", platform] if platform else []
+    return shlex.join(words)

@@ -1,0 +1,1 @@
+"""Trials: one candidate on one case in one respect, run here or in other processes."""

@@ -1,0 +1,99 @@
+"""A process that runs trials and tells of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from tempfile import TemporaryFile
+from threading import Timer
+from typing import Any
+
+import torch
+
+from interposer.tooling import child_environment
+
+__all__ = ["Child"]
+
+_PROGRAM = "from interposer_testing._trials.shard import main; main()"
+_MOST_CHARACTERS = 4000
+
+
+class Child:
+    """A process that runs trials; a timer ends it where one takes too long.
+
+    Attributes:
+        end: how it ended.
+        said: the end of what it wrote to standard error.
+    """
+
+    def __init__(self, request: dict[str, Any], limit_seconds: float) -> None:
+        self._request = json.dumps(request)
+        self._parts = request["parts"]
+        self._limit_seconds = limit_seconds
+        self._hung = False
+        self.end = self.said = ""
+
+    def __enter__(self) -> Child:
+        self._open = ExitStack()
+        self._errors = self._open.enter_context(TemporaryFile("w+", errors="replace"))
+        self._process = self._open.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-c", _PROGRAM, self._request],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=_surroundings(self._parts),
+            )
+        )
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._process.kill()  # it has ended, unless this process does not want to go on
+        self.end = self._ended(self._process.wait())
+        self._errors.seek(0)
+        self.said = self._errors.read()[-_MOST_CHARACTERS:]
+        self._open.close()
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield what it tells, until it ends."""
+        assert self._process.stdout is not None
+        while True:
+            watch = Timer(self._limit_seconds, self._hang)
+            watch.start()
+            line = self._process.stdout.readline()
+            watch.cancel()
+            if not line.endswith("\n"):  # half a line is what a dying process had to say
+                self._process.wait()
+                return
+            yield json.loads(line)
+
+    def _ended(self, code: int) -> str:
+        if self._hung:
+            return f"took more than {self._limit_seconds:g} s, and was ended"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"left with exit code {code}"
+
+    def stop(self) -> None:
+        """End it, whatever it is doing."""
+        self._process.kill()
+
+    def _hang(self) -> None:
+        self._hung = True
+        self.stop()
+
+
+def _surroundings(parts: int) -> dict[str, str]:
+    """Return the environment of a child, in which several do not take the cores from each other.
+
+    Two threads at least, so that what goes wrong between threads still does.
+    """
+    if parts == 1:
+        return child_environment()
+    threads = max(2, torch.get_num_threads() // parts)
+    return child_environment(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")

@@ -1,0 +1,85 @@
+"""Records and plugin modules as trials, without a case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from interposer import Candidate, Device, Registry, Request, Verdict
+from interposer.records import (
+    AttentionEntry,
+    CheckpointEntry,
+    DeviceEntry,
+    Kernel,
+    LayerEntry,
+    OpEntry,
+    Record,
+    SchemeEntry,
+)
+from interposer.tooling import Plugin
+from interposer_testing._checks.lightness import check_lightness
+from interposer_testing._checks.record import check_record
+from interposer_testing._trials.trial import Trial
+
+__all__ = ["declaration_trials"]
+
+
+def declaration_trials(registry: Registry, device: Device, distribution: str) -> Iterator[Trial]:
+    """Yield a trial of every record and of every plugin module of the distribution.
+
+    The trial of a module has the first record of the plugin as its candidate.
+    """
+    for plugin in registry.plugins.loaded:
+        if distribution not in ("", plugin.distribution) or not plugin.records:
+            continue
+        for record in plugin.records:
+            candidate = _candidate(plugin, record, record.name)
+            check = partial(check_record, record, registry)
+            request, label = _request(record, device), type(record).__name__
+            accepted = Verdict.accept()
+            yield Trial(
+                candidate, request, label, accepted, check, "records", _elsewhere(record, device)
+            )
+        module = plugin.source.value.partition(":")[0].strip()
+        not_run = "" if module else "the plugin was added in code, not from an installed module"
+        candidate = _candidate(plugin, plugin.records[0], plugin.name)
+        request = Request("platform", "", device.platform, device.capability)
+        check = partial(check_lightness, module)
+        label = f"module {module or plugin.name}"
+        yield Trial(candidate, request, label, Verdict.accept(), check, "lightness", not_run)
+
+
+def _elsewhere(record: Record, device: Device) -> str:
+    """Return why a record cannot be loaded here; what it needs may be on other machines."""
+    platform = getattr(record, "platform", "")
+    if isinstance(record, DeviceEntry) or platform in ("", device.platform):
+        return ""
+    return f"it is for the platform {platform!r}, this is {device.platform!r}"
+
+
+def _candidate(plugin: Plugin, record: Record, name: str) -> Candidate:
+    score = float(getattr(record, "score", 0.0))
+    if isinstance(record, OpEntry):
+        name = "reference"
+    return Candidate(
+        name, plugin.distribution, plugin.version, score, record, lambda _: Verdict.accept()
+    )
+
+
+def _request(record: Record, device: Device) -> Request:
+    place = device.platform, device.capability
+    match record:
+        case Kernel():
+            return Request("kernel", record.op, *place)
+        case OpEntry():
+            return Request("kernel", record.name, *place)
+        case LayerEntry():
+            return Request("layer", record.layer_id, *place)
+        case AttentionEntry():
+            return Request("attention", "", *place)
+        case SchemeEntry():
+            return Request("scheme", record.method)
+        case CheckpointEntry():
+            return Request("checkpoint", record.suffix)
+        case _:
+            return Request("platform", "", *place)

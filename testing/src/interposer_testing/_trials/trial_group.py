@@ -1,0 +1,106 @@
+"""Trials in groups, as tests: those of one candidate, in one aspect and dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from interposer import Config, Device, Registry, current_registry, place
+from interposer_testing._reports.tally import examined
+from interposer_testing._reports.text import wrong_lines
+from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
+from interposer_testing._trials.trial import Trial
+from interposer_testing._trials.verification import absent, known_scope
+
+__all__ = ["TrialGroup", "trial_groups"]
+
+# Kind, subject, provider and name of the candidate; aspect; dtype.
+_Key = tuple[tuple[str, str, str, str], str, str]
+
+
+def trial_groups(
+    distribution: str,
+    *,
+    op: str = "",
+    quick: bool = True,
+    seed: int = 0,
+    platform: str = "",
+    registry: Registry | None = None,
+    device: Device | None = None,
+) -> list[TrialGroup]:
+    """Return all groups of a distribution; arguments are those of ``verify``.
+
+    Raises: see ``verify``.
+    """
+    config = Config(platform=platform) if platform else Config()
+    registry = registry or current_registry(config)
+    scope = known_scope(registry, Scope(distribution, op, "", seed, quick))
+    device = device or place(config).device
+    found = dict[_Key, list[Trial]]()
+    for trial in trials(registry, device, scope):
+        found.setdefault(_key(trial), []).append(trial)
+    groups = [
+        TrialGroup(candidate, aspect, dtype, tuple(some), scope, platform)
+        for (candidate, aspect, dtype), some in found.items()
+    ]
+    tried = [candidate for candidate, _, _ in found]
+    for candidate in absent(registry, device, scope, tried):
+        identity = (candidate.kind, candidate.subject, candidate.provider, candidate.name)
+        groups.append(
+            TrialGroup(identity, "not run", "", (), scope, platform, absent=candidate.absent)
+        )
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class TrialGroup:
+    """What a test takes.
+
+    Attributes:
+        absent: why it has no trials.
+    """
+
+    candidate: tuple[str, str, str, str]
+    aspect: str
+    dtype: str
+    trials: tuple[Trial, ...] = field(repr=False)
+    scope: Scope
+    platform: str
+    absent: str = ""
+
+    def verify(self) -> None:
+        """Run the trials. The test fails if any does, and is skipped if none could run."""
+        __tracebackhide__ = True
+        if self.absent:
+            pytest.skip(self.absent)
+        outcomes = [outcome_of(trial) for trial in self.trials]
+        failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+        if failed:
+            pytest.fail("\n".join(self._lines(outcomes, failed)), pytrace=False)
+        if not any(outcome.state == "passed" for outcome in outcomes):
+            reasons = Counter(f"{outcome.state}: {outcome.reason}" for outcome in outcomes)
+            pytest.skip("; ".join(f"{why} ({count} times)" for why, count in reasons.items()))
+
+    def _lines(self, outcomes: list[Outcome], failed: list[Outcome]) -> list[str]:
+        """Return the first faults in full, and a line for each of the others."""
+        (candidate,) = examined(outcomes, self.scope, self.platform)
+        (tally,) = candidate.tallies
+        lines = wrong_lines(candidate, tally)
+        shown = {finding.case for finding in tally.findings}
+        others = [outcome for outcome in failed if outcome.case not in shown]
+        if others:
+            lines.append("The others:")
+        lines += [f"  case {o.case!r}: {'; '.join(map(str, o.faults))}" for o in others]
+        return lines
+
+    def __str__(self) -> str:
+        kind, subject, provider, name = self.candidate
+        parts = (kind, subject, f"{provider}/{name}", self.aspect, self.dtype)
+        return "-".join(part for part in parts if part)
+
+
+def _key(trial: Trial) -> _Key:
+    told = untried(trial)
+    return told.candidate, told.aspect, told.dtype

@@ -1,0 +1,113 @@
+"""How an argument may lie in memory: what an op promises to take, and tensors that use it.
+
+A tensor of a case is dense unless its op says more. ``Strides`` names what an op takes of an
+argument:
+
+- ``offset``: dense, from any element of a storage on.
+- ``outer``: besides, the outermost dimension may skip memory, as slices of a fused projection do.
+- ``rows``: besides, every dimension but the last may skip memory.
+- ``any``: besides, the last one too, and dimensions may lie in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from interposer_testing.cases._axis import DENSE
+
+__all__ = ["LAYOUTS", "Strides", "laid_out", "layouts_of"]
+
+Strides = Literal["offset", "outer", "rows", "any"]
+
+
+def _offset(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Begin one element after an aligned address."""
+    storage = tensor.new_empty(tensor.numel() + 1)
+    return storage[1:].view(tensor.shape).copy_(tensor)
+
+
+def _sliced(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Leave room after each index of the first dimension, a multiple of every vector width."""
+    return _with_gaps(tensor, 0, 64)
+
+
+def _skipped(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Use every second index of the first dimension."""
+    storage = tensor.new_empty((2 * tensor.shape[0], *tensor.shape[1:]))
+    return storage[::2].copy_(tensor)
+
+
+def _padded(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Leave three elements after each row, so that rows begin at odd addresses."""
+    return _with_gaps(tensor, max(tensor.ndim - 2, 0), 3)
+
+
+def _uneven(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Leave another number of elements after the rows of every argument."""
+    return _with_gaps(tensor, max(tensor.ndim - 2, 0), 5 + 2 * number)
+
+
+def _transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Exchange the last two dimensions in memory."""
+    if tensor.ndim < 2:
+        return tensor
+    return tensor.mT.contiguous().mT
+
+
+def _spread(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Use every second element."""
+    if not tensor.ndim:
+        return tensor
+    storage = tensor.new_empty((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+    return storage[..., ::2].copy_(tensor)
+
+
+def _with_gaps(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
+    """Leave ``gap`` elements after each index of ``dim``; the dimensions inside stay dense."""
+    if tensor.ndim < 2:
+        return tensor
+    outer, inner = tensor.shape[: dim + 1], math.prod(tensor.shape[dim + 1 :])
+    storage = tensor.new_empty((*outer, inner + gap))
+    inside = storage[..., :inner].view((*outer, *tensor.shape[dim + 1 :]))
+    return inside.copy_(tensor)
+
+
+LAYOUTS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "offset by one": _offset,
+    "sliced": _sliced,
+    "every second": _skipped,
+    "padded rows": _padded,
+    "uneven rows": _uneven,
+    "transposed": _transposed,
+    "spread": _spread,
+}
+"""Copies of a tensor and the number of its argument into memory that is not dense."""
+
+_PERMITTED: Mapping[Strides, tuple[str, ...]] = {
+    "offset": ("offset by one",),
+    "outer": ("offset by one", "sliced", "every second"),
+    "rows": ("offset by one", "sliced", "every second", "padded rows", "uneven rows"),
+    "any": tuple(LAYOUTS),
+}
+
+
+def layouts_of(strided: Mapping[str, Strides]) -> list[str]:
+    """Return the layouts that at least one of the arguments may have, the dense one first."""
+    permitted = {layout for kind in strided.values() for layout in _PERMITTED[kind]}
+    return [DENSE, *(layout for layout in LAYOUTS if layout in permitted)]
+
+
+def laid_out(
+    tensors: Mapping[str, torch.Tensor], layout: str, strided: Mapping[str, Strides]
+) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` with those that may have ``layout`` copied into it."""
+    return {
+        name: LAYOUTS[layout](tensor, number)
+        if name in strided and layout in _PERMITTED[strided[name]] and tensor.numel()
+        else tensor
+        for number, (name, tensor) in enumerate(tensors.items())
+    }

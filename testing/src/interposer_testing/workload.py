@@ -1,0 +1,121 @@
+"""What a step of so many tokens is made of, and batches of given sequences.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from interposer import AttentionBatch, AttentionSpec
+
+__all__ = [
+    "moved_batch",
+    "paged_batch",
+    "random_projections",
+    "random_scales",
+    "random_sinks",
+    "typical_sequences",
+    "typical_step",
+]
+
+_MOST_DECODES = 32
+_CONTEXT_TOKENS = 512
+
+# Numbers that every float of 8 bits holds exactly, so that nothing is rounded beyond them.
+_LARGEST_STORED = (128.0, 160.0, 192.0, 224.0)
+# Of int8, so that nothing is clamped.
+_LARGEST_CODES = (97.0, 107.0, 117.0, 127.0)
+
+
+def typical_sequences(num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return the sequences of a step as (tokens in the cache, tokens of the query).
+
+    Up to 32 tokens are those of as many sequences that decode behind a context, 512 tokens with
+    the new one. More are a single prompt.
+    """
+    if num_tokens <= _MOST_DECODES:
+        return ((_CONTEXT_TOKENS, 1),) * num_tokens
+    return ((num_tokens, num_tokens),)
+
+
+def typical_step(num_tokens: int, page_size: int) -> tuple[AttentionBatch, int]:
+    """Return the batch of ``typical_sequences`` in host memory, and P.
+
+    The pages of a sequence follow each other, as those of a prompt do.
+    """
+    sequences = typical_sequences(num_tokens)
+    counts = [-(-cached // page_size) for cached, _ in sequences]
+    tables = torch.arange(sum(counts)).split(counts)
+    starts = [cached - new for cached, new in sequences]
+    return paged_batch(tables, starts, [new for _, new in sequences], page_size), sum(counts)
+
+
+def paged_batch(
+    tables: Sequence[torch.Tensor], starts: Sequence[int], lengths: Sequence[int], page_size: int
+) -> AttentionBatch:
+    """Return the batch of sequences of which each has stored some tokens and adds more.
+
+    Args:
+        tables: pages of each sequence, in order.
+        starts: tokens of each that are in the cache before the step.
+        lengths: tokens that each adds.
+    """
+    positions = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+    slots = [
+        table[at // page_size] * page_size + at % page_size
+        for table, at in zip(tables, positions, strict=True)
+    ]
+    seq_lens = [start + length for start, length in zip(starts, lengths, strict=True)]
+    return AttentionBatch(
+        query_starts=torch.tensor([0, *lengths]).cumsum(0),
+        seq_lens=torch.tensor(seq_lens),
+        page_table=torch.nn.utils.rnn.pad_sequence(list(tables), batch_first=True),
+        slots=torch.cat(slots),
+        max_query_tokens=max(lengths),
+        max_seq_tokens=max(seq_lens),
+    )
+
+
+def moved_batch(batch: AttentionBatch, device: str) -> AttentionBatch:
+    """Return ``batch`` with its tensors on ``device``."""
+    tensors = {
+        field.name: getattr(batch, field.name).to(device)
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor)
+    }
+    return replace(batch, **tensors)
+
+
+def random_projections(
+    spec: AttentionSpec, num_tokens: int, generator: torch.Generator, *, fused: bool
+) -> list[torch.Tensor]:
+    """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1.
+
+    ``fused`` gives them as slices of one product.
+    """
+    heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+    shape = (num_tokens, sum(heads), spec.head_size)
+    product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
+    parts = product.split(heads, dim=1)
+    return list(parts) if fused else [part.contiguous() for part in parts]
+
+
+def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch.Tensor]:
+    """Return scales of keys and of values that bring numbers between -1 and 1 to 8 bits.
+
+    Each is ``[1]``, or ``[K]`` with ``head_scales``, float32.
+    """
+    is_float = spec.cache_dtype.is_floating_point
+    largest = torch.tensor(_LARGEST_STORED if is_float else _LARGEST_CODES)
+    shape = (2, spec.num_kv_heads if spec.head_scales else 1)
+    chosen = torch.randint(len(largest), shape, generator=generator)
+    return list(1 / largest[chosen])
+
+
+def random_sinks(spec: AttentionSpec, generator: torch.Generator) -> torch.Tensor:
+    """Return a score for each head ``[N]``, in the dtype of the spec."""
+    return torch.randn(spec.num_heads, generator=generator).to(spec.dtype)

@@ -1,0 +1,44 @@
+"""The command line of interposer, and what it is made of: the doctor, the tuner, new plugins.
+
+Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_tools._doctor.doctor import doctor
+    from interposer_tools._doctor.health import Health, Problem
+    from interposer_tools._op_catalogue import OpCatalogue, OpFacts
+    from interposer_tools._plugin_template import License, NewPlugin, PluginKind
+    from interposer_tools._tuner.tuner import tune
+
+__all__ = [
+    "Health",
+    "License",
+    "NewPlugin",
+    "OpCatalogue",
+    "OpFacts",
+    "PluginKind",
+    "Problem",
+    "doctor",
+    "tune",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_tools._doctor.doctor": "doctor",
+        "interposer_tools._doctor.health": "Health Problem",
+        "interposer_tools._op_catalogue": "OpCatalogue OpFacts",
+        "interposer_tools._plugin_template": "License NewPlugin PluginKind",
+        "interposer_tools._tuner.tuner": "tune",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

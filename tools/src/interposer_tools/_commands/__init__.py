@@ -1,0 +1,1 @@
+"""The subcommands. None of these modules imports torch before its command runs."""

@@ -1,0 +1,60 @@
+"""The subcommand ``interposer doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from interposer_tools.options import AsJson, Locked, PlatformName, policy, print_facts
+
+if TYPE_CHECKING:
+    from interposer import Config
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    describe: Annotated[
+        str | None,
+        typer.Option(
+            "--describe",
+            metavar="FILE",
+            help="Only write this machine's device to FILE, for explain --on; - prints it.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget all verdicts and examine plugins anew.")
+    ] = False,
+    platform: PlatformName = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is installed, what works, what failed and how to mend it.
+
+    Exits with 1 if anything failed.
+    """
+    config = policy(platform=platform, locked=locked)
+    if describe is not None:
+        _describe(describe, config)
+        return
+    from interposer_tools._doctor.doctor import doctor as examined
+    from interposer_tools._doctor.tables import health_tables
+
+    health = examined(config, fresh=fresh)
+    print_facts(health, as_json, health_tables)
+    if not health.healthy:
+        raise typer.Exit(1)
+
+
+def _describe(file: str, config: Config) -> None:
+    from interposer import DeviceDescription, place
+    from interposer.tooling import write_text
+
+    description = DeviceDescription.of(place(config))
+    if file == "-":
+        print(description.to_json(), end="")
+    else:
+        write_text(Path(file), description.to_json())
+        print(f"{file}: {description.name}")

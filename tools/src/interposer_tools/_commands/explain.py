@@ -1,0 +1,59 @@
+"""The subcommand ``interposer explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from interposer.errors import ConfigError
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    policy,
+    print_facts,
+)
+
+__all__ = ["explain"]
+
+
+def explain(
+    model: Annotated[
+        Path | None, typer.Argument(help="A model directory; without one, all that there is.")
+    ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            "--why", metavar="OP", help="One op, layer id, attention type or scheme, in full."
+        ),
+    ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on", metavar="NAME_OR_FILE", help="A described device, in place of this machine's."
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would be chosen for every part of a model, and why everything else would not."""
+    if on is not None and platform is not None:
+        raise ConfigError("--on says where, so --platform has nothing to say. Try: one of the two")
+    import interposer
+    from interposer_tools._explanation_tables import explanation_tables
+
+    explanation = interposer.explain(
+        model, on, policy(kernel, platform, locked), dtype, quantization
+    )
+    if why is not None:
+        explanation = explanation.why(why)
+    print_facts(explanation, as_json, explanation_tables if why is None else None)

@@ -1,0 +1,28 @@
+"""The subcommand ``interposer lock``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+__all__ = ["lock"]
+
+
+def lock(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; compare what is installed.")
+    ] = False,
+) -> None:
+    """Write down which plugin distributions are installed, for --locked to insist on them."""
+    from interposer import effective_config
+    from interposer.tooling import Lock, check_lock, installed_distributions, lock_path
+
+    config = effective_config()
+    distributions, path = installed_distributions(), lock_path(config)
+    if check:
+        check_lock(config, distributions)
+        print(f"{path}: {len(distributions)} distributions are as locked")
+    else:
+        Lock.of(distributions).write(path)
+        print(f"{path}: {len(distributions)} distributions are locked")

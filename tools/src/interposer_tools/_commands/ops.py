@@ -1,0 +1,44 @@
+"""The subcommand ``interposer ops``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from interposer_tools.options import AsJson
+
+__all__ = ["ops"]
+
+
+def ops(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OP]...", help="Only these; one alone is shown in full."),
+    ] = None,
+    provider: Annotated[
+        str | None, typer.Option("--from", metavar="DIST", help="Only those of a distribution.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write them as a page.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which ops there are, what they compute and on how many cases kernels are checked."""
+    from interposer import current_registry
+    from interposer.errors import UnknownNameError
+    from interposer.tooling import write_text
+    from interposer_tools._op_catalogue import OpCatalogue
+
+    catalogue = OpCatalogue.of(current_registry(), names or ())
+    if provider is not None:
+        chosen = tuple(op for op in catalogue.ops if op.provider == provider)
+        if not chosen:
+            providers = sorted({op.provider for op in catalogue.ops})
+            raise UnknownNameError("distribution with ops", provider, providers)
+        catalogue = OpCatalogue(chosen)
+    if markdown is not None:
+        write_text(markdown, catalogue.to_markdown())
+    else:
+        print(catalogue.to_json() if as_json else catalogue)

@@ -1,0 +1,199 @@
+"""The subcommand ``interposer tune``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer.errors import ConfigError
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    Locked,
+    PlatformName,
+    policy,
+    wide_terminal,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from interposer import Config
+    from interposer.tuning import Entry, Table
+    from interposer_tools._tuner.tuner import Progress
+
+__all__ = ["tune"]
+
+
+def tune(
+    model_dir: Annotated[
+        Path | None,
+        typer.Argument(help="A Hugging Face model directory; without one, nothing is measured."),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens of a step, each timed.")
+    ] = "1,16,256",
+    repeats: Annotated[int, typer.Option(help="Runs behind each median.")] = 15,
+    dtype: Dtype = "auto",
+    platform: PlatformName = None,
+    locked: Locked = False,
+    import_file: Annotated[
+        Path | None, typer.Option("--import", help="Take over the measurements in a file.")
+    ] = None,
+    export_file: Annotated[
+        Path | None,
+        typer.Option("--export", help="Write what was measured, or else all that is kept."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time every kernel and attention backend that a model could use here, and keep the figures.
+
+    Exits with 1 if a part of the model got none.
+    """
+    if model_dir is None and import_file is None and export_file is None:
+        raise ConfigError(
+            "There is nothing to do. Try: interposer tune MODEL_DIR, or --import or --export FILE"
+        )
+    counts = _numbers(tokens)
+    if export_file is not None and not export_file.absolute().parent.is_dir():
+        raise ConfigError(f"--export {export_file}: its folder does not exist. Try: make it first")
+    from interposer.tooling import default_store
+    from interposer.tuning import Table
+
+    config = policy(platform=platform, locked=locked)
+    store = default_store()
+    facts: dict[str, Any] = {}
+    lines = []
+    if import_file is not None:
+        given = Table.read(import_file)
+        replaced = given.install(store)
+        facts["imported"], facts["replaced"] = len(given.entries), len(replaced)
+        lines.append(f"{_entries(given)} imported, {len(replaced)} of them in place of older ones")
+    table = Table.stored(store) if model_dir is None else None
+    if model_dir is not None:
+        table = _measured(model_dir, counts, repeats, dtype, config)
+        facts |= table.model_dump(mode="json")
+    assert table is not None
+    if export_file is not None:
+        table.write(export_file)
+        facts["exported"] = len(table.entries)
+        lines.append(f"{_entries(table)} written to {export_file}")
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        if model_dir is not None:
+            _print(table)
+        print("\n".join(lines), end="\n" if lines else "")
+    failed = [entry for entry in table.entries if not entry.value.candidates]
+    if model_dir is not None and failed:
+        requests = ", ".join(str(entry.key) for entry in failed)
+        print(f"error: every candidate failed for {requests}", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _measured(
+    model_dir: Path, tokens: list[int], repeats: int, dtype: str, config: Config
+) -> Table:
+    from interposer_tools._tuner.tuner import tune as measure
+
+    with _progress() as progress:
+        return measure(
+            model_dir,
+            tokens=tokens,
+            repeats=repeats,
+            dtype=dtype,
+            config=config,
+            progress=progress,
+        )
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Draw a bar where there is a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def advance(done: int, total: int, subject: str) -> None:
+            bar.update(task, completed=done, total=total, description=escape(subject))
+
+        yield advance
+
+
+def _print(table: Table) -> None:
+    console = wide_terminal()
+    if console is not None:
+        _print_table(table, console)
+        return
+    for entry in table.entries:
+        print(entry.key)
+        for name, figures in _ranked(entry):
+            print(f"  {name}: {figures}")
+    for line in _left_out(table):
+        print(line)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid("request", "candidate", "median (quartiles)")
+    for entry in table.entries:
+        for place, (name, figures) in enumerate(_ranked(entry)):
+            # As Text, because a request's brackets would be read as markup.
+            style = "" if place else "bold"
+            grid.add_row(Text("" if place else str(entry.key)), Text(name, style), Text(figures))
+        grid.add_section()
+    console.print(grid)
+    for line in _left_out(table):
+        console.print(Text(line, "dim"))
+
+
+def _ranked(entry: Entry) -> list[tuple[str, str]]:
+    """Return the candidates, the fastest first, with their figures or why they have none."""
+    ordered = sorted(entry.value.candidates.items(), key=lambda item: (item[1].seconds, item[0]))
+    timed = [(name, str(figures)) for name, figures in ordered]
+    return [*timed, *((name, f"failed: {why}") for name, (_, why) in entry.value.failed.items())]
+
+
+def _left_out(table: Table) -> list[str]:
+    """Return a line for every reason not to measure, with the requests that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for left_out in table.not_measured:
+        by_reason.setdefault(left_out.reason, []).append(left_out.request)
+    return [
+        f"not measured, {reason}: {', '.join(requests)}" for reason, requests in by_reason.items()
+    ]
+
+
+def _entries(table: Table) -> str:
+    count = len(table.entries)
+    return f"{count} measurement{'s' if count != 1 else ''}"
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--tokens {text!r} are not numbers with commas between them, as 1,16,256"
+        ) from None
+    for place, number in enumerate(numbers):
+        if number < 1:
+            raise ConfigError(f"--tokens {text!r}: {number} is no number of tokens. Try: 1 or more")
+        if number in numbers[:place]:
+            raise ConfigError(f"--tokens {text!r}: {number} is there twice. Try: leave one out")
+    return numbers

@@ -1,0 +1,274 @@
+"""The examination of an installation: what works, what failed and how to mend it."""
+
+from __future__ import annotations
+
+import os
+import platform as machine
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+import torch
+
+from interposer import (
+    API_VERSION,
+    Config,
+    DeviceDescription,
+    Registry,
+    Request,
+    Rule,
+    current_registry,
+    effective_config,
+    place,
+)
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    InterposerError,
+    StorageError,
+    UnknownNameError,
+    described,
+)
+from interposer.tooling import (
+    Kind,
+    Store,
+    check_lock,
+    config_sources,
+    default_store,
+    forget_discovery,
+    installed_distributions,
+    lock_path,
+    policy_for,
+    strays,
+    unless_explicit,
+)
+from interposer_tools._doctor.health import (
+    Cache,
+    Health,
+    InstalledPlugin,
+    PolicySource,
+    ProbedPlatform,
+    Problem,
+    SkippedPlugin,
+)
+
+_RULES: dict[str, Kind] = {
+    "kernels": "kernel",
+    "layers": "layer",
+    "attention": "attention",
+    "quantization": "scheme",
+}
+_GRAPHS = {
+    "auto": "decode steps become graphs where all that a model chooses is safe in one",
+    "on": "decode steps have to become graphs: graphs = 'on'",
+    "off": "decode steps run without: graphs = 'off'",
+}
+
+
+def doctor(config: Config | None = None, *, fresh: bool = False) -> Health:
+    """Return what is found; nothing that is broken raises.
+
+    Args:
+        config: policy above all other sources.
+        fresh: forget the remembered verdicts on plugins first, so that all are examined anew.
+    """
+    health = Health(_versions(), _torch())
+    try:
+        policy = effective_config(config)
+        sources = config_sources(config)
+    except ConfigError as error:
+        health.problems.append(Problem("configuration", str(error), "mend that source"))
+        return health
+    health.sources = [PolicySource(s.name, s.path, s.fields) for s in sources if s.fields or s.path]
+    store = default_store(policy)
+    if fresh:
+        _forget(health, store)
+    if _examine_lock(health, policy) or not policy.locked:
+        # What strictness forbids is to be shown as well; what the lock refuses must not run.
+        _examine_code(health, policy.model_copy(update={"strict": False}))
+    _examine_cache(health, store)
+    return health
+
+
+def _examine_code(health: Health, config: Config) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            registry = current_registry(config)
+        except InterposerError as error:
+            health.problems.append(Problem("plugins", str(error)))
+        else:
+            _examine_platforms(health, registry, config)
+            _examine_plugins(health, registry)
+            _examine_rules(health, registry, config)
+            told = {str(failure.error) for failure in registry.plugins.failed}
+            said = dict.fromkeys(str(warning.message) for warning in caught)
+            health.warnings += [text for text in said if text not in told]
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "interposer": importlib_metadata.version("interposer"),
+        "api": API_VERSION,
+        "python": machine.python_version(),
+        "system": machine.platform(),
+    }
+
+
+def _torch() -> dict[str, Any]:
+    # What it was built for. How many there are is the platforms' to say: torch may initialise the
+    # driver to count them, after which this process cannot be forked into ones that use them.
+    accelerator = torch.accelerator.current_accelerator()
+    # Which toolkits there are differs from build to build; torch lists them itself.
+    build = {n: getattr(torch.version, n) for n in torch.version.__all__ if n != "__version__"}
+    return {
+        "version": torch.__version__,
+        "accelerator": None if accelerator is None else accelerator.type,
+        "threads": torch.get_num_threads(),
+        "build": {name: value for name, value in build.items() if value},
+    }
+
+
+def _forget(health: Health, store: Store) -> None:
+    try:
+        store.clear("verdicts")
+        forget_discovery()
+    except StorageError as error:
+        health.problems.append(Problem("cache", error.reason, f"remove {error.path}"))
+
+
+def _examine_cache(health: Health, store: Store) -> None:
+    reason = _unusable(store.folder)
+    if reason:
+        mend = "set cache_dir or INTERPOSER_CACHE_DIR to a folder that can be written"
+        health.problems.append(Problem(f"cache {store.folder}", reason, mend))
+    entries = {}
+    for kind in store.kinds():
+        found = list(store.entries(kind))
+        entries[kind] = len(found)
+        health.problems += [
+            Problem(f"cache entry {entry.path}", entry.problem, "remove it; it is made anew")
+            for entry in found
+            if entry.problem
+        ]
+    health.cache = Cache(str(store.folder), entries)
+
+
+def _unusable(folder: Path) -> str:
+    """Return why nothing can be kept in a folder, which need not be there yet, or nothing."""
+    try:
+        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+        if not there.is_dir():
+            return f"{there} is no folder"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def _examine_lock(health: Health, config: Config) -> bool:
+    """Say whether what is installed is what was locked; without a lock file it is not."""
+    path = lock_path(config)
+    if not (config.locked or path.exists()):
+        return False
+    try:
+        check_lock(config, installed_distributions())
+    except ConfigError as error:
+        health.lock = f"{path}: not as locked"
+        if config.locked:
+            health.lock += ", so no plugin was looked at"
+            health.problems.append(Problem("lock", str(error)))
+        else:
+            health.warnings.append(str(error))
+        return False
+    health.lock = f"{path}: as locked"
+    return True
+
+
+def _examine_platforms(health: Health, registry: Registry, config: Config) -> None:
+    request = Request("platform", "")
+    policy = policy_for(config, request)
+    for candidate in registry.candidates("platform"):
+        verdict = unless_explicit(candidate, policy).judge(request)
+        health.platforms.append(
+            ProbedPlatform(
+                candidate.name,
+                candidate.provider,
+                candidate.version,
+                candidate.score,
+                verdict.accepted,
+                verdict.reason,
+            )
+        )
+        if verdict.traceback:
+            mend = f"mend, reinstall or uninstall {candidate.provider}"
+            subject = f"platform {candidate.name!r} of {candidate.origin}"
+            health.problems.append(Problem(subject, verdict.reason, mend, verdict.traceback))
+    try:
+        placement = place(config)
+        health.device = DeviceDescription.of(placement).model_dump(mode="json")
+    except InterposerError as error:
+        health.problems.append(Problem("device", str(error)))
+        return
+    platform = placement.platform
+    if platform.provides("capture_graph"):
+        health.machine["graphs"] = _GRAPHS[config.graphs]
+    if not platform.provides("facts"):
+        return
+    try:
+        health.machine |= platform.facts()
+    except FOREIGN_ERRORS as error:
+        subject = f"facts of platform {platform.name!r}"
+        mend = f"mend or reinstall {placement.choice.chosen.provider}"
+        reason = described(error)
+        health.problems.append(Problem(subject, reason, mend, traceback.format_exc()))
+
+
+def _examine_plugins(health: Health, registry: Registry) -> None:
+    plugins = registry.plugins
+    health.warnings += [stray.said for stray in strays(registry)]
+    health.plugins = [
+        InstalledPlugin(p.name, p.distribution, p.version, p.summary(), [*p.hooks])
+        for p in plugins.loaded
+    ]
+    health.skipped = [SkippedPlugin(s.name, s.distribution, s.reason) for s in plugins.skipped]
+    health.problems += [
+        Problem(
+            f"plugin {failure.name!r} of {failure.distribution} {failure.version}",
+            failure.error.reason,
+            failure.error.mend,
+            failure.traceback,
+        )
+        for failure in plugins.failed
+    ]
+
+
+def _examine_rules(health: Health, registry: Registry, config: Config) -> None:
+    mend = "correct it in the source that sets it, or install what it names"
+    try:
+        registry.check_rules(config)
+    except ConfigError as error:
+        health.problems.append(Problem("configuration", str(error), mend))
+        return
+    wrong = _wrong_pins(registry, config)
+    health.problems += [Problem("configuration", str(error), mend) for error in wrong]
+
+
+def _wrong_pins(registry: Registry, config: Config) -> Iterator[UnknownNameError]:
+    """Yield an error for every pin on a name that no candidate has."""
+    for field_name, kind in _RULES.items():
+        rules: Mapping[str, Rule] = getattr(config, field_name)
+        for key, rule in rules.items():
+            name = key.partition("@")[0]
+            subjects = registry.subjects(kind) if name == "*" else [name]
+            if kind == "attention":
+                subjects = [""]
+            candidates = [c for subject in subjects for c in registry.candidates(kind, subject)]
+            known = {c.name for c in candidates}
+            if rule.pin is not None and rule.pin not in known | {
+                c.qualified_name for c in candidates
+            }:
+                where = f"for {name!r} in Config.{field_name}"
+                yield UnknownNameError(kind, rule.pin, known, where=where)

@@ -1,0 +1,160 @@
+"""What can be timed: the kernels and attention backends that accept one request of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from interposer import (
+    AttentionBackend,
+    AttentionSpec,
+    Candidate,
+    Config,
+    CustomOp,
+    Planned,
+    Request,
+    Resolver,
+    Site,
+)
+from interposer_testing.workload import (
+    moved_batch,
+    random_projections,
+    random_scales,
+    random_sinks,
+    typical_step,
+)
+
+__all__ = ["AttentionSubject", "KernelSubject", "Subject"]
+
+Call = Callable[[], object]
+
+
+class Subject(ABC):
+    """One request of a plan with arguments for each number of tokens."""
+
+    def __init__(self, plan: Planned, request: Request, tokens: Sequence[int]) -> None:
+        self.plan = plan
+        self.request = request
+        self.tokens = tuple(tokens)
+        self.device = plan.resolver.device.torch_device
+        self.dtype: torch.dtype = getattr(torch, request.dtype)
+
+    @abstractmethod
+    def calls(self, candidate: Candidate) -> list[Call]:
+        """Return what runs ``candidate``, for each number of tokens; it is loaded and prepared.
+
+        Raises: NoCandidateError: it cannot be loaded, or fails the checks before the first use.
+        """
+
+    def resolver(self, **rules: Any) -> Resolver:
+        """Return a resolver like the plan's in which nothing but ``rules`` is decided."""
+        resolver = self.plan.resolver
+        undecided: dict[str, Any] = {"layers": {}, "require": (), "strict": False, **rules}
+        config = _changed(resolver.config, fallback=False, **undecided)
+        trusted = frozenset({self.plan.placement.choice.chosen.provider})
+        return Resolver(resolver.registry, resolver.device, config, trusted=trusted)
+
+
+class KernelSubject(Subject):
+    """The kernels of an op on its samples."""
+
+    def __init__(
+        self, plan: Planned, request: Request, tokens: Sequence[int], op: CustomOp[..., Any]
+    ) -> None:
+        super().__init__(plan, request, tokens)
+        self.op = op
+        assert op.sample is not None
+        self.constants: dict[str, Any] = {}
+        self.arguments = []
+        for count in self.tokens:
+            drawn = dict(op.sample(self.dtype, request.dims, count, 0).arguments)
+            # Weights are the same for any number of tokens, and held once.
+            weights = {name: drawn.pop(name) for name in op.constants}
+            self.constants = self.constants or _moved(weights, self.device)
+            self.arguments.append(_moved(drawn, self.device))
+
+    def calls(self, candidate: Candidate) -> list[Call]:
+        """Return calls with constants that are prepared once for all of them."""
+        pin = {self.op.name: candidate.qualified_name}
+        resolver = self.resolver(kernels=pin, attention={}, tables=False)
+        bound = resolver.kernel(self.op, self.dtype, self.request.dims, self.request.prefix)
+        prepared = bound.prepared(**self.constants)
+        return [
+            partial(bound.function, *self.op.signature.bind(**{**arguments, **prepared}).args)
+            for arguments in self.arguments
+        ]
+
+
+class AttentionSubject(Subject):
+    """The attention backends of a specification on typical steps; planning them is not timed."""
+
+    def backend(self, candidate: Candidate, resolver: Resolver | None = None) -> AttentionBackend:
+        """Return the backend, with the kernels that the policy and the measurements choose."""
+        spec = self._spec
+        if resolver is None:
+            resolver = self.bound_to(candidate)
+        return resolver.attention(spec, Site(resolver, self.request.prefix, spec.dtype))
+
+    def bound_to(self, candidate: Candidate) -> Resolver:
+        """Return a resolver that chooses ``candidate``."""
+        return self.resolver(attention={self.request.name: candidate.qualified_name}, tables=True)
+
+    def calls(self, candidate: Candidate) -> list[Call]:
+        """Return calls on a cache of zeros."""
+        backend, spec = self.backend(candidate), self._spec
+        layout, generator = backend.kv_layout(), torch.Generator().manual_seed(0)
+        calls: list[Call] = []
+        for count in self.tokens:
+            batch, num_pages = typical_step(count, spec.page_size)
+            (cache,) = layout.allocate(1, num_pages, self.device)
+            cache.zero_()
+            given = random_projections(spec, count, generator, fused=False)
+            plan = backend.plan(moved_batch(batch, self.device))
+            query, key, value = (part.to(self.device) for part in given)
+            arguments = (query, key, value, cache, plan)
+            if spec.is_quantized:
+                scales = (scale.to(self.device) for scale in random_scales(spec, generator))
+                prepared = backend.prepare_scales(*scales)
+                if spec.sinks:
+                    sinks = random_sinks(spec, generator).to(self.device)
+                    both = backend.forward_quantized_with_sinks
+                    calls.append(partial(both, *arguments, prepared, sinks))
+                else:
+                    calls.append(partial(backend.forward_quantized, *arguments, prepared))
+            elif spec.sinks:
+                sinks = random_sinks(spec, generator).to(self.device)
+                calls.append(partial(backend.forward_with_sinks, *arguments, sinks))
+            else:
+                calls.append(partial(backend.forward, *arguments))
+        return calls
+
+    @property
+    def _spec(self) -> AttentionSpec:
+        assert isinstance(self.request.detail, AttentionSpec)
+        return self.request.detail
+
+
+def _changed(config: Config, **changes: Any) -> Config:
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    return Config(**{**fields, **changes})
+
+
+def _moved(arguments: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return ``arguments`` on ``device``, with the strides that they have."""
+    return {
+        name: _moved_tensor(value, device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def _moved_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if tensor.device == torch.device(device):
+        return tensor
+    # ``to`` makes a slice dense, so that what it was cut out of is moved.
+    length = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    whole = tensor.as_strided((length,), (1,), 0).to(device)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

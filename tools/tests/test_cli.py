@@ -1,0 +1,167 @@
+"""The command ends with 0, or with one message and 1; what others add to it cannot break it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Return a runner of the command, in an empty folder that is first on the path."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "interposer_tools", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "COLUMNS": "200", **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[..., None]:
+    """Return what makes a distribution with entry points and modules an installed one."""
+
+    def install(name: str, entry_points: str, **modules: str) -> None:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(entry_points)
+        for module, source in modules.items():
+            (tmp_path / f"{module}.py").write_text(source)
+
+    return install
+
+
+def test_help_names_the_commands(run: Run) -> None:
+    for option in ("--help", "-h"):
+        done = run(option)
+        assert done.returncode == 0, done.stderr
+        for name in ("doctor", "explain", "lock", "tune"):
+            assert name in done.stdout
+
+
+def test_version(run: Run) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"interposer {version('interposer')}\n")
+
+
+def test_an_expected_error_is_one_message_without_a_traceback(run: Run) -> None:
+    done = run("lock", INTERPOSER_PLATFROM="cpu")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: Unknown environment variable 'INTERPOSER_PLATFROM'")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_unknown_command_or_option_is_a_usage_error(run: Run) -> None:
+    for wrong in (["docter"], ["doctor", "--jsno"]):
+        done = run(*wrong)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+
+
+BROKEN = {
+    "raises": "raise OSError('[/bold] no such library')\n",
+    "leaves": "raise SystemExit(7)\n",
+    "lacks": "",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
+def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
+    source: str, run: Run, install: Callable[..., None]
+) -> None:
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    overview = run("--help")
+    assert overview.returncode == 0, overview.stderr
+    assert "hum" in overview.stdout
+    assert "cannot be loaded; run it to see why" in overview.stdout
+    done = run("hum", "--fast", "model")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: The command 'hum' cannot be loaded: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+HUM = 'def hum():\n    """Hum it."""\n    print("hmm")\n'
+
+
+def test_a_command_of_another_distribution_runs(run: Run, install: Callable[..., None]) -> None:
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=HUM)
+    assert "Hum it." in run("--help").stdout
+    assert run("hum").stdout == "hmm\n"
+
+
+def test_a_command_claimed_twice_is_neither(run: Run, install: Callable[..., None]) -> None:
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=HUM)
+    install("zeta", "[interposer.commands]\nhum = zeta_commands:hum\n", zeta_commands=HUM)
+    done = run("hum")
+    assert done.returncode == 1
+    assert "it is claimed by acme_commands:hum and by zeta_commands:hum" in done.stderr
+
+
+def test_nobody_replaces_a_command_of_the_core(run: Run, install: Callable[..., None]) -> None:
+    install("acme", "[interposer.commands]\nlock = acme_commands:hum\n", acme_commands=HUM)
+    overview = run("--help").stdout
+    assert "Hum it." not in overview
+    assert "Write down which plugin distributions are installed" in overview
+
+
+def test_the_commands_start_without_torch(run: Run, install: Callable[..., None]) -> None:
+    source = "def hum():\n    import sys\n    print('torch' in sys.modules)\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    assert run("hum").stdout == "False\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
+def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "interposer_tools", "explain", "--why", "platform"]
+    environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
+    master, slave = os.openpty()
+    quiet = subprocess.DEVNULL
+    subprocess.run(command, env=environment, stdout=quiet, stderr=slave, check=True, timeout=120)
+    os.close(slave)
+    assert b"Examining plugins in another process" in os.read(master, 10_000)
+    os.close(master)
+    again = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
+    assert again.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["hum"]])
+def test_output_that_cannot_be_written_is_one_message(
+    arguments: list[str], tmp_path: Path, install: Callable[..., None]
+) -> None:
+    source = "def hum():\n    for _ in range(9999):\n        print('hmm')\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "interposer_tools", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    message = "error: cannot write the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_an_interrupted_command_exits_with_130(run: Run, install: Callable[..., None]) -> None:
+    source = "def hum():\n    raise KeyboardInterrupt\n"
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=source)
+    done = run("hum")
+    assert (done.returncode, done.stderr) == (130, "")

@@ -1,0 +1,92 @@
+"""The clock: fair turns, cold caches, quartiles."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from interposer import Capability, Device, Platform
+from interposer_testing.workload import typical_sequences, typical_step
+from interposer_tools._tuner.clock import Clock
+
+
+class Recording:
+    """A platform as far as the clock needs one."""
+
+    def __init__(self) -> None:
+        self.synchronized = 0
+
+    def synchronize(self, device: str) -> None:
+        self.synchronized += 1
+
+
+def clock(platform: object, cache_bytes: int = 1024) -> Clock:
+    capability = Capability("any", caches_bytes={"l1": 64, "l2": cache_bytes})
+    assert isinstance(platform, Recording | Platform)
+    return Clock(platform, Device("bench", "cpu", "bench", capability))  # type: ignore[arg-type]
+
+
+def test_calls_take_turns_and_each_goes_first() -> None:
+    order: list[str] = []
+    calls: list[Callable[[], object]] = [lambda n=name: order.append(n) for name in "abc"]  # type: ignore[misc]
+    spreads = clock(Recording()).time(calls, repeats=3)
+    assert "".join(order) == "aabbcc" + "abc" + "bca" + "cab"
+    assert len(spreads) == 3
+
+
+def test_a_spread_is_that_of_the_calls() -> None:
+    pauses = iter([0.0, 0.0, 0.02, 0.2, 0.06, 0.04, 0.08])  # two to warm up
+
+    def call() -> None:
+        time.sleep(next(pauses))
+
+    (spread,) = clock(Recording()).time([call], repeats=5)
+    assert 0.06 <= spread.median < 0.08 <= spread.high < 0.2
+    assert 0.04 <= spread.low < 0.06
+
+
+def test_work_is_waited_for_before_and_after_each_call() -> None:
+    platform = Recording()
+    clock(platform).time([lambda: None, lambda: None], repeats=4)
+    assert platform.synchronized == 1 + 2 * 2 * 4
+
+
+def test_caches_are_cold() -> None:
+    """What was written between two calls is larger than the cache that the device states."""
+    made = clock(Recording(), cache_bytes=1 << 20)
+    made.time([lambda: None], repeats=3)
+    assert made._buffer.nbytes >= 2 << 20
+    assert torch.equal(made._buffer, torch.full_like(made._buffer, 3))
+
+
+def test_garbage_is_not_collected_in_between() -> None:
+    seen: list[bool] = []
+    clock(Recording()).time([lambda: seen.append(gc.isenabled())], repeats=3)
+    assert seen[-3:] == [False] * 3
+    assert gc.isenabled()
+
+    def fail() -> None:
+        if not gc.isenabled():
+            raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        clock(Recording()).time([fail], repeats=3)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 32, 33, 256])
+def test_a_step_has_as_many_tokens_as_asked_for(num_tokens: int) -> None:
+    sequences = typical_sequences(num_tokens)
+    assert sum(new for _, new in sequences) == num_tokens
+    batch, num_pages = typical_step(num_tokens, 16)
+    assert int(batch.query_starts[-1]) == num_tokens == len(batch.slots.unique())
+    assert batch.seq_lens.tolist() == [cached for cached, _ in sequences]
+    assert int(batch.page_table.max()) + 1 == num_pages
+    last = batch.query_starts[1:] - 1
+    ends = (batch.seq_lens - 1) // 16
+    pages = batch.page_table.gather(1, ends[:, None]).squeeze(1)
+    assert torch.equal(batch.slots[last], pages * 16 + (batch.seq_lens - 1) % 16)

@@ -1,0 +1,98 @@
+"""The subcommand that takes tables over and writes them; measuring is told in docs/tune.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from interposer import Config, Table
+from interposer.errors import ConfigError, StorageError
+from interposer.tooling import Store
+from interposer.tuning import Entry
+from interposer_tools._commands.tune import tune
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("INTERPOSER_CACHE_DIR", str(tmp_path / "cache"))
+    Config.refresh()
+    return Store(tmp_path / "cache")
+
+
+@pytest.fixture
+def entry() -> Entry:
+    facts = {
+        "key": {
+            "host": "a lab",
+            "device": "bench",
+            "platform": "bench",
+            "kind": "kernel",
+            "name": "linear",
+            "dtype": "float32",
+            "dims": {"width": 16},
+        },
+        "value": {
+            "driver": "",
+            "torch": "2.11",
+            "interposer": "0.1",
+            "measured": "2026-01-01T00:00:00Z",
+            "candidates": {
+                "acme/a": {
+                    "version": "1",
+                    "seconds": 1e-3,
+                    "low": 1e-3,
+                    "high": 1e-3,
+                    "per_tokens": {"1": 1e-3},
+                }
+            },
+        },
+    }
+    return Entry.model_validate_json(json.dumps(facts))
+
+
+def test_a_table_is_taken_over_and_written_again(
+    store: Store, entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, copied = tmp_path / "given.json", tmp_path / "copied.json"
+    Table(entries=(entry,)).write(given)
+    tune(import_file=given)
+    assert capsys.readouterr().out.startswith("1 measurement imported, 0 of them")
+    (kept,) = Table.stored(store).entries
+    assert kept.value == entry.value
+    assert kept.key.host != "a lab"
+    tune(export_file=copied, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"exported": 1}
+    assert Table.read(copied).entries == (kept,)
+
+
+def test_nothing_to_do_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="interposer tune MODEL_DIR"):
+        tune()
+
+
+def test_a_broken_file_changes_nothing(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(StorageError, match="no table"):
+        tune(import_file=tmp_path / "broken.json")
+    assert Table.stored(store).entries == ()
+
+
+def test_tokens_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="1;2"):
+        tune(tmp_path, tokens="1;2")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"), [("0", "0 is no number of tokens"), ("1,16,1", "1 is there twice")]
+)
+def test_tokens_that_cannot_be_used_are_named(tokens: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--tokens '{tokens}': {reason}"):
+        tune(tmp_path, tokens=tokens)
+
+
+def test_a_folder_that_is_missing_is_named_before_anything_is_done(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--export .*its folder does not exist"):
+        tune(tmp_path / "no-model", export_file=tmp_path / "none" / "figures.json")
+    assert not (tmp_path / "none").exists()

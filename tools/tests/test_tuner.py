@@ -1,0 +1,475 @@
+"""Tuning a plan made in code: what is timed, what is kept, and what is chosen afterwards."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionEntry,
+    AttentionSpec,
+    Capability,
+    Case,
+    Choice,
+    Config,
+    Device,
+    Dims,
+    Kernel,
+    KVCacheLayout,
+    LayerEntry,
+    OpEntry,
+    Placement,
+    Platform,
+    PlatformEntry,
+    PluggableLayer,
+    Registry,
+    Request,
+    Resolver,
+    Site,
+    Table,
+    Verdict,
+    custom_op,
+    register,
+    use,
+)
+from interposer.errors import ConfigError
+from interposer.hookspecs import hookimpl
+from interposer.tooling import Plugins, default_store
+from interposer_tools import tune
+from interposer_tools._commands.tune import tune as command_tune
+
+DEVICE = Device("bench", "cpu", "a bench", Capability("any", caches_bytes={"l1": 4096}))
+SPEC = AttentionSpec(
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    dtype=torch.float32,
+    cache_dtype=torch.float32,
+    page_size=16,
+    scale=1.0,
+)
+
+
+class Bench(Platform):
+    name = "bench"
+    device_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Verdict:
+        return Verdict.accept()
+
+    def devices(self) -> Sequence[Device]:
+        return [DEVICE]
+
+    def capability(self, device: str) -> Capability:
+        return DEVICE.capability
+
+    def dtypes(self, device: str) -> Sequence[torch.dtype]:
+        return [torch.float32]
+
+    def synchronize(self, device: str) -> None:
+        pass
+
+
+def scale_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    yield Case("two rows", {"x": torch.ones(2, 4).to(dtype), "weight": torch.ones(4).to(dtype)})
+
+
+def scale_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    width = int(dims["width"])
+    arguments = {"x": torch.ones(num_tokens, width).to(dtype), "weight": torch.ones(width)}
+    return Case(f"{num_tokens} tokens", arguments, dims)
+
+
+@custom_op("scale", cases=scale_cases, constants=("weight",), sample=scale_sample)
+def scale(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x * weight``."""
+    return x * weight
+
+
+@custom_op("unsampled", cases=scale_cases)
+def unsampled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x + weight``."""
+    return x + weight
+
+
+def slow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.003)
+    return x * weight
+
+
+def fast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    assert weight.shape == (x.shape[1], 1), "it wants its weight prepared"
+    return x * weight.T[0]
+
+
+preparations: list[Mapping[str, Any]] = []
+
+
+def prepare(**constants: torch.Tensor) -> dict[str, torch.Tensor]:
+    preparations.append(constants)
+    time.sleep(0.01)
+    return {"weight": constants["weight"][:, None]}
+
+
+@custom_op("crowded", cases=scale_cases, sample=scale_sample)
+def crowded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Ask for more than there is."""
+    raise MemoryError("cannot allocate 4 TiB\nbacktrace:\n  frame 0")
+
+
+def failing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such instruction")
+
+
+def flaky(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Fail after a while, once there are more tokens."""
+    runs.append(len(x))
+    if len(runs) > 8:
+        raise SystemExit("enough")
+    return x * weight
+
+
+runs: list[int] = []
+
+
+def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight + 1
+
+
+class Layer(PluggableLayer):
+    layer_id = "scaling"
+
+    def __init__(self, site: Site, width: int) -> None:
+        super().__init__(site)
+        self.bound = site.bind_kernel(scale, width=width)
+
+
+class Paged(AttentionBackend):
+    """Binds an op, and sleeps as long as its class says."""
+
+    pause = 0.0
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        self.planned: list[AttentionBatch] = []
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        return Verdict.accept()
+
+    def kv_layout(self) -> KVCacheLayout:
+        page = (2, self.spec.page_size, self.spec.num_kv_heads, self.spec.head_size)
+        return KVCacheLayout(page, 1, (0, 1, 2, 3, 4), self.spec.cache_dtype)
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        time.sleep(0.02)  # is not timed
+        return batch
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+    ) -> torch.Tensor:
+        assert not cache.isnan().any()
+        assert int(plan.slots.max()) < cache.shape[1] * self.spec.page_size
+        time.sleep(self.pause)
+        return query
+
+
+class SlowPaged(Paged):
+    pause = 0.003
+
+
+class BindingPaged(Paged):
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        site.bind_kernel(scale, width=24)
+
+
+@dataclass
+class Plan:
+    resolver: Resolver
+    placement: Placement
+    path: Path
+
+
+MakePlan = Callable[..., Plan]
+
+
+def kernel(name: str, function: str, score: float, **more: Any) -> Kernel:
+    return Kernel("scale", name, f"acme_scale:{function}", score=score, **more)
+
+
+SLOW, FAST = kernel("scale_slow", "slow", 50.0), kernel("scale_fast", "fast", 1.0)
+ATTENTION = (
+    AttentionEntry("slow", "acme_scale:SlowPaged", score=50.0),
+    AttentionEntry("quick", "acme_scale:Paged", score=1.0),
+)
+
+
+@pytest.fixture
+def make_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePlan:
+    """Return a maker of plans with the given records, as a loader would make them."""
+    monkeypatch.setitem(sys.modules, "acme_scale", sys.modules[__name__])
+    preparations.clear()
+    runs.clear()
+
+    def make(
+        *records: Any,
+        build: Callable[[Site], object] = lambda site: Layer(site, 16),
+        hooks: Mapping[str, Callable[..., object]] | None = None,
+        **config: Any,
+    ) -> Plan:
+        plugin = ModuleType("acme")
+        standard = (
+            PlatformEntry("bench", "acme_scale:Bench"),
+            OpEntry("scale", "acme_scale:scale"),
+            OpEntry("unsampled", "acme_scale:unsampled"),
+            LayerEntry("scaling", "standard", "acme_scale:Layer", score=0.0),
+        )
+        plugin.interposer_records = hookimpl(lambda: [*standard, *records])  # type: ignore[attr-defined]
+        for name, hook in (hooks or {}).items():
+            setattr(plugin, name, hookimpl(hook))
+        registry = Registry(Plugins.of(plugin))
+        assert registry.plugins.failed == []
+        (candidate,) = registry.candidates("platform")
+        placement = Placement(
+            Bench(), DEVICE, Choice(Request("platform", ""), candidate, "the only one", ())
+        )
+        policy = Config(**{"cache_dir": str(tmp_path), **config})
+        resolver = Resolver(registry, DEVICE, policy, trusted=frozenset({"acme"}))
+        build(Site(resolver, "model", torch.float32))
+        return Plan(resolver, placement, tmp_path)
+
+    return make
+
+
+def choice_of(plan: Plan, kind: str, name: str) -> Choice:
+    (found,) = [
+        choice
+        for choice, _ in plan.resolver.choices.values()
+        if (choice.request.kind, choice.request.name) == (kind, name)
+    ]
+    return found
+
+
+def test_kernels_with_wrong_scores_are_put_right(make_plan: MakePlan) -> None:
+    before = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
+    assert (before.chosen.name, before.seconds) == ("scale_slow", {})
+    tune(make_plan(SLOW, FAST), tokens=(1, 4), repeats=3)
+    after = choice_of(make_plan(SLOW, FAST), "kernel", "scale")
+    assert after.chosen.name in ("scale_fast", "reference")
+    assert set(after.seconds) == {"acme/scale_slow", "acme/scale_fast", "acme/reference"}
+    assert after.seconds["acme/scale_slow"] > 0.003 > after.seconds["acme/scale_fast"]
+    # The two fast ones may be as fast as each other, which leaves it to the score.
+    assert "in the measurements of this host" in after.why
+    (refusal,) = [r for r in after.refusals if r.candidate == "scale_slow"]
+    assert "slower" in refusal.reason
+
+
+def test_a_pin_and_an_untabled_policy_still_decide(make_plan: MakePlan) -> None:
+    tune(make_plan(SLOW, FAST), tokens=(1,), repeats=3)
+    for policy in ({"kernels": {"scale": "scale_slow"}}, {"tables": False}):
+        chosen = choice_of(make_plan(SLOW, FAST, **policy), "kernel", "scale").chosen
+        assert chosen.name == "scale_slow"
+
+
+def test_what_is_pinned_or_forbidden_is_timed_all_the_same(make_plan: MakePlan) -> None:
+    rule = {"pin": "scale_slow", "forbid": ["scale_fast"]}
+    table = tune(make_plan(SLOW, FAST, kernels={"scale": rule}), tokens=(1,), repeats=3)
+    (entry,) = table.entries
+    assert len(entry.value.candidates) == 3
+
+
+def test_figures_are_those_of_each_number_of_tokens(make_plan: MakePlan) -> None:
+    (entry,) = tune(make_plan(SLOW), tokens=(16, 1, 4, 4), repeats=3).entries
+    for figures in entry.value.candidates.values():
+        assert list(figures.per_tokens) == ["1", "4", "16"]
+        assert figures.low <= figures.seconds <= figures.high
+        medians = figures.per_tokens.values()
+        assert min(medians) <= figures.seconds <= max(medians)
+    assert entry.key.dims == {"width": 16}
+    assert (entry.key.device, entry.key.platform, entry.key.dtype) == (
+        "a bench",
+        "bench",
+        "float32",
+    )
+
+
+def test_constants_are_prepared_once_and_not_timed(make_plan: MakePlan) -> None:
+    record = kernel("scale_transposed", "transposed", 9.0, prepare="acme_scale:prepare")
+    (entry,) = tune(make_plan(record), tokens=(1, 4, 16), repeats=3).entries
+    assert len(preparations) == 1
+    assert entry.value.candidates["acme/scale_transposed"].seconds < 0.01
+    assert entry.value.failed == {}
+
+
+def test_what_fails_costs_itself_only_and_is_remembered(make_plan: MakePlan) -> None:
+    records = (kernel("scale_failing", "failing", 99.0), SLOW, FAST)
+    (entry,) = tune(make_plan(*records), tokens=(1,), repeats=3).entries
+    version, reason = entry.value.failed["acme/scale_failing"]
+    assert "no such instruction" in reason
+    assert version == "in code"
+    after = choice_of(make_plan(*records), "kernel", "scale")
+    assert after.chosen.name in ("scale_fast", "reference")
+    assert after.notes == ()
+
+
+def test_what_fails_later_costs_itself_only(make_plan: MakePlan) -> None:
+    plan = make_plan(kernel("scale_flaky", "flaky", 99.0), FAST)
+    (entry,) = tune(plan, tokens=(1, 4), repeats=3).entries
+    assert runs[-1] == 4
+    assert set(entry.value.candidates) == {"acme/reference", "acme/scale_fast"}
+    assert all(len(f.per_tokens) == 2 for f in entry.value.candidates.values())
+    assert "enough" in entry.value.failed["acme/scale_flaky"][1]
+
+
+def test_a_request_without_any_figure_fails_the_command(
+    make_plan: MakePlan,
+    make_plugin: Callable[..., ModuleType],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command(plan: Plan) -> None:
+        planner = make_plugin("planner", interposer_plan=lambda: plan)
+        with register(planner), use(plugins="none", isolation="off"):
+            command_tune(tmp_path, tokens="1", repeats=3)
+
+    def build(site: Site) -> None:
+        site.bind_kernel(crowded, width=16)
+
+    command(make_plan(kernel("scale_failing", "failing", 99.0)))
+    assert "scale_failing: failed: raised RuntimeError" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        command(make_plan(OpEntry("crowded", "acme_scale:crowded"), build=build))
+    assert ended.value.exit_code == 1
+    out, err = capsys.readouterr()
+    assert "reference: failed: raised MemoryError('cannot allocate 4 TiB ...\n" in out
+    assert err.startswith("error: every candidate failed for kernel 'crowded' [")
+
+
+def test_what_is_no_model_is_named_by_its_type(make_plan: MakePlan) -> None:
+    with pytest.raises(ConfigError, match="model is of the type Placement, must be") as caught:
+        tune(make_plan().placement)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_what_the_canary_refuses_is_not_timed(make_plan: MakePlan) -> None:
+    records = (kernel("scale_wrong", "wrong", 99.0), FAST)
+    (entry,) = tune(make_plan(*records, canary="all"), tokens=(1,), repeats=3).entries
+    assert set(entry.value.candidates) == {"acme/reference", "acme/scale_fast"}
+    assert "reference of 'scale'" in entry.value.failed["acme/scale_wrong"][1]
+
+
+def test_what_cannot_be_timed_is_listed_with_the_reason(make_plan: MakePlan) -> None:
+    def build(site: Site) -> None:
+        Layer(site, 16)
+        site.bind(unsampled)
+
+    table = tune(make_plan(build=build), tokens=(1,), repeats=3)
+    reasons = {missing.request.split("'")[1]: missing.reason for missing in table.not_measured}
+    assert set(reasons) == {"scaling", "unsampled"}
+    assert "no sample" in reasons["unsampled"]
+    assert "policy" in reasons["scaling"]
+
+
+def test_attention_with_wrong_scores_is_put_right(make_plan: MakePlan) -> None:
+    def build(site: Site) -> None:
+        site.resolver.attention(SPEC, site)
+
+    assert (
+        choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder").chosen.name == "slow"
+    )
+    (entry,) = tune(make_plan(*ATTENTION, build=build), tokens=(1, 40), repeats=3).entries
+    assert entry.key.kind == "attention"
+    assert entry.value.candidates["acme/quick"].seconds < 0.003, "planning is timed"
+    after = choice_of(make_plan(*ATTENTION, build=build), "attention", "decoder")
+    assert after.chosen.name == "quick"
+    assert "fastest" in after.why
+
+
+def test_kernels_of_every_backend_are_timed(make_plan: MakePlan) -> None:
+    binding = AttentionEntry("binding", "acme_scale:BindingPaged", score=0.5)
+
+    def build(site: Site) -> None:
+        site.resolver.attention(SPEC, site)
+
+    table = tune(make_plan(SLOW, *ATTENTION, binding, build=build), tokens=(1,), repeats=3)
+    assert [(e.key.kind, e.key.name) for e in table.entries] == [
+        ("kernel", "scale"),
+        ("attention", "decoder"),
+    ]
+    assert set(table.entries[1].value.candidates) == {"acme/slow", "acme/quick", "acme/binding"}
+
+
+def test_requests_are_timed_once(make_plan: MakePlan) -> None:
+    def build(site: Site) -> None:
+        for name in ("one", "two"):
+            Layer(site.at(name), 16)
+        Layer(site.at("three"), 32)
+
+    rules = {"scale@*two": "reference"}
+    table = tune(make_plan(SLOW, build=build, kernels=rules), tokens=(1,), repeats=3)
+    assert [entry.key.dims for entry in table.entries] == [{"width": 16}, {"width": 32}]
+
+
+def test_progress_and_observers_are_told(make_plan: MakePlan) -> None:
+    told: list[tuple[int, int, str]] = []
+    finished: list[tuple[str, str, bool, object]] = []
+
+    def interposer_finished(
+        activity: str, subject: str, start_ns: int, end_ns: int, facts: Mapping[str, object]
+    ) -> None:
+        if activity == "tune":
+            finished.append((activity, subject, start_ns < end_ns, facts["candidates"]))
+
+    plan = make_plan(SLOW, hooks={"interposer_finished": interposer_finished})
+    tune(plan, tokens=(1,), repeats=3, progress=lambda *facts: told.append(facts))
+    # The layer is a request as well.
+    assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
+    assert "scale" in told[0][2]
+    assert finished == [("tune", told[0][2], True, 2)]
+
+
+def test_the_table_is_what_is_kept(make_plan: MakePlan) -> None:
+    plan = make_plan(SLOW, FAST)
+    table = tune(plan, tokens=(1,), repeats=3)
+    assert Table.stored(default_store(plan.resolver.config)).entries == table.entries
+
+
+@pytest.mark.parametrize("tokens", [(), (0,), (1.5,), ("1",), 3, "16", None, (True,)])
+def test_tokens_that_cannot_be_used_raise(make_plan: MakePlan, tokens: Any) -> None:
+    with pytest.raises(ConfigError, match="tokens"):
+        tune(make_plan(), tokens=tokens)
+
+
+@pytest.mark.parametrize("repeats", [0, 2, 3.5])
+def test_too_few_repeats_raise(make_plan: MakePlan, repeats: Any) -> None:
+    with pytest.raises(ConfigError, match="repeats"):
+        tune(make_plan(), tokens=(1,), repeats=repeats)
+
+
+def test_a_described_device_is_not_measured(make_plan: MakePlan) -> None:
+    plan = make_plan(SLOW)
+    plan.resolver.described = True
+    with pytest.raises(ConfigError, match="only described"):
+        tune(plan, tokens=(1,))
