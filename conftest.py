@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
+
+from interposer import Config, Registry, hookimpl
+from interposer.records import Record
+from interposer.tooling import Plugins
 
 # A deadline per example fails on a busy machine, and says nothing about the code.
 settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
@@ -36,3 +42,37 @@ with contextlib.suppress(FileExistsError):
 def _nothing_measured() -> None:
     """Start without measurements, which change what is chosen."""
     shutil.rmtree(_CACHE / "measurements", ignore_errors=True)
+
+
+@pytest.fixture
+def no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let neither the machine nor the checkout touch the policy."""
+    monkeypatch.chdir(tmp_path)
+    for variable in os.environ:
+        if variable.startswith("INTERPOSER_") and variable != "INTERPOSER_CACHE_DIR":
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    Config.refresh()
+    yield
+    monkeypatch.undo()
+    Config.refresh()
+
+
+@pytest.fixture
+def make_plugin() -> Callable[..., ModuleType]:
+    """Return a maker of plugin modules: a name, records, further hooks by name."""
+
+    def make(name: str, *records: Record, **hooks: Callable[..., object]) -> ModuleType:
+        module = ModuleType(name)
+        module.interposer_records = hookimpl(lambda: records)  # type: ignore[attr-defined]
+        for hook, function in hooks.items():
+            setattr(module, hook, hookimpl(function))
+        return module
+
+    return make
+
+
+@pytest.fixture
+def registered(make_plugin: Callable[..., ModuleType]) -> Callable[..., Registry]:
+    """Return a maker of registries with one plugin, ``acme``, of the given records."""
+    return lambda *records, **hooks: Registry(Plugins.of(make_plugin("acme", *records, **hooks)))

@@ -65,7 +65,7 @@ for request in sys.stdin:
 
 FORKED = Path(__file__).with_name("forked")
 # What a console script does: it does not look for modules where it is called.
-COMMAND = "import sys; del sys.path[0]; from interposer_tools._cli import main; main()"
+COMMAND = "import sys; del sys.path[0]; from interposer_tools import main; main()"
 
 
 class BlockError(Exception):

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,20 @@ def imports(module: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
+def dotted(module: Path) -> str:
+    """Return the name that a module is imported by."""
+    source = next(folder for folder in module.parents if folder.name == "src")
+    return ".".join(module.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+
+
 def place(file: Path, line: int) -> str:
     return f"{file.relative_to(ROOT)}:{line}"
 
 
 def test_every_house_has_a_distribution() -> None:
     folders = {dist.folder for dist in DISTRIBUTIONS}
-    assert folders >= {"core", "ops", "quantization", "models", "platforms/cpu"}
+    houses = {"core", "testing", "tools", "ops", "quantization", "models", "platforms/cpu"}
+    assert folders >= houses
 
 
 def test_root_is_no_distribution() -> None:
@@ -113,8 +121,28 @@ def test_import_contracts_cover_every_distribution() -> None:
     platforms = {dist.package for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")}
     top, *below = contracts["layers"]["layers"]
     assert set(top.split(" | ")) == {"interposer_models", *leaves}
-    assert below == ["interposer_quantization", "interposer_ops", "interposer"]
+    assert below == [
+        "interposer_quantization",
+        "interposer_ops | interposer_tools",
+        "interposer_testing",
+        "interposer",
+    ]
     assert set(contracts["platforms"]["source_modules"]) == platforms
+    assert set(contracts["tools"]["source_modules"]) == {"interposer_quantization", *leaves}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count too."""
+    names = {dotted(module): module for module in MODULES}
+    graph = {
+        name: {
+            target if target in names else target.rpartition(".")[0]
+            for _, target in imports(module)
+        }
+        & names.keys() - {name}
+        for name, module in names.items()
+    }
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 @each_distribution
@@ -165,10 +193,27 @@ def test_core_depends_on_little() -> None:
         "platformdirs",
         "pluggy",
         "pydantic",
-        "rich",
         "torch",
-        "typer",
     }
+
+
+@pytest.mark.parametrize(
+    "dist", [dist for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")]
+)
+def test_a_platform_brings_all_that_runs_a_model(dist: Distribution) -> None:
+    ours = {other.name: other for other in DISTRIBUTIONS}
+    found, extras, waiting = set[str](), set[str](), [dist]
+    while waiting:
+        project = waiting.pop().project
+        for text in project["dependencies"]:
+            name = Requirement(text).name
+            if name in ours and name not in found:
+                found.add(name)
+                waiting.append(ours[name])
+        for text in project.get("optional-dependencies", {}).get("cli", ()):
+            extras.add(Requirement(text).name)
+    assert found >= {"interposer", "interposer-models", "interposer-ops", "interposer-quantization"}
+    assert "interposer-tools" in extras - found
 
 
 def test_private_modules_stay_at_home() -> None:

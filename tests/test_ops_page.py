@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "ops.md"
 
 
 def ops(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from interposer_tools._cli import main; main()", "ops"]
+    command = [sys.executable, "-c", "from interposer_tools import main; main()", "ops"]
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interposer._contract import errors
+from interposer import errors
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -21,7 +21,9 @@ ANYTHING = "\0"
 def templates() -> frozenset[str]:
     """Return all texts in the sources, docstrings apart, with NUL for what is filled in."""
     found = set()
-    folders = [ROOT / name for name in ("core", "models", "ops", "quantization")]
+    folders = [
+        ROOT / name for name in ("core", "models", "ops", "quantization", "testing", "tools")
+    ]
     for folder in (*folders, *ROOT.glob("platforms/*"), *ROOT.glob("plugins/*")):
         for file in (folder / "src").rglob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from interposer._sandbox.task import read_request
 from interposer import AttentionSpec, Capability, Request
+from interposer._sandbox.task import read_request
 
 SPEC = AttentionSpec(
     num_heads=4,

@@ -25,8 +25,7 @@ import pytest
 import interposer
 from interposer import Config, Verdict
 from interposer._config.storage import default_store
-from interposer._sandbox import Finding, Task, examine, examine_all, forget_verdicts
-from interposer._sandbox import client as process
+from interposer._sandbox import Finding, Task, client, examine, examine_all, forget_verdicts
 from interposer._sandbox.examiner import VerdictWarning
 from interposer._validation.distribution import Distribution
 
@@ -356,7 +355,7 @@ def test_platforms_are_known_though_their_class_crashes(examined: Examined) -> N
 
 
 def test_a_plugin_may_not_ask_for_plugins_while_it_is_examined(examined: Examined) -> None:
-    source = "from interposer._sandbox import process; process.ask('target', {}, 1.0)"
+    source = "from interposer._sandbox import client; client.ask('target', {}, 1.0)"
     assert "ExaminationError" in examined(source).verdict.reason
 
 
@@ -528,7 +527,7 @@ def test_a_fork_has_a_process_of_its_own(make: Callable[..., Plugin], config: Co
         code = 9
         with suppress(BaseException):
             code = 0 if examine(plugins[1].distribution, plugins[1].task, config).verdict else 1
-            process.stop()
+            client.stop()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert examine(plugins[2].distribution, plugins[2].task, config).verdict
@@ -547,7 +546,7 @@ def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
     make: Callable[..., Plugin], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = make(plugin=_HEALTHY)
-    process.stop()
+    client.stop()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nowhere/python")
         reason = examine(plugin.distribution, plugin.task, config).verdict.reason
@@ -558,13 +557,13 @@ def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
 
 _PROGRAM = """
 import os, sys, time
-from interposer._sandbox import process
-print(process.ask("target", {"targets": []}, 20.0)["accepted"])
-print(process._process._process.pid, flush=True)
+from interposer._sandbox import client
+print(client.ask("target", {"targets": []}, 20.0)["accepted"])
+print(client._process._process.pid, flush=True)
 """
 
 
-_SLOW = "process.ask('target', {'targets': ['t:x']}, 99)"
+_SLOW = "client.ask('target', {'targets': ['t:x']}, 99)"
 _THREAD = f"""
 import threading
 threading.excepthook = lambda *_: None  # it may be told that the process ends
@@ -598,7 +597,7 @@ def test_no_process_is_left_behind(ending: str, tmp_path: Path) -> None:
 def test_an_examining_process_that_ended_leaves_nothing_here(
     make: Callable[..., Plugin], config: Config
 ) -> None:
-    process.stop()
+    client.stop()
     descriptors = Path("/proc/self/fd")
     if not descriptors.exists():
         pytest.skip("needs a /proc as of Linux")
@@ -611,16 +610,16 @@ def test_an_examining_process_that_ended_leaves_nothing_here(
     os.killpg(number, signal.SIGKILL)
     assert soon(lambda: not members(number))
     assert examine(plugin.distribution, plugin.task, config).span is None  # from memory
-    assert process._process is None
+    assert client._process is None
     assert len([*descriptors.iterdir()]) == before
 
 
 _STRANGE = """
 import os, signal, sys
-from interposer._sandbox import process
+from interposer._sandbox import client
 {before}
 for target in ("a_sound:x", "a_crash:x"):
-    finding = process.ask("target", {{"targets": [target]}}, 20.0)
+    finding = client.ask("target", {{"targets": [target]}}, 20.0)
     print(finding["reason"])
 """
 _IGNORING = """
@@ -693,8 +692,8 @@ def test_importing_the_examination_does_not_import_torch() -> None:
 
 def group() -> int:
     """Return the number of the process group that the examining process is in."""
-    assert process._process is not None
-    return process._process._process.pid
+    assert client._process is not None
+    return client._process._process.pid
 
 
 def members(number: int) -> list[int]:

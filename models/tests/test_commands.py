@@ -12,7 +12,7 @@ import pytest
 from interposer import explain
 from interposer.errors import ConfigError
 from interposer_models import load
-from interposer_tools._cli import main
+from interposer_tools import main
 
 
 class Command:

@@ -143,7 +143,7 @@ def test_without_a_marked_test_nothing_heavy_is_imported(pytester: pytest.Pytest
 
         def test_light(request):
             assert request.config.pluginmanager.hasplugin("interposer")
-            assert not {"torch", "numpy", "interposer_testing"} & set(sys.modules)
+            assert not {"torch", "numpy", "interposer_testing.cases"} & set(sys.modules)
         """
     )
     pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)

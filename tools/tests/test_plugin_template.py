@@ -36,8 +36,9 @@ from interposer.hookspecs import GROUP
 from interposer_tools._cli import main
 from interposer_tools._plugin_template import License, NewPlugin, PluginKind
 
-CORE = Path(__file__).parents[1]
-SETTINGS = CORE.parent / "pyproject.toml"
+TOOLS = Path(__file__).parents[1]
+CORE = TOOLS.parent / "core"
+SETTINGS = TOOLS.parent / "pyproject.toml"
 MODULES = {
     PluginKind.KERNEL: "kernels.py",
     PluginKind.QUANTIZATION: "scheme.py",
@@ -331,11 +332,13 @@ def test_written_scheme_refuses_what_it_does_not_know(written: dict[PluginKind, 
     assert some.linear_method(f"{prefix}.o_proj", ("o_proj",)) is not None
 
 
-def test_template_is_in_the_wheel_of_the_core(tmp_path: Path) -> None:
-    with zipfile.ZipFile(built(CORE, tmp_path / "wheels")) as wheel:
+def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
+    with zipfile.ZipFile(built(TOOLS, tmp_path / "wheels")) as wheel:
         wheel.extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    where = execute("-c", "import interposer; print(interposer.__file__)", env=environment)
+    where = execute(
+        "-c", "import interposer_tools; print(interposer_tools.__file__)", env=environment
+    )
     assert where.startswith(str(tmp_path))
     arguments = ("plugin", "acme-kernel", "--kind", "kernel")
     execute("-m", "interposer_tools", "new", *arguments, cwd=tmp_path, env=environment)
@@ -465,18 +468,18 @@ def test_without_copier_the_extra_is_named(
     code, out, err = command("plugin", "acme-norms", "--kind", "kernel")
     assert (code, out) == (1, "")
     assert err.startswith("error: A plugin is written by copier, which cannot be used: ")
-    assert err.endswith("Try: pip install 'interposer[new]'\n")
+    assert err.endswith("Try: pip install 'interposer-tools[new]'\n")
     assert not names(tmp_path)
     with pytest.raises(InterposerError, match="copier"):
         NewPlugin("acme-norms", PluginKind.KERNEL).write(tmp_path)
 
 
 def test_extra_brings_copier() -> None:
-    requirements = map(Requirement, importlib_metadata.requires("interposer") or ())
+    requirements = map(Requirement, importlib_metadata.requires("interposer-tools") or ())
     extra = [r for r in requirements if r.name == "copier"]
-    core = tomllib.loads((CORE / "pyproject.toml").read_text())["project"]
-    assert [Requirement(text).name for text in core["optional-dependencies"]["new"]] == ["copier"]
-    assert not any(Requirement(text).name == "copier" for text in core["dependencies"])
+    tools = tomllib.loads((TOOLS / "pyproject.toml").read_text())["project"]
+    assert [Requirement(text).name for text in tools["optional-dependencies"]["new"]] == ["copier"]
+    assert not any(Requirement(text).name == "copier" for text in tools["dependencies"])
     for requirement in extra:
         assert str(requirement.marker) == 'extra == "new"'
 

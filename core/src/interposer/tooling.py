@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from interposer._lazy import lazy_attributes
     from interposer._plugins.acceptance import Direct, judge_attention, judge_declared
     from interposer._plugins.discovery import installed_distributions
-    from interposer._plugins.plugins import Plugin, Plugins, PluginWarning
+    from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
     from interposer._selection.described_device import described_placement, find_description
@@ -45,6 +45,7 @@ __all__ = [
     "PluginWarning",
     "Plugins",
     "Row",
+    "Skipped",
     "Store",
     "Subject",
     "allowed",
@@ -92,7 +93,7 @@ __getattr__ = lazy_attributes(
         "interposer._lazy": "lazy_attributes",
         "interposer._plugins.acceptance": "Direct judge_attention judge_declared",
         "interposer._plugins.discovery": "installed_distributions",
-        "interposer._plugins.plugins": "Plugin PluginWarning Plugins",
+        "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",
         "interposer._selection.described_device": "described_placement find_description",

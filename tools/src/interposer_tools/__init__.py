@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
+    from interposer_tools._cli import main
     from interposer_tools._doctor.doctor import doctor
     from interposer_tools._doctor.health import Health, Problem
     from interposer_tools._op_catalogue import OpCatalogue, OpFacts
@@ -25,12 +26,14 @@ __all__ = [
     "PluginKind",
     "Problem",
     "doctor",
+    "main",
     "tune",
 ]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
+        "interposer_tools._cli": "main",
         "interposer_tools._doctor.doctor": "doctor",
         "interposer_tools._doctor.health": "Health Problem",
         "interposer_tools._op_catalogue": "OpCatalogue OpFacts",

@@ -86,7 +86,7 @@ class NewPlugin:
         except ImportError as error:
             raise InterposerError(
                 f"A plugin is written by copier, which cannot be used: {error}\n"
-                "Try: pip install 'interposer[new]'"
+                "Try: pip install 'interposer-tools[new]'"
             ) from error
         target = folder / self.name
         if target.exists() or target.is_symlink():

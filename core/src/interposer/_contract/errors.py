@@ -34,9 +34,15 @@ __all__ = [
 FOREIGN_ERRORS = (Exception, SystemExit)
 """What the code of a plugin may raise; whoever catches these quarantines the plugin."""
 
+_PUBLIC = "interposer.errors"
+
 
 class InterposerError(Exception):
     """The root of all errors that interposer raises on purpose."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls.__module__ = _PUBLIC  # where users import it from, and tracebacks name it
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses are built from facts, but ``args`` holds the text: an error that crosses to

@@ -23,7 +23,14 @@ from interposer._config.storage import checksum
 __all__ = ["STANDARD", "Distribution", "Metadata", "read_distribution"]
 
 STANDARD = frozenset(
-    {"interposer", "interposer-ops", "interposer-quantization", "interposer-models"}
+    {
+        "interposer",
+        "interposer-models",
+        "interposer-ops",
+        "interposer-quantization",
+        "interposer-testing",
+        "interposer-tools",
+    }
 )
 """The distributions that the SDK itself consists of."""
 
