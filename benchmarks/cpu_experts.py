@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from interposer_cpu import native, native_activations, native_experts, native_linear
-from interposer_ops import expert_turns
-from interposer_ops.mx_quantizers import quantize_mxfp4
+from interposer_ops.experts import fused_experts_in_turn, fused_experts_mxfp4_in_turn
+from interposer_ops.quantizers import quantize_mxfp4
 
 TOKENS = (1, 8, 512)
 HIDDEN, INNER, EXPERTS, TOP_K = 1024, 512, 32, 4
@@ -67,7 +67,7 @@ def plain_ways(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Way]:
     second = [native_linear.pack(matrix, None)["weight"] for matrix in down]
     return {
         "one call": lambda given: _called(native_experts.fused_experts, prepared, given),
-        "any device": lambda given: _called(expert_turns.fused_experts, constants, given),
+        "any device": lambda given: _called(fused_experts_in_turn, constants, given),
         "one by one": lambda given: _one_by_one(
             lambda rows, expert: native_linear.linear(rows, first[expert], None),
             lambda rows, expert: native_linear.linear(rows, second[expert], None),
@@ -102,7 +102,7 @@ def mxfp4_ways(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Way]:
     ]
     return {
         "one call": lambda given: _called(native_experts.fused_experts_mxfp4, prepared, given),
-        "any device": lambda given: _called(expert_turns.fused_experts_mxfp4, constants, given),
+        "any device": lambda given: _called(fused_experts_mxfp4_in_turn, constants, given),
         "one by one": lambda given: _one_by_one(
             lambda rows, expert: native_linear.mxfp4_linear(rows, first[expert], None, None),
             lambda rows, expert: native_linear.mxfp4_linear(rows, second[expert], None, None),

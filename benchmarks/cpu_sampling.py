@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from interposer_cpu import native_routing, native_sampling
-from interposer_ops.routing import grouped_topk, topk_softmax
+from interposer_ops.experts import grouped_topk, topk_softmax
 from interposer_ops.sampling import apply_penalties, sample_tokens
 
 # Temperature, top_k, top_p, min_p.

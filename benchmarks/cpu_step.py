@@ -33,7 +33,7 @@ from cpu_contenders.interposer_engine import settings_of
 from cpu_models import config_of, write_hugging_face
 from interposer import Config
 from interposer_models import LanguageModel, SamplingParams, load
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.quantized_linear import CodedProduct
 
 # Multiples of the groups that weights share scales in, and of what kernels are blocked by.
 NARROW = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 512}

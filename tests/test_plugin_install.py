@@ -65,7 +65,7 @@ version = "1.0"
 [project.entry-points."interposer.plugins"]
 {plugin} = "{package}.plugin"
 """
-KERNELS = "from interposer_ops.norms import rms_norm as op\n\nrms_norm = op.reference\n"
+KERNELS = "from interposer_ops.norms._norms import rms_norm as op\n\nrms_norm = op.reference\n"
 
 
 def execute(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

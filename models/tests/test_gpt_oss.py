@@ -26,7 +26,7 @@ from interposer_models.decoder_config import DecoderConfig
 from interposer_models.loader import plan
 from interposer_models.quantizing.quantizer import quantize
 from interposer_ops.layers.experts import Experts
-from interposer_ops.mx_quantizers import quantize_mxfp4
+from interposer_ops.quantizers import quantize_mxfp4
 from interposer_quantization.mxfp4_experts import Mxfp4Experts
 
 MXFP4 = {

@@ -18,7 +18,7 @@ from interposer_models.decode_graphs import DecodeGraphs
 from interposer_models.graph_batch import GraphBatch
 from interposer_models.graph_buckets import Bucket, GraphBuckets
 from interposer_ops.attention import paged_attention
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.caches import reshape_and_cache
 
 HEADS, SIZE, PAGE, PAGES = 2, 8, 4, 3
 TABLE = torch.randn(64, HEADS, SIZE, generator=torch.Generator().manual_seed(5))

@@ -6,12 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.expert_permutation import (
-    moe_align_blocks,
-    moe_permute,
-    moe_sum,
-    moe_unpermute,
-)
+from interposer_ops.experts import moe_align_blocks, moe_permute, moe_sum, moe_unpermute
 
 
 @st.composite

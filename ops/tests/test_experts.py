@@ -13,7 +13,7 @@ from interposer_ops.experts import (
     fused_experts_mxfp4,
     fused_experts_w4a16,
 )
-from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4
+from interposer_ops.quantizers import dequantize_mxfp4, quantize_mxfp4
 
 E, H, I = 4, 16, 8  # noqa: E741
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from interposer import AttentionSpec, Capability, Config, Device, Resolver, Site, current_registry
-from interposer_ops.flex_attention import FlexBackend
+from interposer_ops.attention import FlexBackend
 from interposer_testing import attention_specs, check_attention
 
 ANY = Capability("any")

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.fp8_cache import gather_cache_fp8, reshape_and_cache_fp8
-from interposer_ops.mla_cache import write_latent_cache
+from interposer_ops.caches import gather_cache_fp8, reshape_and_cache_fp8, write_latent_cache
 from interposer_testing.cases import planned_cases
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

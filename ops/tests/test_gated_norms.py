@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from interposer_ops.gated_norms import gated_rms_norm
+from interposer_ops.norms import gated_rms_norm
 from interposer_testing import check_kernel
 from interposer_testing.cases import planned_cases
 

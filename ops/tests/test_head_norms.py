@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from interposer import CustomOp
-from interposer_ops.head_norms import l2_norm, qk_norm
+from interposer_ops.norms import l2_norm, qk_norm
 from interposer_testing import check_kernel
 from interposer_testing.cases import planned_cases
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.int8_cache import gather_cache_int8, reshape_and_cache_int8
+from interposer_ops.caches import gather_cache_int8, reshape_and_cache_int8
 from interposer_testing.cases import planned_cases
 
 

@@ -4,12 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.kv_cache import (
-    copy_pages,
-    gather_cache,
-    reshape_and_cache,
-    slots_of_positions,
-)
+from interposer_ops.caches import copy_pages, gather_cache, reshape_and_cache, slots_of_positions
 
 Shape = tuple[int, int, int, int]
 

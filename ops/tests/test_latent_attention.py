@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from interposer_ops.cases.sparse_attention import indexer_topk_cases
+from interposer_ops.attention import indexer_scores, indexer_topk
+from interposer_ops.attention._sparse_attention_cases import indexer_topk_cases
 from interposer_ops.latent_attention import latent_attention_decode, sparse_latent_attention
-from interposer_ops.sparse_attention import indexer_scores, indexer_topk
 
 few = settings(max_examples=40)
 SCALE = 0.7

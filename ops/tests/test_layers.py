@@ -22,8 +22,7 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.linear import embedding, linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
-from interposer_ops.rope_scaling import rotary_table
-from interposer_ops.rotary import rotary_embedding
+from interposer_ops.rotary import rotary_embedding, rotary_table
 from interposer_testing import layer_trials
 
 MakeSite = Callable[..., Site]

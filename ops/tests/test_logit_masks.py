@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.logit_masks import (
+from interposer_ops.sampling import (
     apply_logit_bias,
     apply_temperature,
     apply_token_bitmask,
     mask_min_p,
     mask_top_k_top_p,
     suppress_tokens_until,
+    token_logprobs,
 )
-from interposer_ops.logprobs import token_logprobs
 
 SIZES = st.tuples(st.integers(0, 4), st.sampled_from([1, 31, 32, 33, 70]))
 SEEDS = st.integers(0, 2**31)

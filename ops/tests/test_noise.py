@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.noise import gumbel_noise, uniform_noise
+from interposer_ops.sampling import gumbel_noise, uniform_noise
 
 WORD = 2**64
 GAMMA = 0x9E3779B97F4A7C15

@@ -9,12 +9,24 @@ import pytest
 import torch
 
 from interposer import Case, CustomOp
-from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear, nvfp4_linear
-from interposer_ops.fp8_linear import fp8_block_linear, fp8_linear
-from interposer_ops.int8_linear import int8_linear, w4a8_linear
-from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
-from interposer_ops.nvfp4_quantizers import dequantize_nvfp4, quantize_nvfp4
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import (
+    fp8_block_linear,
+    fp8_linear,
+    int8_linear,
+    mxfp4_linear,
+    mxfp8_linear,
+    nvfp4_linear,
+    w4a8_linear,
+    w4a16_linear,
+    w8a16_linear,
+)
+from interposer_ops.quantizers import (
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    quantize_nvfp4,
+)
 from interposer_testing import check_kernel
 from interposer_testing.cases import planned_cases
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from interposer_ops.quantized_norms import rms_norm_quantize_fp8
+from interposer_ops.norms import rms_norm_quantize_fp8
 from interposer_testing import check_kernel
 from interposer_testing.cases import planned_cases
 

@@ -12,21 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import CustomOp
-from interposer_ops.fp8_quantizers import (
+from interposer_ops.quantized_linear import tile_scales
+from interposer_ops.quantizers import (
+    dequantize_mxfp4,
+    dequantize_nvfp4,
     quantize_fp8_blocks,
     quantize_fp8_dynamic,
     quantize_fp8_per_token,
     quantize_fp8_static,
-)
-from interposer_ops.int8_quantizers import (
     quantize_int8_per_token,
     quantize_int8_per_token_asymmetric,
     quantize_int8_static,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    quantize_weight_int8,
 )
-from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
-from interposer_ops.nvfp4_quantizers import dequantize_nvfp4, quantize_nvfp4
-from interposer_ops.scale_tiles import tile_scales
-from interposer_ops.weight_quantizers import quantize_weight_int8
 from interposer_testing import check_kernel
 from interposer_testing.cases import planned_cases
 

@@ -12,9 +12,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from interposer_ops.attention import paged_attention
-from interposer_ops.attention_states import merge_attention_states
-from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
+from interposer_ops.attention import (
+    merge_attention_states,
+    paged_attention,
+    ragged_attention,
+    ragged_attention_with_lse,
+)
 
 few = settings(max_examples=40)
 

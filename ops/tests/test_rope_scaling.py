@@ -16,8 +16,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_ops.rope_scaling import ROPE_TYPES, rotary_frequencies, rotary_table
-from interposer_ops.rotary import rotary_embedding
+from interposer_ops.rotary import ROPE_TYPES, rotary_embedding, rotary_frequencies, rotary_table
 
 HEAD_SIZE = 64
 POSITIONS = 512

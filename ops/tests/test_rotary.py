@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_to_neighbours
 
-from interposer_ops.rope_scaling import rotary_frequencies, rotary_table
 from interposer_ops.rotary import (
     rotary_embedding,
     rotary_embedding_interleaved,
+    rotary_frequencies,
+    rotary_table,
     rotary_tables,
 )
 

@@ -12,8 +12,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb 
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from interposer_ops.rotary import rotary_embedding, rotary_tables
-from interposer_ops.rotary_sections import multimodal_rotary_embedding
+from interposer_ops.rotary import multimodal_rotary_embedding, rotary_embedding, rotary_tables
 
 TOKENS = 11
 POSITIONS = torch.randint(0, 60, (3, TOKENS), generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer.errors import RequestError
-from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
+from interposer_ops.experts import grouped_topk, topk_sigmoid, topk_softmax
 
 SIZES = st.tuples(st.integers(0, 5), st.sampled_from([4, 8, 12]), st.integers(1, 4))
 

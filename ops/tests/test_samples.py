@@ -24,7 +24,7 @@ from interposer import (
 from interposer.records import load_target
 from interposer.tooling import Plugins
 from interposer_ops import plugin
-from interposer_ops.cases.numbers import normal_numbers
+from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.layers.attention import PagedBackend
 from interposer_testing import check_kernel
 from interposer_testing.workload import random_projections, typical_step
@@ -367,7 +367,7 @@ def test_num_tokens_are_the_rows_and_leave_the_constants(name: str, num_tokens: 
         one, same = case.arguments[constant], other.arguments[constant]
         assert one is same is None or torch.equal(one, same)
     # Only the last token of a sequence is sampled, and 256 tokens are one prompt.
-    modules = ("sampling", "logit_masks", "logprobs", "speculative")
+    modules = ("_sampling", "_logit_masks", "_logprobs", "_speculative")
     sampling = OPS[name].reference.__module__.rpartition(".")[2] in modules
     first = next(v for v in case.arguments.values() if isinstance(v, torch.Tensor))
     found = ROWS[name](case.arguments) if name in ROWS else len(first)

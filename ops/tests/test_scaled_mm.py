@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from interposer import Capability, Request
-from interposer_ops import scaled_mm
-from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.quantized_linear import _scaled_mm as scaled_mm
+from interposer_ops.quantized_linear import fp8_linear
 from interposer_testing import check_kernel
 
 WANTED: dict[str, Any] = {
@@ -32,7 +32,7 @@ def test_accepted_cases_equal_the_reference(dtype: torch.dtype) -> None:
     for case in fp8_linear.cases(dtype, 0):
         asked = replace(request(dtype=str(dtype).removeprefix("torch.")), dims=case.dims)
         if scaled_mm.judge(asked):
-            assert check_kernel(fp8_linear, scaled_mm.fp8_linear, case) == [], case.label
+            assert check_kernel(fp8_linear, scaled_mm.fp8_linear_scaled_mm, case) == [], case.label
             ran.add((case.dims["x_scales"], case.dims["weight_scales"]))
     single = {("tensor", "tensor")}
     rows = {("token", "channel"), ("token", "tensor"), ("tensor", "channel")}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from interposer import AttentionSpec, Capability, Config, Device, Resolver, Site, current_registry
-from interposer_ops.sdpa import SdpaBackend
+from interposer_ops.attention import SdpaBackend
 from interposer_testing import attention_specs, check_attention
 
 ANY = Capability("sm_90")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.small_floats import (
+from interposer_ops.quantizers import (
     decode_e2m1,
     decode_e8m0,
     encode_e2m1,

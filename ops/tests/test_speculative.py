@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.speculative import greedy_verify, rejection_sample
+from interposer_ops.sampling import greedy_verify, rejection_sample
 
 
 @given(st.integers(0, 5), st.integers(0, 4), st.integers(0, 2**31))

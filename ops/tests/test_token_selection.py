@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from interposer_ops.hadamard import hadamard_transform
-from interposer_ops.softcap import logits_softcap
-from interposer_ops.token_selection import pad_rows, select_rows, unpad_rows
+from interposer_ops.embedding import pad_rows, select_rows, unpad_rows
+from interposer_ops.quantizers import hadamard_transform
+from interposer_ops.sampling import logits_softcap
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.truncation import temper, truncation_threshold
+from interposer_ops.sampling import temper, truncation_threshold
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -14,8 +14,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 from interposer_quantization.compressed_examples import compressed_tensors_examples
 from interposer_quantization.compressed_packed_linear import PackedIntLinear
 from interposer_quantization.compressed_stored import Inputs

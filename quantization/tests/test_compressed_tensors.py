@@ -38,9 +38,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
-from interposer_ops.int8_quantizers import quantize_int8_per_token
 from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.linear import Linear, PlainLinear
+from interposer_ops.quantizers import quantize_int8_per_token
 from interposer_quantization.compressed_tensors import CompressedTensors
 
 # The library warns in its own log of any format but the one that it would take.

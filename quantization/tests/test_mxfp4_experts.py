@@ -16,7 +16,7 @@ from torch import nn
 from interposer import Config, ExpertsSpec, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer_ops.experts import fused_experts
-from interposer_ops.mx_quantizers import dequantize_mxfp4
+from interposer_ops.quantizers import dequantize_mxfp4
 from interposer_quantization.mxfp4 import Mxfp4
 from interposer_quantization.mxfp4_experts import Mxfp4Experts
 

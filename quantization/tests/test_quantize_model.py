@@ -33,9 +33,7 @@ from interposer_models.quantizing.quantizer import quantize
 from interposer_models.quantizing.rounded_layers import RoundedLayers
 from interposer_models.quantizing.tensor_source import TensorSource
 from interposer_models.quantizing.work_folder import WorkFolder
-from interposer_ops.int8_quantizers import quantize_int8_per_token
-from interposer_ops.mx_quantizers import quantize_mxfp8
-from interposer_ops.small_floats import decode_e8m0
+from interposer_ops.quantizers import decode_e8m0, quantize_int8_per_token, quantize_mxfp8
 from interposer_quantization.writing import second_order
 from interposer_quantization.writing.schemes import weight_format
 from interposer_quantization.writing.weight_format import WeightFormat

@@ -7,7 +7,7 @@ from tests.hostile.case import Hostile, plugin, provides
 __all__ = ["CASES"]
 
 RECORD = 'Kernel("rms_norm", "rms_norm_$name", "$package.kernels:rms_norm", score=1000.0)'
-KERNEL = "from interposer_ops.norms import rms_norm as op\n\nrms_norm = op.reference\n"
+KERNEL = "from interposer_ops.norms._norms import rms_norm as op\n\nrms_norm = op.reference\n"
 # Everything in it is well but what a case says.
 FILES = {"plugin.py": provides(RECORD), "kernels.py": KERNEL}
 # As well, but it outranks nobody: only the lock refuses it.

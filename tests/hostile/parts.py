@@ -8,7 +8,7 @@ from tests.hostile.native import LOADED
 __all__ = ["CASES"]
 
 KERNEL = 'Kernel("rms_norm", {name!r}, "$package.kernels:rms_norm")'
-KERNELS = "from interposer_ops.norms import rms_norm as op\n\nrms_norm = op.reference\n"
+KERNELS = "from interposer_ops.norms._norms import rms_norm as op\n\nrms_norm = op.reference\n"
 LAYER = 'LayerEntry("rms_norm", "norm_$name", "$package.layers:Norm", score=1000.0)'
 BACKEND = 'AttentionEntry("attention_$name", "$package.attention:Backend", score=1000.0)'
 PLATFORM = 'PlatformEntry("hostile", "$package.platforms:Hostile", score=1000.0)'

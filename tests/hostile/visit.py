@@ -27,7 +27,7 @@ from interposer import Choice, Config, Registry, Resolver, Site, current_registr
 from interposer.errors import FOREIGN_ERRORS, InterposerError
 from interposer.tooling import Lock, installed_distributions
 from interposer_models.loader import plan
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.caches import reshape_and_cache
 from interposer_ops.layers.norm import RMSNorm
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"

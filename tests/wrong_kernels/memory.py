@@ -7,7 +7,7 @@ from tests.wrong_kernels.wrong import wrong
 from torch.nn import functional
 
 from interposer_ops.activations import silu_and_mul
-from interposer_ops.kv_cache import reshape_and_cache
+from interposer_ops.caches import reshape_and_cache
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding
 

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from tests.wrong_kernels.wrong import wrong
 
-from interposer_ops.experts import fused_experts
-from interposer_ops.fp8_linear import fp8_linear
-from interposer_ops.fp8_quantizers import quantize_fp8_per_token, quantize_fp8_static
-from interposer_ops.int8_linear import int8_linear
-from interposer_ops.int8_quantizers import quantize_int8_per_token
-from interposer_ops.logit_masks import apply_token_bitmask
+from interposer_ops.experts import fused_experts, grouped_topk, topk_softmax
 from interposer_ops.lora import lora_expand
-from interposer_ops.routing import grouped_topk, topk_softmax
-from interposer_ops.speculative import greedy_verify
-from interposer_ops.weight_only_linear import w4a16_linear
+from interposer_ops.quantized_linear import fp8_linear, int8_linear, w4a16_linear
+from interposer_ops.quantizers import (
+    quantize_fp8_per_token,
+    quantize_fp8_static,
+    quantize_int8_per_token,
+)
+from interposer_ops.sampling import apply_token_bitmask, greedy_verify
 
 Tensor = torch.Tensor
 

@@ -20,7 +20,7 @@ from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
-from interposer_ops.rope_scaling import rotary_table
+from interposer_ops.rotary import rotary_table
 
 __all__ = ["CausalLM"]
 

@@ -17,7 +17,7 @@ from interposer.errors import (
     nearest_first,
 )
 from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
-from interposer_ops.rope_scaling import rotary_frequencies
+from interposer_ops.rotary import rotary_frequencies
 
 __all__ = ["ARCHITECTURES", "DecoderConfig", "Mixture", "Traits"]
 

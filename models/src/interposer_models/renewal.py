@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interposer_models.layer_group import LayerGroup, State
-from interposer_ops.coded_product import CodedProduct
+from interposer_ops.quantized_linear import CodedProduct
 
 __all__ = ["Renewal"]
 

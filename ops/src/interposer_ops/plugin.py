@@ -5,7 +5,7 @@ from __future__ import annotations
 from interposer.hookspecs import hookimpl
 from interposer.records import AttentionEntry, Kernel, LayerEntry, OpEntry, Record
 from interposer.requires import Requires
-from interposer_ops.triton_records import triton_records
+from interposer_ops._triton.records import triton_records
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -16,10 +16,11 @@ _OPS = {
         "gemma_rms_norm",
         "fused_add_gemma_rms_norm",
         "layer_norm",
+        "qk_norm",
+        "l2_norm",
+        "gated_rms_norm",
+        "rms_norm_quantize_fp8",
     ),
-    "head_norms": ("qk_norm", "l2_norm"),
-    "gated_norms": ("gated_rms_norm",),
-    "quantized_norms": ("rms_norm_quantize_fp8",),
     "activations": (
         "gelu",
         "quick_gelu",
@@ -32,8 +33,12 @@ _OPS = {
         "swiglu_oai_and_mul",
         "swiglu_clamped_and_mul",
     ),
-    "rotary": ("rotary_embedding", "rotary_embedding_interleaved", "rotary_tables"),
-    "rotary_sections": ("multimodal_rotary_embedding",),
+    "rotary": (
+        "rotary_embedding",
+        "rotary_embedding_interleaved",
+        "rotary_tables",
+        "multimodal_rotary_embedding",
+    ),
     "linear": (
         "linear",
         "grouped_linear",
@@ -41,62 +46,98 @@ _OPS = {
         "embedding",
         "vocab_parallel_embedding",
     ),
-    "quantized_embedding": ("w4a16_embedding", "w8a16_embedding"),
-    "lora": ("lora_shrink", "lora_expand"),
-    "fp8_linear": ("fp8_linear", "fp8_block_linear"),
-    "int8_linear": ("int8_linear", "w4a8_linear"),
-    "weight_only_linear": ("w4a16_linear", "w8a16_linear"),
-    "block_scaled_linear": ("mxfp4_linear", "mxfp8_linear", "nvfp4_linear"),
-    "fp8_quantizers": (
+    "embedding": (
+        "w4a16_embedding",
+        "w8a16_embedding",
+        "select_rows",
+        "pad_rows",
+        "unpad_rows",
+    ),
+    "lora": (
+        "lora_shrink",
+        "lora_expand",
+    ),
+    "quantized_linear": (
+        "fp8_linear",
+        "fp8_block_linear",
+        "int8_linear",
+        "w4a8_linear",
+        "w4a16_linear",
+        "w8a16_linear",
+        "mxfp4_linear",
+        "mxfp8_linear",
+        "nvfp4_linear",
+        "tile_scales",
+    ),
+    "quantizers": (
         "quantize_fp8_static",
         "quantize_fp8_dynamic",
         "quantize_fp8_per_token",
         "quantize_fp8_blocks",
-    ),
-    "int8_quantizers": (
         "quantize_int8_static",
         "quantize_int8_per_token",
         "quantize_int8_per_token_asymmetric",
-    ),
-    "weight_quantizers": (
         "quantize_weight_int8",
         "quantize_weight_int4",
         "quantize_weight_int4_asymmetric",
+        "quantize_mxfp8",
+        "quantize_mxfp4",
+        "dequantize_mxfp4",
+        "quantize_nvfp4",
+        "dequantize_nvfp4",
+        "hadamard_transform",
     ),
-    "mx_quantizers": ("quantize_mxfp8", "quantize_mxfp4", "dequantize_mxfp4"),
-    "nvfp4_quantizers": ("quantize_nvfp4", "dequantize_nvfp4"),
-    "scale_tiles": ("tile_scales",),
-    "kv_cache": ("reshape_and_cache", "gather_cache", "copy_pages", "slots_of_positions"),
-    "fp8_cache": ("reshape_and_cache_fp8", "gather_cache_fp8"),
-    "int8_cache": ("reshape_and_cache_int8", "gather_cache_int8"),
-    "mla_cache": ("write_latent_cache",),
-    "token_selection": ("select_rows", "pad_rows", "unpad_rows"),
-    "softcap": ("logits_softcap",),
-    "hadamard": ("hadamard_transform",),
-    "attention": ("paged_attention",),
-    "ragged_attention": ("ragged_attention", "ragged_attention_with_lse"),
-    "attention_states": ("merge_attention_states",),
-    "latent_attention": ("latent_attention_decode", "sparse_latent_attention"),
-    "sparse_attention": ("indexer_scores", "indexer_topk"),
-    "routing": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
-    "expert_permutation": ("moe_align_blocks", "moe_permute", "moe_unpermute", "moe_sum"),
-    "experts": (
-        "fused_experts",
-        "fused_experts_fp8",
-        "fused_experts_w4a16",
-        "fused_experts_mxfp4",
+    "caches": (
+        "reshape_and_cache",
+        "gather_cache",
+        "copy_pages",
+        "slots_of_positions",
+        "reshape_and_cache_fp8",
+        "gather_cache_fp8",
+        "reshape_and_cache_int8",
+        "gather_cache_int8",
+        "write_latent_cache",
     ),
-    "sampling": ("apply_penalties", "sample_tokens", "gumbel_argmax"),
-    "logit_masks": (
+    "sampling": (
+        "logits_softcap",
+        "apply_penalties",
+        "sample_tokens",
+        "gumbel_argmax",
         "apply_logit_bias",
         "apply_token_bitmask",
         "suppress_tokens_until",
         "apply_temperature",
         "mask_top_k_top_p",
         "mask_min_p",
+        "token_logprobs",
+        "greedy_verify",
+        "rejection_sample",
     ),
-    "logprobs": ("token_logprobs",),
-    "speculative": ("greedy_verify", "rejection_sample"),
+    "attention": (
+        "paged_attention",
+        "ragged_attention",
+        "ragged_attention_with_lse",
+        "merge_attention_states",
+        "indexer_scores",
+        "indexer_topk",
+    ),
+    "latent_attention": (
+        "latent_attention_decode",
+        "sparse_latent_attention",
+    ),
+    "experts": (
+        "topk_softmax",
+        "topk_sigmoid",
+        "grouped_topk",
+        "moe_align_blocks",
+        "moe_permute",
+        "moe_unpermute",
+        "moe_sum",
+        "fused_experts",
+        "fused_experts_fp8",
+        "fused_experts_w4a16",
+        "fused_experts_mxfp4",
+    ),
 }
 _PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
 # They copy, compare, add, multiply and divide, which rounds the same way wherever an element
@@ -146,10 +187,15 @@ _LAYERS = {
 # Their references multiply in floats what was quantized to be multiplied as it is.
 _EMULATED = frozenset(
     {
-        *_OPS["fp8_linear"],
-        *_OPS["int8_linear"],
-        *_OPS["weight_only_linear"],
-        *_OPS["block_scaled_linear"],
+        "fp8_linear",
+        "fp8_block_linear",
+        "int8_linear",
+        "w4a8_linear",
+        "w4a16_linear",
+        "w8a16_linear",
+        "mxfp4_linear",
+        "mxfp8_linear",
+        "nvfp4_linear",
         "fused_experts_fp8",
         "fused_experts_w4a16",
         "fused_experts_mxfp4",
@@ -157,7 +203,11 @@ _EMULATED = frozenset(
 )
 _EMULATION = "dequantizes, then multiplies floats"
 # Where the cases of a layer are that has a module of its own for them.
-_CASES = {"attention": "attention_layer", "decoder_block": "decoder_block", "sampler": "sampler"}
+_CASES = {
+    "attention": "_attention_cases",
+    "decoder_block": "_decoder_block_cases",
+    "sampler": "_sampler_cases",
+}
 
 
 @hookimpl
@@ -179,7 +229,7 @@ def interposer_records() -> list[Record]:
             "standard",
             f"interposer_ops.layers.{target}",
             score=0.0,
-            cases=f"interposer_ops.cases.{_CASES.get(layer_id, 'layers')}:{layer_id}_layers",
+            cases=f"interposer_ops.layers.{_CASES.get(layer_id, '_cases')}:{layer_id}_layers",
         )
         for layer_id, target in _LAYERS.items()
     ]
@@ -188,7 +238,7 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_in_turn",
-            f"interposer_ops.expert_turns:{op}",
+            f"interposer_ops.experts._sequential_experts:{op}_in_turn",
             requires=Requires(dtypes=("float32", "bfloat16", "float16")),
             score=5.0,
             properties=frozenset({"deterministic", "opaque"}),
@@ -198,9 +248,9 @@ def interposer_records() -> list[Record]:
     scaled_mm = Kernel(
         "fp8_linear",
         "fp8_linear_scaled_mm",
-        "interposer_ops.scaled_mm:fp8_linear",
+        "interposer_ops.quantized_linear._scaled_mm:fp8_linear_scaled_mm",
         requires=Requires(dtypes=("float32", "bfloat16", "float16")),
-        predicate="interposer_ops.scaled_mm:judge",
+        predicate="interposer_ops.quantized_linear._scaled_mm:judge",
         score=11.0,
         properties=frozenset({"deterministic", "graph_safe", "traceable"}),
     )

@@ -10,10 +10,17 @@ import sys
 
 import torch
 
-from interposer_ops.small_floats import decode_e2m1, decode_e8m0
-from interposer_ops.triton.exact_interpreter import make_exact
-from interposer_ops.triton.microscaled_linear import mxfp4_linear, mxfp8_linear, nvfp4_linear
-from interposer_ops.triton.scaled_linear import fp8_block_linear, fp8_linear
+from interposer_ops._triton.exact_interpreter import make_exact
+from interposer_ops.quantized_linear._microscaled_linear_triton import (
+    mxfp4_linear_triton,
+    mxfp8_linear_triton,
+    nvfp4_linear_triton,
+)
+from interposer_ops.quantized_linear._scaled_linear_triton import (
+    fp8_block_linear_triton,
+    fp8_linear_triton,
+)
+from interposer_ops.quantizers import decode_e2m1, decode_e8m0
 
 CODES = torch.arange(256, dtype=torch.uint8)
 E2M1 = torch.arange(16, dtype=torch.uint8)
@@ -35,7 +42,7 @@ def alone(codes: torch.Tensor, width: int) -> torch.Tensor:
 def fp8(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
     x = CODES.view(x_dtype)
     weight = torch.ones(1, 1).to(weight_dtype)
-    return same(fp8_linear(x[:, None], weight, ONE, ONE, None, FP32), x.float())
+    return same(fp8_linear_triton(x[:, None], weight, ONE, ONE, None, FP32), x.float())
 
 
 def mxfp4(dtype: torch.dtype) -> bool:
@@ -43,7 +50,7 @@ def mxfp4(dtype: torch.dtype) -> bool:
     x = torch.zeros(1, 32, dtype=dtype)
     x[0, 0] = 1
     scales = torch.full((16, 1), 127, dtype=torch.uint8)
-    product = mxfp4_linear(x, alone(E2M1, 16), scales, None)
+    product = mxfp4_linear_triton(x, alone(E2M1, 16), scales, None)
     return same(product, decode_e2m1(E2M1, FP32))
 
 
@@ -60,23 +67,24 @@ def main() -> None:
     numbers = CODES.view(e4m3).float()
     scales = torch.ones(256, 1)
     found["blocks"] = same(
-        fp8_block_linear(e4m3_rows, weight, scales, torch.ones(1, 1), 32, 32, None, FP32), numbers
+        fp8_block_linear_triton(e4m3_rows, weight, scales, torch.ones(1, 1), 32, 32, None, FP32),
+        numbers,
     )
     one = torch.full((1, 1), 127, dtype=torch.uint8)
     found["mxfp8"] = same(
-        mxfp8_linear(e4m3_rows, one.expand(256, 1), weight, one, None, FP32), numbers
+        mxfp8_linear_triton(e4m3_rows, one.expand(256, 1), weight, one, None, FP32), numbers
     )
     # Each exponent with the element 1.
     ones = alone(torch.full((256,), 0x38, dtype=torch.uint8), 32).view(e4m3)
     found["exponents"] = same(
-        mxfp8_linear(ones, CODES[:, None], weight, one, None, FP32), decode_e8m0(CODES, FP32)
+        mxfp8_linear_triton(ones, CODES[:, None], weight, one, None, FP32), decode_e8m0(CODES, FP32)
     )
     for dtype in (FP32, torch.bfloat16, torch.float16):
         found[f"mxfp4 {str(dtype).removeprefix('torch.')}"] = mxfp4(dtype)
     units = torch.ones(1, 1).to(e4m3)
     whole = torch.full((1, 8), 0x22, dtype=torch.uint8)  # 1 and 1
     found["nvfp4"] = same(
-        nvfp4_linear(alone(E2M1, 8), units.expand(16, 1), whole, units, ONE, None, FP32),
+        nvfp4_linear_triton(alone(E2M1, 8), units.expand(16, 1), whole, units, ONE, None, FP32),
         decode_e2m1(E2M1, FP32),
     )
     json.dump(found, sys.stdout)

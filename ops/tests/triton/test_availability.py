@@ -13,9 +13,9 @@ import pytest
 from interposer import Capability, Request, current_registry, place
 from interposer.records import Kernel
 from interposer.tooling import Direct, judge_declared
-from interposer_ops import triton_availability
-from interposer_ops.triton_availability import INTERPRETER, judge, judge_fp8
-from interposer_ops.triton_records import triton_records
+from interposer_ops._triton import availability as triton_availability
+from interposer_ops._triton.availability import INTERPRETER, judge, judge_fp8
+from interposer_ops._triton.records import triton_records
 
 KERNELS = [record for record in triton_records() if isinstance(record, Kernel)]
 

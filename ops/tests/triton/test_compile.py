@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 from interposer import Capability, Request  # noqa: E402
 from interposer.records import Kernel  # noqa: E402
 from interposer.tooling import Direct, judge_declared  # noqa: E402
-from interposer_ops.triton.ahead import (  # noqa: E402
+from interposer_ops._triton.aot import (  # noqa: E402
     TARGETS,
     Report,
     Target,
@@ -20,9 +20,9 @@ from interposer_ops.triton.ahead import (  # noqa: E402
     build_reports,
     table,
 )
-from interposer_ops.triton.build import Build  # noqa: E402
-from interposer_ops.triton.builds import BUILDS  # noqa: E402
-from interposer_ops.triton_records import triton_records  # noqa: E402
+from interposer_ops._triton.build import Build  # noqa: E402
+from interposer_ops._triton.builds import BUILDS  # noqa: E402
+from interposer_ops._triton.records import triton_records  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/triton-targets.md"
 KERNELS = {r.name: r for r in triton_records() if isinstance(r, Kernel)}
@@ -119,7 +119,7 @@ def test_every_build_compiles_to_what_the_documentation_says() -> None:
         assert_compiled(build, own)
     if triton.__version__ != "3.7.1":
         pytest.skip("needs triton 3.7.1, which the table was written with")
-    hint = "python -m interposer_ops.triton.ahead --write docs/triton-targets.md"
+    hint = "python -m interposer_ops._triton.aot --write docs/triton-targets.md"
     assert table(found) == DOCUMENT.read_text(encoding="utf-8"), f"run {hint}"
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs the package triton")
 from interposer import Config, PlatformEntry, place
 from interposer.errors import PlatformUnavailableError
 from interposer.records import Kernel
-from interposer_ops.triton_records import triton_records
+from interposer_ops._triton.records import triton_records
 
 RECORDS = triton_records()
 MODULES = sorted({r.target.split(":")[0].rsplit(".")[-1] for r in RECORDS if isinstance(r, Kernel)})
@@ -34,7 +34,7 @@ def interpreted(*arguments: str) -> str:
 
 
 def kernels_of(modules: Sequence[str]) -> set[str]:
-    prefixes = tuple(f"interposer_ops.triton.{module}:" for module in modules)
+    prefixes = tuple(f"interposer_ops._triton.{module}:" for module in modules)
     return {r.name for r in RECORDS if isinstance(r, Kernel) and r.target.startswith(prefixes)}
 
 

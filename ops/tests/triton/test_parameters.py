@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_ops.triton.parameters import (
+from interposer_ops._triton.parameters import (
     Parameters,
     architecture,
     assumed,

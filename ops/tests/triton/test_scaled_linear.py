@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer import Capability, Request
-from interposer_ops.triton_availability import INTERPRETER, judge_integers, judge_operands
+from interposer_ops._triton.availability import INTERPRETER, judge_integers, judge_operands
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from interposer_ops.fp8_quantizers import (
+from interposer_ops.quantizers import (
+    decode_e2m1,
     quantize_fp8_blocks,
     quantize_fp8_per_token,
     quantize_fp8_static,
+    quantize_int8_per_token,
+    quantize_int8_static,
+    quantize_mxfp8,
+    unpack_nibbles,
 )
-from interposer_ops.int8_quantizers import quantize_int8_per_token, quantize_int8_static
-from interposer_ops.mx_quantizers import quantize_mxfp8
-from interposer_ops.small_floats import decode_e2m1, unpack_nibbles
 
 __all__ = ["Block", "blocks"]
 

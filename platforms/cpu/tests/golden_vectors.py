@@ -22,44 +22,50 @@ from golden_blocks import Block, blocks
 
 from interposer import Case, CustomOp
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
-from interposer_ops.attention import paged_attention
-from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
+from interposer_ops.attention import paged_attention, ragged_attention, ragged_attention_with_lse
+from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.experts import (
     fused_experts,
     fused_experts_fp8,
     fused_experts_mxfp4,
     fused_experts_w4a16,
+    grouped_topk,
+    topk_sigmoid,
+    topk_softmax,
 )
-from interposer_ops.fp8_linear import fp8_block_linear, fp8_linear
-from interposer_ops.fp8_quantizers import (
-    quantize_fp8_blocks,
-    quantize_fp8_per_token,
-    quantize_fp8_static,
-)
-from interposer_ops.head_norms import qk_norm
-from interposer_ops.int8_linear import int8_linear, w4a8_linear
-from interposer_ops.int8_quantizers import quantize_int8_per_token, quantize_int8_static
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.linear import embedding, linear
-from interposer_ops.mx_quantizers import quantize_mxfp8
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
     fused_add_rms_norm,
     gemma_rms_norm,
     layer_norm,
+    qk_norm,
     rms_norm,
 )
-from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
-from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
-from interposer_ops.rotary import rotary_embedding
-from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
-from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
-from interposer_ops.weight_quantizers import (
+from interposer_ops.quantized_linear import (
+    fp8_block_linear,
+    fp8_linear,
+    int8_linear,
+    mxfp4_linear,
+    mxfp8_linear,
+    w4a8_linear,
+    w4a16_linear,
+    w8a16_linear,
+)
+from interposer_ops.quantizers import (
+    quantize_fp8_blocks,
+    quantize_fp8_per_token,
+    quantize_fp8_static,
+    quantize_int8_per_token,
+    quantize_int8_static,
+    quantize_mxfp8,
     quantize_weight_int4,
     quantize_weight_int4_asymmetric,
     quantize_weight_int8,
 )
+from interposer_ops.rotary import rotary_embedding
+from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_testing import Expectation, Subject, tensors_of
 from interposer_testing.cases import planned_cases
 

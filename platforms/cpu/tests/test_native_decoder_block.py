@@ -26,11 +26,11 @@ from interposer import (
 from interposer_cpu import native, native_linear, native_quantizers
 from interposer_cpu.native_attention import NativeBackend
 from interposer_cpu.native_decoder_block import NativeDecoderBlock
-from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

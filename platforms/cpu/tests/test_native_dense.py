@@ -26,8 +26,8 @@ from interposer import (
 from interposer_cpu import native, native_dense
 from interposer_cpu.native_rows_attention import NativeRowsBackend
 from interposer_cpu.platform import CPUPlatform
+from interposer_ops.attention import ragged_attention, ragged_attention_with_lse
 from interposer_ops.latent_attention import latent_attention_decode
-from interposer_ops.ragged_attention import ragged_attention, ragged_attention_with_lse
 from interposer_testing import (
     Trial,
     attention_specs,

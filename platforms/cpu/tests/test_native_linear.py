@@ -11,7 +11,7 @@ from interposer.errors import ConfigError
 from interposer_cpu import native, native_linear
 from interposer_cpu.features import architecture
 from interposer_cpu.platform import CPUPlatform
-from interposer_ops.small_floats import unpack_nibbles
+from interposer_ops.quantizers import unpack_nibbles
 from interposer_testing import Trial, conformance
 
 # Without a compiler the plugin works too, but has none of what is tested here.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interposer_cpu import native, native_rounding
-from interposer_ops import weight_quantizers
+from interposer_ops import quantizers
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
@@ -49,7 +49,7 @@ def rounded(module: Any, weight: torch.Tensor, group: int) -> Iterator[Results]:
 
 def assert_equal(weight: torch.Tensor, group: int) -> None:
     found = rounded(native_rounding, weight, group)
-    for ones, others in zip(found, rounded(weight_quantizers, weight, group), strict=True):
+    for ones, others in zip(found, rounded(quantizers, weight, group), strict=True):
         for one, other in zip(ones, others, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
@@ -88,7 +88,7 @@ def test_what_is_not_finite_has_no_finite_scale(dtype: torch.dtype, value: float
     for place in (0, 31, 40, 95):
         wrong = weight.clone()
         wrong[2, place] = value
-        for module in (native_rounding, weight_quantizers):
+        for module in (native_rounding, quantizers):
             for _, scale, *_ in rounded(module, wrong, 48):
                 expected = torch.ones_like(scale, dtype=torch.bool)
                 expected[2, place // 48] = False
@@ -114,10 +114,7 @@ def test_outputs_may_lie_apart_and_inputs_too() -> None:
 
 def test_large_weights_are_rounded_as_their_rows_are_alone() -> None:
     weight = torch.randn(600, 2048, generator=torch.Generator().manual_seed(0))
-    whole = weight_quantizers.quantize_weight_int4(weight, 128, torch.float32)
-    parts = [
-        weight_quantizers.quantize_weight_int4(rows, 128, torch.float32)
-        for rows in weight.split(37)
-    ]
+    whole = quantizers.quantize_weight_int4(weight, 128, torch.float32)
+    parts = [quantizers.quantize_weight_int4(rows, 128, torch.float32) for rows in weight.split(37)]
     for found, each in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(found, torch.cat(each))

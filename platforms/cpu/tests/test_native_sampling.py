@@ -13,7 +13,7 @@ from interposer import Config, current_registry
 from interposer.errors import RequestError
 from interposer_cpu import native, native_routing, native_sampling
 from interposer_cpu.platform import CPUPlatform
-from interposer_ops.routing import grouped_topk, topk_sigmoid, topk_softmax
+from interposer_ops.experts import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_testing import Trial, conformance
 

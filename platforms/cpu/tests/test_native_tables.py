@@ -13,8 +13,8 @@ import torch
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer_cpu import native, native_linear, native_tables
 from interposer_cpu.native_tables import pack_table, pack_w4a16_table, pack_w8a16_table
+from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.layers.embedding import Embedding, LMHead
-from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
 
 # Without a compiler the plugin works too, but has none of what is tested here.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())

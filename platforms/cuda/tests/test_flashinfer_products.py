@@ -19,9 +19,8 @@ from interposer import Capability, Request
 from interposer.records import Kernel
 from interposer_cuda import flashinfer_products as products
 from interposer_cuda.plugin import interposer_records
-from interposer_ops.block_scaled_linear import mxfp8_linear, nvfp4_linear
-from interposer_ops.fp8_linear import fp8_block_linear
-from interposer_ops.triton import microscaled_linear, scaled_linear
+from interposer_ops import triton as portable
+from interposer_ops.quantized_linear import fp8_block_linear, mxfp8_linear, nvfp4_linear
 from interposer_testing import check_kernel
 
 FLASHINFER = """
@@ -132,9 +131,9 @@ def flashinfer(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.syspath_prepend(package)
     importlib.invalidate_caches()
     # In the place of the portable kernels, which run on a GPU.
-    monkeypatch.setattr(microscaled_linear, "nvfp4_linear", nvfp4_linear)
-    monkeypatch.setattr(microscaled_linear, "mxfp8_linear", mxfp8_linear)
-    monkeypatch.setattr(scaled_linear, "fp8_block_linear", fp8_block_linear)
+    monkeypatch.setattr(portable, "nvfp4_linear_triton", nvfp4_linear)
+    monkeypatch.setattr(portable, "mxfp8_linear_triton", mxfp8_linear)
+    monkeypatch.setattr(portable, "fp8_block_linear_triton", fp8_block_linear)
     products._function.cache_clear()
     yield
     products._function.cache_clear()

@@ -16,7 +16,7 @@ import torch
 from interposer import AttentionSpec, Config, Resolver, Site, current_registry, place
 from interposer_cuda.flash_attention_2 import FlashAttention2Backend
 from interposer_cuda.platform import CUDAPlatform
-from interposer_ops.flex_attention import FlexBackend
+from interposer_ops.attention import FlexBackend
 from interposer_testing import TrialGroup, attention_specs, check_attention
 
 FOUND = CUDAPlatform.probe()

@@ -30,7 +30,7 @@ from interposer import (
 )
 from interposer.errors import NoCandidateError, PluginError
 from interposer.records import Kernel, load_target
-from interposer_ops.cases.expert_bounds import bounded_case, routed, shape_of, spread
+from interposer_ops.cases import bounded_case, routed, shape_of, spread
 from interposer_ops.experts import fused_experts, fused_experts_fp8
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_rocm import aiter_library

@@ -10,7 +10,7 @@ import torch
 from interposer import Capability, Request
 from interposer.records import Kernel
 from interposer.tooling import Direct, judge_declared
-from interposer_ops.fp8_linear import fp8_linear
+from interposer_ops.quantized_linear import fp8_linear
 from interposer_rocm.plugin import interposer_records
 from interposer_rocm.scaled_products import fp8_linear_of_halves, halved, prepare_halves
 from interposer_rocm.scaled_products_judge import judge

@@ -16,15 +16,16 @@ import torch
 
 from interposer import Capability, Request
 from interposer.records import Kernel, load_target
-from interposer_ops import experts, fp8_linear, routing, weight_only_linear
+from interposer_ops.experts import fused_experts_mxfp4, topk_softmax
+from interposer_ops.quantized_linear import fp8_linear, w4a16_linear
 from interposer_testing import check_kernel
 from interposer_xpu.plugin import interposer_records
 
 OPS: dict[str, Any] = {
-    "w4a16_linear": weight_only_linear.w4a16_linear,
-    "fp8_linear": fp8_linear.fp8_linear,
-    "fused_experts_mxfp4": experts.fused_experts_mxfp4,
-    "topk_softmax": routing.topk_softmax,
+    "w4a16_linear": w4a16_linear,
+    "fp8_linear": fp8_linear,
+    "fused_experts_mxfp4": fused_experts_mxfp4,
+    "topk_softmax": topk_softmax,
 }
 MOST = 12
 CAPABILITY = Capability("bmg_g21", frozenset({"dpas", "block_2d_io"}))

@@ -24,10 +24,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from interposer.records import Kernel, load_target
-from interposer_ops.triton.build import Build
-from interposer_ops.triton.builds import BUILDS
-from interposer_ops.triton.parameters import assumed
-from interposer_ops.triton_records import triton_records
+from interposer_ops.triton import BUILDS, Build, assumed, triton_records
 
 # What triton's driver says of a stack of a Max 1550, which has what the others have.
 DEVICE = {

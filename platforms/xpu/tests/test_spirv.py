@@ -22,9 +22,7 @@ pytest.importorskip("triton", reason="needs the package triton, whose builds are
 from interposer import Capability, Request
 from interposer.records import Kernel
 from interposer.tooling import Direct, judge_declared
-from interposer_ops.triton.build import Build
-from interposer_ops.triton.builds import BUILDS
-from interposer_ops.triton_records import triton_records
+from interposer_ops.triton import BUILDS, Build, triton_records
 
 HERE = Path(__file__).parent
 # The only triton for XPU on PyPI. It is older than the kernels are written for.

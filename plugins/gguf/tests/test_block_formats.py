@@ -14,11 +14,8 @@ from interposer_gguf import kernels
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf.cases import gguf_linear_sample, random_rows
 from interposer_gguf.linear import gguf_linear
-from interposer_ops.cases.quantized_linear_weight_only import (
-    w4a16_linear_sample,
-    w8a16_linear_sample,
-)
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.cases import w4a16_linear_sample, w8a16_linear_sample
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_testing import check_kernel
 
 each_format = pytest.mark.parametrize("layout", FORMATS.values(), ids=FORMATS)

@@ -14,7 +14,7 @@ from torch import nn
 from interposer import BoundKernel, Site
 from interposer.errors import ConfigError
 from interposer_ops.linear import linear
-from interposer_ops.small_floats import decode_e8m0
+from interposer_ops.quantizers import decode_e8m0
 from interposer_quantization.compressed_exponents import check_exponents, register_exponents
 from interposer_quantization.compressed_parameters import (
     number_of_groups,

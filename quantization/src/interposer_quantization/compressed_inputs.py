@@ -7,13 +7,16 @@ from collections.abc import Callable
 import torch
 
 from interposer import Site
-from interposer_ops.fp8_quantizers import quantize_fp8_blocks, quantize_fp8_per_token
-from interposer_ops.int8_quantizers import (
+from interposer_ops.quantizers import (
+    decode_e8m0,
+    dequantize_mxfp4,
+    quantize_fp8_blocks,
+    quantize_fp8_per_token,
     quantize_int8_per_token,
     quantize_int8_per_token_asymmetric,
+    quantize_mxfp4,
+    quantize_mxfp8,
 )
-from interposer_ops.mx_quantizers import dequantize_mxfp4, quantize_mxfp4, quantize_mxfp8
-from interposer_ops.small_floats import decode_e8m0
 from interposer_quantization.compressed_stored import MX_GROUP, Inputs
 from interposer_quantization.fp8_parameters import FORMAT, FORMAT_NAME
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from interposer import Site
-from interposer_ops.coded_product import CodedProduct, StaticProduct
-from interposer_ops.int8_quantizers import (
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct
+from interposer_ops.quantizers import (
     quantize_int8_per_token,
     quantize_int8_per_token_asymmetric,
     quantize_int8_static,

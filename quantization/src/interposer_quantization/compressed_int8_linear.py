@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, Site
-from interposer_ops.int8_linear import int8_linear
+from interposer_ops.quantized_linear import int8_linear
 from interposer_quantization.compressed_int8_inputs import Int8Inputs
 from interposer_quantization.compressed_parameters import final_operands, register_scales
 from interposer_quantization.compressed_stored import Inputs, Weights

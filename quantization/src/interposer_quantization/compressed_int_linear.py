@@ -14,7 +14,7 @@ from torch import nn
 
 from interposer import BoundKernel, Site
 from interposer.errors import CheckpointError
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.compressed_parameters import (
     number_of_groups,
     register_scales,

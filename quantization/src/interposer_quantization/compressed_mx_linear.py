@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
-from interposer_ops.block_scaled_linear import mxfp4_linear, mxfp8_linear
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.mx_quantizers import quantize_mxfp8
-from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+from interposer_ops.quantized_linear import CodedProduct, mxfp4_linear, mxfp8_linear
+from interposer_ops.quantizers import decode_e2m1, decode_e8m0, quantize_mxfp8, unpack_nibbles
 from interposer_quantization.compressed_exponents import check_exponents, register_exponents
 from interposer_quantization.compressed_parameters import final_operands, number_of_groups
 from interposer_quantization.compressed_stored import MX_GROUP

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
-from interposer_ops.block_scaled_linear import nvfp4_linear
-from interposer_ops.nvfp4_quantizers import quantize_nvfp4
-from interposer_ops.small_floats import decode_e2m1, unpack_nibbles
-from interposer_ops.weight_only_linear import w8a16_linear
+from interposer_ops.quantized_linear import nvfp4_linear, w8a16_linear
+from interposer_ops.quantizers import decode_e2m1, quantize_nvfp4, unpack_nibbles
 from interposer_quantization.compressed_parameters import (
     common_number,
     final_operands,

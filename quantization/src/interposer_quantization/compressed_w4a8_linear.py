@@ -13,7 +13,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
-from interposer_ops.int8_linear import w4a8_linear
+from interposer_ops.quantized_linear import w4a8_linear
 from interposer_quantization.compressed_int8_inputs import Int8Inputs
 from interposer_quantization.compressed_int_linear import IntLinear
 from interposer_quantization.compressed_parameters import final_operands

@@ -13,9 +13,8 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.fp8_linear import fp8_block_linear
-from interposer_ops.fp8_quantizers import quantize_fp8_blocks
+from interposer_ops.quantized_linear import CodedProduct, fp8_block_linear
+from interposer_ops.quantizers import quantize_fp8_blocks
 from interposer_quantization.fp8_parameters import FORMAT, FORMAT_NAME, Members, register
 
 __all__ = ["Fp8BlockLinear"]

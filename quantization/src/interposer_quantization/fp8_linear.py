@@ -14,9 +14,8 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
-from interposer_ops.coded_product import CodedProduct, StaticProduct
-from interposer_ops.fp8_linear import fp8_linear
-from interposer_ops.fp8_quantizers import quantize_fp8_per_token, quantize_fp8_static
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct, fp8_linear
+from interposer_ops.quantizers import quantize_fp8_per_token, quantize_fp8_static
 from interposer_quantization.fp8_parameters import (
     FORMAT,
     FORMAT_NAME,

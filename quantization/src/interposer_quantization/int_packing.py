@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops.small_floats import pack_nibbles, unpack_nibbles
+from interposer_ops.quantizers import pack_nibbles, unpack_nibbles
 
 __all__ = ["AWQ_ORDER", "kernel_codes", "pack_words", "unpack_words"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from interposer import Site
-from interposer_ops.weight_quantizers import (
+from interposer_ops.quantizers import (
     quantize_weight_int4,
     quantize_weight_int4_asymmetric,
     quantize_weight_int8,

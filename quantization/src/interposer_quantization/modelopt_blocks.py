@@ -16,12 +16,16 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer_ops.block_scaled_linear import mxfp8_linear, nvfp4_linear
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.fp8_quantizers import quantize_fp8_blocks
-from interposer_ops.mx_quantizers import MX_BLOCK_SIZE
-from interposer_ops.nvfp4_quantizers import NVFP4_BLOCK_SIZE, quantize_nvfp4
-from interposer_ops.small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+from interposer_ops.quantized_linear import CodedProduct, mxfp8_linear, nvfp4_linear
+from interposer_ops.quantizers import (
+    MX_BLOCK_SIZE,
+    NVFP4_BLOCK_SIZE,
+    decode_e2m1,
+    decode_e8m0,
+    quantize_fp8_blocks,
+    quantize_nvfp4,
+    unpack_nibbles,
+)
 from interposer_quantization.fp8_parameters import (
     FORMAT,
     FORMAT_NAME,

@@ -15,9 +15,8 @@ from torch import nn
 from interposer import BoundKernel, Site
 from interposer.errors import ConfigError
 from interposer_ops.linear import linear
-from interposer_ops.nvfp4_quantizers import NVFP4_BLOCK_SIZE
-from interposer_ops.small_floats import decode_e2m1, unpack_nibbles
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantizers import NVFP4_BLOCK_SIZE, decode_e2m1, unpack_nibbles
 from interposer_quantization.compressed_parameters import number_of_groups
 from interposer_quantization.compressed_weight_linear import WeightLinear
 from interposer_quantization.fp8_parameters import FORMAT, register, register_per_part

@@ -12,8 +12,8 @@ from torch import nn
 
 from interposer import Call, EmbeddingMethod, Site
 from interposer.errors import ConfigError
-from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
-from interposer_ops.small_floats import unpack_nibbles
+from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
+from interposer_ops.quantizers import unpack_nibbles
 from interposer_quantization.compressed_parameters import number_of_groups
 from interposer_quantization.fp8_parameters import register, register_passing
 from interposer_quantization.integer_rounding import IntegerRounding

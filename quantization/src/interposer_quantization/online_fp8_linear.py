@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
-from interposer_ops.weight_quantizers import row_chunks
+from interposer_ops.quantizers import row_chunks
 from interposer_quantization.fp8_parameters import FORMAT
 
 __all__ = ["quantized_blocks", "quantized_members", "quantized_rows"]

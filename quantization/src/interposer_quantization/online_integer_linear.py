@@ -12,7 +12,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import ConfigError
-from interposer_ops.weight_quantizers import row_chunks
+from interposer_ops.quantizers import row_chunks
 from interposer_quantization.compressed_int_linear import IntLinear
 from interposer_quantization.compressed_tensors import CompressedTensors
 from interposer_quantization.compressed_w4a8_linear import W4A8Linear

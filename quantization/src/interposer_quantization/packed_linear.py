@@ -17,7 +17,7 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_quantization.int_packing import kernel_codes
 
 __all__ = ["PackedLinear", "register_stored"]

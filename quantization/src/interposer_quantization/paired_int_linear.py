@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import Site
-from interposer_ops.small_floats import unpack_nibbles
+from interposer_ops.quantizers import unpack_nibbles
 from interposer_quantization.compressed_int_linear import IntLinear
 from interposer_quantization.packed_linear import register_stored
 

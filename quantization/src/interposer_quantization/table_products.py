@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from interposer import BoundKernel, Call, Site
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.int8_linear import int8_linear, w4a8_linear
-from interposer_ops.int8_quantizers import quantize_int8_per_token
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import (
+    CodedProduct,
+    int8_linear,
+    w4a8_linear,
+    w4a16_linear,
+    w8a16_linear,
+)
+from interposer_ops.quantizers import quantize_int8_per_token
 
 __all__ = ["PlainHead", "RoundedHead"]
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.fp8_linear import fp8_linear
-from interposer_ops.fp8_quantizers import quantize_fp8_per_token
 from interposer_ops.linear import linear
+from interposer_ops.quantized_linear import CodedProduct, fp8_linear
+from interposer_ops.quantizers import quantize_fp8_per_token
 from interposer_quantization.compressed_weight_linear import WeightLinear
 from interposer_quantization.fp8_parameters import FORMAT, FORMAT_NAME, Members, register
 

@@ -15,12 +15,8 @@ import torch
 from torch import nn
 
 from interposer import Site
-from interposer_ops.coded_product import CodedProduct
-from interposer_ops.int8_linear import int8_linear
-from interposer_ops.int8_quantizers import (
-    quantize_int8_per_token,
-    quantize_int8_per_token_asymmetric,
-)
+from interposer_ops.quantized_linear import CodedProduct, int8_linear
+from interposer_ops.quantizers import quantize_int8_per_token, quantize_int8_per_token_asymmetric
 from interposer_quantization.compressed_parameters import final_operands
 from interposer_quantization.torchao_linear import TorchAoLinear
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer_ops.weight_only_linear import w8a16_linear
+from interposer_ops.quantized_linear import w8a16_linear
 from interposer_quantization.compressed_inputs import bound_rounding
 from interposer_quantization.compressed_stored import Inputs
 from interposer_quantization.fp8_parameters import Members, register

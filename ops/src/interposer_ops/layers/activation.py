@@ -8,7 +8,7 @@ import torch
 
 from interposer import PluggableLayer, Site
 from interposer.errors import UnknownNameError
-from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.activations._activations import gelu_and_mul, silu_and_mul
 
 __all__ = ["GatedActivation"]
 

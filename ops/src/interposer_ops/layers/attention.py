@@ -19,8 +19,8 @@ from interposer import (
     Verdict,
 )
 from interposer.errors import CheckpointError
-from interposer_ops.attention import paged_attention
-from interposer_ops.cache_writer import CacheWriter
+from interposer_ops.attention._paged_attention import paged_attention
+from interposer_ops.caches._cache_writer import CacheWriter
 
 __all__ = ["Attention", "PagedBackend"]
 

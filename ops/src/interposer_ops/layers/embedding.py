@@ -14,7 +14,7 @@ from torch import nn
 from interposer import Call, EmbeddingMethod, PluggableLayer, Site
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import PlainLinear
-from interposer_ops.linear import embedding, linear
+from interposer_ops.linear._linear import embedding, linear
 
 __all__ = ["Embedding", "LMHead", "PlainEmbedding"]
 

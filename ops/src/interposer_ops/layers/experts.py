@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
-from interposer_ops.experts import fused_experts
-from interposer_ops.linear import linear
-from interposer_ops.routing import topk_softmax
+from interposer_ops.experts._experts import fused_experts
+from interposer_ops.experts._routing import topk_softmax
+from interposer_ops.linear._linear import linear
 
 __all__ = ["Experts", "PlainExperts", "Router", "gates_first"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, PluggableLayer, Site
-from interposer_ops.linear import linear
+from interposer_ops.linear._linear import linear
 
 __all__ = ["Linear", "MergedLinear", "PlainLinear"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from interposer import PluggableLayer, Site
-from interposer_ops.norms import fused_add_rms_norm, rms_norm
+from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
 
 __all__ = ["RMSNorm"]
 

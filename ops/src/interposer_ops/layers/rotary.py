@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interposer import PluggableLayer, Site
-from interposer_ops.rotary import rotary_embedding
+from interposer_ops.rotary._rotary import rotary_embedding
 
 __all__ = ["RotaryEmbedding"]
 

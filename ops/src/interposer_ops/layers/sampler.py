@@ -14,7 +14,7 @@ import torch
 
 from interposer import PluggableLayer, Site
 from interposer.errors import RequestError
-from interposer_ops.sampling import apply_penalties, sample_tokens
+from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 
 __all__ = ["Penalties", "Sampler", "SamplingBatch"]
 

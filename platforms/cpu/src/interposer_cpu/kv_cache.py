@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops import kv_cache
+from interposer_ops.caches import reshape_and_cache as reshape_and_cache_op
 
 __all__ = ["reshape_and_cache"]
 
@@ -21,4 +21,4 @@ def reshape_and_cache(
         key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)
     else:
-        kv_cache.reshape_and_cache.reference(key, value, key_cache, value_cache, slots)
+        reshape_and_cache_op.reference(key, value, key_cache, value_cache, slots)

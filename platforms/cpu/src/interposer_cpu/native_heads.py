@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from interposer_cpu.native import library
 from interposer_cpu.native_rows import FLOAT32, TYPES
-from interposer_ops import rotary
+from interposer_ops.rotary import rotary_embedding as rotary_embedding_op
 
 __all__ = ["prepare_qk_norm", "qk_norm", "rotary_embedding"]
 
@@ -26,7 +26,7 @@ def rotary_embedding(
 ) -> Pair:
     """Return the op ``rotary_embedding``."""
     if cos.dtype is not FLOAT32:
-        return rotary.rotary_embedding.reference(query, key, cos, sin)
+        return rotary_embedding_op.reference(query, key, cos, sin)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     if is_compiling():

@@ -13,7 +13,7 @@ from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu.packed_copies import Packed, shared_copy
 from interposer_ops.devices import host_memory
-from interposer_ops.small_floats import decode_e8m0
+from interposer_ops.quantizers import decode_e8m0
 
 __all__ = [
     "fp8_block_linear",

@@ -17,10 +17,10 @@ from interposer_cpu import (
     native_norms,
     native_quantizers,
 )
-from interposer_ops.coded_product import CodedProduct, StaticProduct
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct
 
 __all__ = [
     "FLOATS",

@@ -9,7 +9,7 @@ from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu.native import library
 from interposer_cpu.native_rows import FLOAT32, TYPES, distances
-from interposer_ops.mx_quantizers import MX_BLOCK_SIZE
+from interposer_ops.quantizers import MX_BLOCK_SIZE
 
 __all__ = [
     "CODES",

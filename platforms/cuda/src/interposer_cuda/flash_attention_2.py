@@ -30,9 +30,8 @@ from interposer import (
 )
 from interposer_cuda.flash_step import FlashStep, judge_flash
 from interposer_cuda.providers import FLASH_ATTENTION_2
-from interposer_ops.cache_writer import CacheWriter
-from interposer_ops.gathered_attention import GatheredBackend, GatheredStep, window_ends
-from interposer_ops.paged_slots import cumulated
+from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
+from interposer_ops.caches import CacheWriter, cumulated
 
 __all__ = ["Flash2Plan", "FlashAttention2Backend", "FlashAttention2GatheredBackend"]
 

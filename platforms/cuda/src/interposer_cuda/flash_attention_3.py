@@ -28,8 +28,8 @@ from interposer import (
 )
 from interposer_cuda.flash_step import FlashStep, judge_flash
 from interposer_cuda.providers import FLASH_ATTENTION_3
-from interposer_ops.cache_writer import CacheWriter
-from interposer_ops.gathered_attention import window_ends
+from interposer_ops.attention import window_ends
+from interposer_ops.caches import CacheWriter
 
 __all__ = ["FlashAttention3Backend"]
 

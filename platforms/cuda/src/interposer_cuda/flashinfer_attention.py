@@ -33,8 +33,8 @@ from interposer import (
 from interposer.errors import RequestError
 from interposer_cuda.flashinfer_pages import FlashInferPages
 from interposer_cuda.providers import FLASHINFER
-from interposer_ops.cache_writer import CacheWriter
-from interposer_ops.gathered_attention import window_ends
+from interposer_ops.attention import window_ends
+from interposer_ops.caches import CacheWriter
 
 __all__ = ["FlashInferBackend", "FlashInferPlan"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from interposer_ops.paged_slots import cumulated
+from interposer_ops.caches import cumulated
 
 __all__ = ["FlashInferPages"]
 

@@ -23,8 +23,8 @@ from torch.nn import functional
 
 from interposer import Request, Verdict
 from interposer_cuda.providers import FLASHINFER_PRODUCTS
-from interposer_ops import triton_availability
-from interposer_ops.scale_tiles import tile_scales
+from interposer_ops.quantized_linear import tile_scales
+from interposer_ops.triton import judge as judge_triton
 
 __all__ = [
     "confirm",
@@ -45,10 +45,8 @@ _PASSED = {
     "mm_mxfp8": {"use_8x4_sf_layout", "backend"},
     "gemm_fp8_nt_groupwise": {"scale_granularity_mnk", "out", "backend"},
 }
-_MICROSCALED, _SCALED = (
-    "interposer_ops.triton.microscaled_linear",
-    "interposer_ops.triton.scaled_linear",
-)
+# The portable kernels, for what has a bias.
+_PORTABLE = "interposer_ops.triton"
 
 
 def judge(request: Request) -> Verdict:
@@ -57,7 +55,7 @@ def judge(request: Request) -> Verdict:
     What has a bias is left to Triton, which therefore has to be there.
     """
     verdict = FLASHINFER_PRODUCTS.judge()
-    return verdict and triton_availability.judge(request)
+    return verdict and judge_triton(request)
 
 
 def confirm(request: Request) -> Verdict:
@@ -103,7 +101,7 @@ def nvfp4_linear(
 ) -> torch.Tensor:
     """Compute ``nvfp4_linear`` with weights from ``prepare_nvfp4``."""
     if bias is not None:
-        portable = _function(_MICROSCALED, "nvfp4_linear")
+        portable = _function(_PORTABLE, "nvfp4_linear_triton")
         return portable(x, x_scales, weight, weight_scales, alpha, bias, out_dtype)
     rows = _rows(x)
     out = rows.new_empty((len(rows), len(weight)), dtype=out_dtype)
@@ -142,7 +140,7 @@ def mxfp8_linear(
 ) -> torch.Tensor:
     """Compute ``mxfp8_linear`` with weights from ``prepare_mxfp8``."""
     if bias is not None:
-        portable = _function(_MICROSCALED, "mxfp8_linear")
+        portable = _function(_PORTABLE, "mxfp8_linear_triton")
         return portable(x, x_scales, weight, weight_scales, bias, out_dtype)
     rows = _rows(x)
     out = torch.empty((len(rows), len(weight)), dtype=out_dtype, device=x.device)
@@ -172,7 +170,7 @@ def fp8_block_linear(
 ) -> torch.Tensor:
     """Compute ``fp8_block_linear`` of blocks of 128 by 128."""
     if bias is not None:
-        portable = _function(_SCALED, "fp8_block_linear")
+        portable = _function(_PORTABLE, "fp8_block_linear_triton")
         blocks = block_rows, block_columns
         return portable(x, weight, x_scales, weight_scales, *blocks, bias, out_dtype)
     rows, scales = _rows(x), _rows(x_scales)

@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional
 
 from interposer import Request, Verdict
-from interposer_ops.expert_permutation import moe_permute
-from interposer_ops.experts import activated
+from interposer_ops.experts import activated, moe_permute
 
 __all__ = ["fused_experts", "judge", "prepare"]
 

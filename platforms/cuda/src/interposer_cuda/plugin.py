@@ -141,14 +141,14 @@ def _attention() -> list[Record]:
     return [
         AttentionEntry(
             "sdpa_gathered",
-            "interposer_ops.sdpa:SdpaBackend",
+            "interposer_ops.attention:SdpaBackend",
             "cuda",
             Requires(dtypes=_FLOATS),
             score=-1.0,
         ),
         AttentionEntry(
             "flex_gathered",
-            "interposer_ops.flex_attention:FlexBackend",
+            "interposer_ops.attention:FlexBackend",
             "cuda",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,

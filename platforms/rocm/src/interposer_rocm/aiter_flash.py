@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from interposer import AttentionSpec, Capability, Site, Verdict
-from interposer_ops.gathered_attention import GatheredBackend, GatheredStep, window_ends
+from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_rocm.aiter_library import FLASH, function, require
 from interposer_rocm.aiter_package import judge_flash
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops.paged_slots import cumulated, read_slots
+from interposer_ops.caches import cumulated, read_slots
 from interposer_rocm.aiter_library import MLA_DECODE, function
 
 __all__ = ["latent_attention_decode"]

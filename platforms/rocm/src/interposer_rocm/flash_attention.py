@@ -15,7 +15,7 @@ import torch
 
 from interposer import AttentionSpec, Capability, Site, Verdict
 from interposer.errors import InterposerError
-from interposer_ops.gathered_attention import GatheredBackend, GatheredStep, window_ends
+from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_rocm.examined_package import ExaminedPackage
 from interposer_rocm.flash_attention_judge import flash_attention_version, judge
 

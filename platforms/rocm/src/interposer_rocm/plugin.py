@@ -35,14 +35,14 @@ def interposer_records() -> list[Record]:
         # Portable kernels, which read pages where they lie, go before these.
         AttentionEntry(
             "sdpa_gathered",
-            "interposer_ops.sdpa:SdpaBackend",
+            "interposer_ops.attention:SdpaBackend",
             "rocm",
             Requires(dtypes=_FLOATS),
             score=_WANTED_ONLY,
         ),
         AttentionEntry(
             "flex_gathered",
-            "interposer_ops.flex_attention:FlexBackend",
+            "interposer_ops.attention:FlexBackend",
             "rocm",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,
@@ -58,7 +58,7 @@ def _products() -> list[Record]:
     products = "interposer_rocm.scaled_products"
     fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
     ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
-    plain = ("interposer_ops.scaled_mm:fp8_linear", f"{products}:fp8_linear_of_halves")
+    plain = ("interposer_ops.quantized_linear:fp8_linear", f"{products}:fp8_linear_of_halves")
     split = "interposer_rocm.split_products"
     of_few = (f"{split}:fp8_linear", f"{split}:fp8_linear_of_halves")
     return [

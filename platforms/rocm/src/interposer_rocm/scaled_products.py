@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops.scaled_mm import fp8_linear
+from interposer_ops.quantized_linear import fp8_linear_scaled_mm
 
 __all__ = ["fp8_linear_of_halves", "halved", "prepare_halves"]
 
@@ -48,4 +48,4 @@ def fp8_linear_of_halves(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Compute ``fp8_linear`` of a weight from ``prepare_halves``."""
-    return fp8_linear(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)
+    return fp8_linear_scaled_mm(halved(x), weight, x_scale * 2, weight_scale, bias, out_dtype)

@@ -8,7 +8,7 @@ and blocks of scales by no architecture but those of MX.
 from __future__ import annotations
 
 from interposer import Request, Verdict
-from interposer_ops.triton_availability import judge_split as judge_few_rows
+from interposer_ops.triton import judge_split as judge_few_rows
 
 __all__ = ["judge", "judge_split"]
 

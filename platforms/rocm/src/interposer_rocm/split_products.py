@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer_ops import scaled_mm
-from interposer_ops.triton import split_linear
-from interposer_ops.triton_availability import MOST_SPLIT_ROWS
+from interposer_ops.quantized_linear import fp8_linear_scaled_mm
+from interposer_ops.triton import MOST_SPLIT_ROWS, fp8_linear_split
 from interposer_rocm.scaled_products import halved
 
 __all__ = ["fp8_linear", "fp8_linear_of_halves"]
@@ -25,7 +24,7 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Compute ``fp8_linear``."""
     few = x.numel() <= MOST_SPLIT_ROWS * weight.shape[1]
-    multiply = split_linear.fp8_linear if few else scaled_mm.fp8_linear
+    multiply = fp8_linear_split if few else fp8_linear_scaled_mm
     return multiply(x, weight, x_scale, weight_scale, bias, out_dtype)
 
 

@@ -117,14 +117,14 @@ def interposer_records() -> list[Record]:
     # Not run on a GPU: portable kernels, which read pages where they lie, go before these.
     sdpa = AttentionEntry(
         "sdpa_gathered",
-        "interposer_ops.sdpa:SdpaBackend",
+        "interposer_ops.attention:SdpaBackend",
         "xpu",
         Requires(dtypes=("float32", *_NARROW)),
         score=-1.0,
     )
     flex = AttentionEntry(
         "flex_gathered",
-        "interposer_ops.flex_attention:FlexBackend",
+        "interposer_ops.attention:FlexBackend",
         "xpu",
         Requires(frozenset({"triton"}), dtypes=("float32", *_NARROW)),
         score=-1.5,

@@ -24,8 +24,8 @@ from interposer_gguf.products import (
     not_numbers,
     parameter,
 )
-from interposer_ops.quantized_embedding import w4a16_embedding, w8a16_embedding
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 
 __all__ = ["BlocksEmbedding"]
 

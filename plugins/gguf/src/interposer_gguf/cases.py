@@ -6,7 +6,7 @@ import torch
 
 from interposer import Case, Dims
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
-from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
+from interposer_ops.cases import bias_of, linear_case, sampled_case
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal
 
 __all__ = ["gguf_linear_cases", "gguf_linear_sample", "random_rows"]

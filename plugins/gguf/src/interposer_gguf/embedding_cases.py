@@ -7,7 +7,7 @@ import torch
 from interposer import Case, Dims
 from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf.cases import random_rows
-from interposer_ops.cases.embedding import TOKENS
+from interposer_ops.cases import TOKENS
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides
 
 __all__ = ["gguf_embedding_cases", "gguf_embedding_sample"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interposer_gguf.block_formats import BlockFormat, format_named
-from interposer_ops.small_floats import unpack_nibbles
+from interposer_ops.quantizers import unpack_nibbles
 
 __all__ = [
     "STEP",

@@ -19,8 +19,8 @@ from interposer_gguf.block_formats import BlockFormat
 from interposer_gguf.cases import random_rows
 from interposer_gguf.linear import gguf_linear
 from interposer_ops.linear import linear
-from interposer_ops.small_floats import pack_nibbles
-from interposer_ops.weight_only_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
+from interposer_ops.quantizers import pack_nibbles
 
 __all__ = [
     "BlocksProduct",

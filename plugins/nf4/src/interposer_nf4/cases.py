@@ -8,8 +8,7 @@ import torch
 
 from interposer import Case, Dims
 from interposer_nf4.codebooks import CODEBOOKS, QuantType
-from interposer_ops.cases.numbers import normal_numbers
-from interposer_ops.cases.quantized_linear import bias_of, linear_case, sampled_case
+from interposer_ops.cases import bias_of, linear_case, normal_numbers, sampled_case
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 __all__ = ["nf4_linear_cases", "nf4_linear_sample"]

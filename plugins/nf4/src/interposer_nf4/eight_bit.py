@@ -14,7 +14,7 @@ from torch import nn
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_nf4.parts import parts_of, register
-from interposer_ops.weight_only_linear import w8a16_linear
+from interposer_ops.quantized_linear import w8a16_linear
 
 __all__ = ["EightBitLinear"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from interposer_ops.mx_quantizers import MX_BLOCK_SIZE
-from interposer_ops.nvfp4_quantizers import NVFP4_BLOCK_SIZE
-from interposer_ops.small_floats import (
+from interposer_ops.quantizers import (
     E2M1_MAX,
+    MX_BLOCK_SIZE,
+    NVFP4_BLOCK_SIZE,
     decode_e2m1,
     decode_e8m0,
     encode_e2m1,

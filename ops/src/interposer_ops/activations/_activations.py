@@ -1,0 +1,251 @@
+"""Activations of single elements, and gated ones, where one half of the input gates the other.
+
+T tokens, I intermediate size. Everything is computed in float32 or wider and rounded once; rows
+may lie apart in memory. Dims of all of them: intermediate_size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.activations import _activations_cases as cases
+from interposer_ops.activations import _gated_activations_cases as gated_cases
+
+__all__ = [
+    "fatrelu_and_mul",
+    "gelu",
+    "gelu_and_mul",
+    "mul_and_silu",
+    "quick_gelu",
+    "relu2",
+    "relu2_and_mul",
+    "silu_and_mul",
+    "swiglu_clamped_and_mul",
+    "swiglu_oai_and_mul",
+]
+
+# The activation and the result may each be rounded; one more is left.
+_SINGLE = Tolerance(roundings=2)
+_GATED = Tolerance(roundings=3)
+
+
+@custom_op(
+    "gelu",
+    cases=cases.gelu_cases,
+    tolerance=_SINGLE,
+    sample=cases.gelu_sample,
+    batched=("x",),
+)
+def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Multiply each element by the probability that a normal variable is below it.
+
+    y = x / 2 * (1 + erf(x / sqrt(2))), or x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for its approximation.
+    Returns: shape and dtype of ``x``.
+    Source: arXiv:1606.08415.
+    """
+    return functional.gelu(_wide(x), approximate=approximate).to(x.dtype)
+
+
+@custom_op(
+    "quick_gelu",
+    cases=cases.quick_gelu_cases,
+    tolerance=_SINGLE,
+    sample=cases.quick_gelu_sample,
+    batched=("x",),
+)
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+    Returns: shape and dtype of ``x``.
+    Source: arXiv:1606.08415, section 2.
+    """
+    wide = _wide(x)
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+
+
+@custom_op(
+    "relu2",
+    cases=cases.relu2_cases,
+    tolerance=_SINGLE,
+    sample=cases.relu2_sample,
+    batched=("x",),
+)
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+    Returns: shape and dtype of ``x``.
+    Source: arXiv:2109.08668 (Primer).
+    """
+    return _wide(x).relu().square().to(x.dtype)
+
+
+@custom_op(
+    "silu_and_mul",
+    cases=gated_cases.silu_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.silu_and_mul_sample,
+    batched=("x",),
+)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the SiLU of the first half by the second half.
+
+    y = g * sigmoid(g) * u where x = [g, u], computed in float32 or wider.
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:2002.05202.
+    """
+    gate, up = _halves(x)
+    return (functional.silu(gate) * up).to(x.dtype)
+
+
+@custom_op(
+    "gelu_and_mul",
+    cases=gated_cases.gelu_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.gelu_and_mul_sample,
+    batched=("x",),
+)
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Multiply the GELU of the first half by the second half.
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for its approximation.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:1606.08415.
+    """
+    gate, up = _halves(x)
+    return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+@custom_op(
+    "mul_and_silu",
+    cases=gated_cases.mul_and_silu_cases,
+    tolerance=_GATED,
+    sample=gated_cases.mul_and_silu_sample,
+    batched=("x",),
+)
+def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the first half by the SiLU of the second half.
+
+    y = u * g * sigmoid(g) where x = [u, g].
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:2002.05202, with the halves exchanged.
+    """
+    up, gate = _halves(x)
+    return (up * functional.silu(gate)).to(x.dtype)
+
+
+@custom_op(
+    "relu2_and_mul",
+    cases=gated_cases.relu2_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.relu2_and_mul_sample,
+    batched=("x",),
+)
+def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the square of the first half's positive elements by the second half.
+
+    y = max(g, 0)^2 * u where x = [g, u].
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:2402.03804, gated as in arXiv:2002.05202.
+    """
+    gate, up = _halves(x)
+    return (gate.relu().square() * up).to(x.dtype)
+
+
+@custom_op(
+    "fatrelu_and_mul",
+    cases=gated_cases.fatrelu_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.fatrelu_and_mul_sample,
+    batched=("x",),
+)
+def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Multiply what is above ``threshold`` in the first half by the second half.
+
+    y = g * u where g > threshold, else 0, with x = [g, u].
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+        threshold: at least 0; what equals it is not above it.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:2402.13516 (ProSparse); there it shifts the threshold of ReLU.
+    """
+    gate, up = _halves(x)
+    return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype)
+
+
+@custom_op(
+    "swiglu_oai_and_mul",
+    cases=gated_cases.swiglu_oai_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.swiglu_oai_and_mul_sample,
+    batched=("x",),
+)
+def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Gate interleaved elements as gpt-oss does.
+
+    y = (u + 1) * g * sigmoid(alpha * g), where g = min(x[2 i], limit) is not limited from below and
+    u = x[2 i + 1] is clamped to [-limit, limit].
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype: gates at even places, what they gate at odd ones.
+        alpha: 1.702 in gpt-oss.
+        limit: above 0; 7 in gpt-oss.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: arXiv:2508.10925 and https://github.com/openai/gpt-oss.
+    """
+    wide = _wide(x)
+    gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
+@custom_op(
+    "swiglu_clamped_and_mul",
+    cases=gated_cases.swiglu_clamped_and_mul_cases,
+    tolerance=_GATED,
+    sample=gated_cases.swiglu_clamped_and_mul_sample,
+    batched=("x",),
+)
+def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Multiply the SiLU of the clamped first half by the clamped second half.
+
+    y = g * sigmoid(g) * u with x = [g, u], where g is at most ``limit`` and not limited from below,
+    and u is clamped to [-limit, limit].
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype.
+        limit: above 0; ``swiglu_limit`` of a DeepSeek-V4 config, 10.
+    Returns: ``[..., I]``, dtype of ``x``.
+    Source: the DeepSeek-V4 model of transformers.
+    """
+    gate, up = _halves(x)
+    return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = _wide(x).chunk(2, dim=-1)
+    return first, second

@@ -1,0 +1,168 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Activations of single elements and gated ones, by one source. I intermediate size."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rows import as_rows, row_tile
+
+__all__ = [
+    "fatrelu_and_mul_triton",
+    "gelu_and_mul_triton",
+    "gelu_triton",
+    "mul_and_silu_triton",
+    "quick_gelu_triton",
+    "relu2_and_mul_triton",
+    "relu2_triton",
+    "silu_and_mul_triton",
+    "swiglu_clamped_and_mul_triton",
+    "swiglu_oai_and_mul_triton",
+]
+
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def gelu_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Compute ``gelu``."""
+    return _activated(x, _GELU[approximate], "single")
+
+
+def quick_gelu_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``quick_gelu``."""
+    return _activated(x, "silu", "single", 1.702)
+
+
+def relu2_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``relu2``."""
+    return _activated(x, "relu2", "single")
+
+
+def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``silu_and_mul``."""
+    return _activated(x, "silu", "gate first")
+
+
+def gelu_and_mul_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Compute ``gelu_and_mul``."""
+    return _activated(x, _GELU[approximate], "gate first")
+
+
+def mul_and_silu_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``mul_and_silu``."""
+    return _activated(x, "silu", "gate last")
+
+
+def relu2_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``relu2_and_mul``."""
+    return _activated(x, "relu2", "gate first")
+
+
+def fatrelu_and_mul_triton(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Compute ``fatrelu_and_mul``."""
+    return _activated(x, "threshold", "gate first", threshold)
+
+
+def swiglu_oai_and_mul_triton(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Compute ``swiglu_oai_and_mul``."""
+    return _activated(x, "silu", "pairs", alpha, limit)
+
+
+def swiglu_clamped_and_mul_triton(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """Compute ``swiglu_clamped_and_mul``."""
+    return _activated(x, "clamped silu", "gate first", 1.0, limit)
+
+
+def _activated(
+    x: torch.Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0
+) -> torch.Tensor:
+    """Return the activation ``kind`` of the gates times what they gate.
+
+    Args:
+        order: where a gate and what it gates stand in a row: ``single`` (there is nothing that it
+            gates), ``gate first``, ``gate last`` (halves), or ``pairs``.
+        alpha: factor of the sigmoid's argument, or the threshold.
+        limit: what gates are clamped to from above, and what they gate from both sides.
+    """
+    width = x.shape[-1] if order == "single" else x.shape[-1] // 2
+    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    num_rows = rows.shape[0]
+    tile = row_tile("activation", x.device, width)
+    _activation[(tile.row_blocks(num_rows), tile.column_blocks(width))](
+        rows,
+        y,
+        num_rows,
+        rows.stride(0),
+        float(alpha),
+        float(limit),
+        WIDTH=width,
+        KIND=kind,
+        ORDER=order,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+@triton.jit
+def _activation(
+    x,
+    y,
+    num_rows,
+    x_stride,
+    alpha,
+    limit,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ORDER: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    x += row * x_stride
+    if ORDER == "pairs":
+        gate = tl.load(x + 2 * column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.where(gate > limit, limit, gate)
+        up = _clamped(up, limit) + 1.0
+    elif ORDER == "gate last":
+        gate = tl.load(x + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        gate = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if ORDER == "gate first":
+            up = tl.load(x + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "clamped silu":
+        gate = tl.where(gate > limit, limit, gate)
+        up = _clamped(up, limit)
+    # Comparisons that a NaN fails leave it in its place.
+    if KIND == "relu2":
+        positive = tl.where(gate < 0, 0.0, gate)
+        result = positive * positive
+    elif KIND == "threshold":
+        result = tl.where(gate <= alpha, 0.0, gate)
+    elif KIND == "gelu":
+        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        result = gate / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        result = gate / (1.0 + tl.exp(-alpha * gate))
+    if ORDER != "single":
+        result *= up
+    tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _clamped(value, limit):
+    return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))

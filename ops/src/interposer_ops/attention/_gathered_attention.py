@@ -1,0 +1,107 @@
+"""Decoder attention by functions that take keys of any length without a page table.
+
+What is read of the cache is copied, one sequence after the other; steps of whole prompts read
+their own keys instead. A platform adds the function.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size,
+L cached tokens that are read.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
+from interposer_ops.caches._paged_slots import cumulated, read_slots
+
+__all__ = ["GatheredBackend", "GatheredStep", "window_ends"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStep:
+    """One step without pages.
+
+    Attributes:
+        written: ``[T]`` slots that the step's own tokens go to.
+        read: ``[L]`` slots that are read; None where the step's own keys are all there are.
+        query_starts, key_starts: ``[B + 1]`` int32.
+    """
+
+    written: torch.Tensor
+    read: torch.Tensor | None
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    max_query_tokens: int
+    max_key_tokens: int
+
+
+class GatheredBackend(AttentionBackend):
+    """Whole prompts attend to the step's own keys, everything else to copies from the cache."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
+    ) -> torch.Tensor:
+        """Return causal attention within each sequence; masks are aligned at the newest tokens.
+
+        Args:
+            query: ``[T, N, D]``, contiguous.
+            key, value: ``[L, K, D]``, contiguous; L is T where the step reads nothing.
+        Returns: ``[T, N, D]``, dtype of ``query``.
+        """
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, keys first."""
+        return KVCacheLayout.keys_first(self.spec)
+
+    def plan(self, batch: AttentionBatch) -> GatheredStep:
+        """Return what is read, which is no more than the window where there is one.
+
+        The host waits for the device, to know how many tokens that is.
+        """
+        lengths = batch.seq_lens
+        queries = batch.query_starts.diff()
+        if self.spec.window_tokens is not None:
+            lengths = torch.minimum(lengths, queries + (self.spec.window_tokens - 1))
+        firsts = batch.seq_lens - lengths
+        read: torch.Tensor | None = None
+        if bool((batch.seq_lens == queries).all()):
+            lengths = queries
+        else:
+            read = read_slots(batch.page_table, firsts, lengths, self.spec.page_size)
+        most = max(batch.max_seq_tokens, batch.max_query_tokens)
+        return GatheredStep(
+            batch.slots,
+            read,
+            batch.query_starts.to(torch.int32),
+            cumulated(lengths),
+            batch.max_query_tokens,
+            most,
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: GatheredStep,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
+        keys[plan.written] = key
+        values[plan.written] = value
+        if plan.read is not None:
+            key, value = keys[plan.read], values[plan.read]
+        return self.attend(query.contiguous(), key.contiguous(), value.contiguous(), plan)
+
+
+def window_ends(spec: AttentionSpec) -> tuple[int, int]:
+    """Return how many tokens to the left and right of its own a query sees; -1 is all.
+
+    Flash attention of every make counts them so.
+    """
+    return (-1, -1) if spec.window_tokens is None else (spec.window_tokens - 1, 0)

@@ -1,0 +1,105 @@
+"""Attention over a paged cache, for batches that mix prefill and decode.
+
+Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, M pages of the
+longest sequence, P pages, S page size, Q longest query, L = M S cached tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
+from interposer_ops.attention._paged_attention_cases import (
+    paged_attention_cases,
+    paged_attention_sample,
+)
+
+__all__ = ["paged_attention"]
+
+
+@custom_op(
+    "paged_attention",
+    cases=paged_attention_cases,
+    tolerance=Tolerance(roundings=6),
+    sample=paged_attention_sample,
+    batched=("page_table", "seq_lens", "prefix_lens"),
+    ragged={"query": "query_starts"},
+)
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_tokens: int,
+    scale: float,
+    causal: bool,
+    window_tokens: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from each sequence's newest tokens to what the cache holds of that sequence.
+
+    out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
+    bias = -slope * |distance|, in float32 or wider. Head n reads kv head n // G. The query of
+    sequence b stands at positions seq_lens[b] - query length .. seq_lens[b] - 1, its keys are
+    already in the cache. What an op promises of memory: tokens of ``query``, pages of the caches
+    and rows of ``page_table`` may lie apart.
+
+    Args:
+        query: ``[T, N, D]``, any float dtype.
+        key_cache: ``[P, S, K, D]``, dtype of ``query`` or a narrower one.
+        value_cache: ``[P, S, K, D]``, dtype of ``key_cache``.
+        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
+        query_starts: ``[B + 1]`` int64, ascending, the last is T.
+        seq_lens: ``[B]`` int64, each at least the query length.
+        max_query_tokens: Q, at least 1; no query is longer.
+        scale: factor of the scores.
+        causal: a token sees itself and what is before it; False sees the whole sequence.
+        window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
+        softcap: bound of the scores; None leaves them.
+        sinks: ``[N]``, any float dtype: scores that join each head's softmax and have no value.
+        alibi_slopes: ``[N]`` float32, at least 0; what a token of distance costs a score.
+        prefix_lens: ``[B]`` int64: the first tokens of a sequence see each other in both
+            directions, so far as they are in the cache; the window holds for them too.
+        key_scale: ``[1]`` or ``[K]`` float32: what stored keys are multiplied by; None leaves them.
+        value_scale: ``[1]`` or ``[K]`` float32: the same of values.
+    Returns: ``[T, N, D]``, dtype of ``query``.
+    Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped, sinks, alibi,
+        prefix_lm, cache_dtype (the name of a torch dtype).
+    Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging);
+        arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys = cached(key_cache, page_table, seq_lens, wide)  # [B, L, K, D]
+    values = cached(value_cache, page_table, seq_lens, wide)
+    if key_scale is not None:
+        keys = keys * key_scale.to(wide)[:, None]
+    if value_scale is not None:
+        values = values * value_scale.to(wide)[:, None]
+
+    key_positions = torch.arange(keys.shape[1], device=query.device)  # [L]
+    offsets = torch.arange(max_query_tokens, device=query.device)  # [Q]
+    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
+    distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
+    visible = (key_positions < seq_lens[:, None])[:, None].expand_as(distance)
+    if causal:
+        reached = distance >= 0
+        if prefix_lens is not None:
+            last = torch.maximum(query_positions[:, :, None], key_positions)
+            reached = reached | (last < prefix_lens[:, None, None])
+        visible = visible & reached
+    if window_tokens is not None:
+        visible = visible & (distance < window_tokens)
+    bias = None
+    if alibi_slopes is not None:
+        bias = -alibi_slopes.to(wide)[:, None, None] * distance[:, None].abs()
+    queries = padded(query.to(wide), query_starts, max_query_tokens)
+    mixed, _ = attend(queries, keys, values, visible, scale, softcap, bias, sinks)
+    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)

@@ -1,0 +1,191 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Attention over a paged cache.
+
+Sequences of several queries: a program takes a tile of (query, head) pairs that read one kv head,
+and goes over the keys that any of them sees. Sequences of one query: a program takes one kv head
+and a part of the keys, and ``_join_parts`` joins the parts. Which of them a sequence goes through,
+how its keys are parted and in which order they are summed depends on that sequence alone, whatever
+else the batch holds; not to the bit the same is a token that is now the only query of its sequence
+and now one of several.
+
+Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, M pages of the
+longest sequence, P pages, S page size, C parts at most.
+Source: arXiv:2205.14135 (tiles); the two ways are those of arXiv:2307.08691 and of its authors'
+Flash-Decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops.attention._attention_tiles_triton import (
+    LOG2E,
+    quotient,
+    seen_by_all,
+    seen_by_any,
+)
+from interposer_ops.attention._paged_keys_triton import over_keys, paged_tile
+from interposer_ops.attention._paged_parts_triton import mix_parts
+
+__all__ = ["paged_attention_triton"]
+
+
+def paged_attention_triton(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_tokens: int,
+    scale: float,
+    causal: bool,
+    window_tokens: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``paged_attention``."""
+    num_tokens, num_heads, head_size = query.shape
+    page_size, num_kv_heads = key_cache.shape[1:3]
+    out = query.new_empty(query.shape)
+    if num_tokens == 0:
+        return out
+    if window_tokens is not None:
+        # No sequence is longer, and what is computed with it stays a 32-bit integer.
+        window_tokens = min(window_tokens, page_table.shape[1] * page_size)
+    batch = query_starts, seq_lens, prefix_lens
+    cache = key_cache, value_cache, page_table
+    masks = alibi_slopes, key_scale, scale, softcap, window_tokens
+    strides = query.stride(0), key_cache.stride(0), value_cache.stride(0), page_table.stride(0)
+    sizes = {
+        "CAUSAL": causal,
+        "SCALES": 1 if key_scale is None else key_scale.shape[0],
+        "PAGE_SIZE": page_size,
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_SIZE": head_size,
+    }
+    if max_query_tokens > 1:
+        tile = paged_tile("paged_attention", query.device, head_size, query.element_size())
+        tiles = triton.cdiv(max_query_tokens * sizes["GROUP"], tile.rows)
+        _mix_tile[(tiles, num_kv_heads, seq_lens.shape[0])](
+            query,
+            *cache,
+            *batch,
+            *masks,
+            *strides,
+            out,
+            sinks,
+            value_scale,
+            **sizes,
+            VALUE_SCALES=1 if value_scale is None else value_scale.shape[0],
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    # Also in a batch of longer ones there may be sequences of one query.
+    mix_parts(query, cache, batch, masks, strides, sizes, out, sinks, value_scale)
+    return out
+
+
+@triton.jit
+def _mix_tile(
+    query,
+    key_cache,
+    value_cache,
+    page_table,
+    query_starts,
+    seq_lens,
+    prefix_lens,
+    slopes,
+    key_scale,
+    scale,
+    softcap,
+    window,
+    query_stride,
+    key_stride,
+    value_stride,
+    table_stride,
+    out,
+    sinks,
+    value_scale,
+    CAUSAL: tl.constexpr,
+    SCALES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    sequence = tl.program_id(2)
+    kv_head = tl.program_id(1)
+    begin = tl.load(query_starts + sequence)
+    num_queries = (tl.load(query_starts + sequence + 1) - begin).to(tl.int32)
+    first_row = tl.program_id(0) * ROWS
+    if num_queries < 2 or first_row >= num_queries * GROUP:
+        return
+    num_keys = tl.load(seq_lens + sequence).to(tl.int32)
+    context = num_keys - num_queries
+    prefix = None if prefix_lens is None else tl.load(prefix_lens + sequence).to(tl.int32)
+
+    row = first_row + tl.arange(0, ROWS)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    there = token < num_queries
+    element = tl.arange(0, COLUMNS)[None, :]
+    inside = there[:, None] & (element < HEAD_SIZE)
+    rows = (begin + token)[:, None]
+    within = head[:, None] * HEAD_SIZE + element
+    q = tl.load(query + rows * query_stride + within, mask=inside, other=0.0)
+    positions = (context + token)[:, None]
+    slope = None if slopes is None else tl.load(slopes + head, mask=there, other=0.0)[:, None]
+    if key_scale is not None:
+        scale = scale * tl.load(key_scale + kv_head % SCALES)
+    total = tl.zeros([ROWS], tl.float32)
+    largest = total - float("inf")
+    if sinks is not None:
+        largest = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+
+    first = context + first_row // GROUP
+    last = context + tl.minimum((first_row + ROWS - 1) // GROUP, num_queries - 1)
+    start, end = seen_by_any(first, last, num_keys, window, prefix, CAUSAL, False)
+    # At multiples of KEYS, so that sums do not depend on where among the rows a query stands.
+    start = start // KEYS * KEYS
+    keys = key_cache + kv_head * HEAD_SIZE
+    values = value_cache + kv_head * HEAD_SIZE
+    pages = page_table + sequence.to(tl.int64) * table_stride
+    # fmt: off
+    if window is None:
+        # Keys that all queries see need no mask. A window leaves few of them, and code is not free.
+        _, clear = seen_by_all(first, last, num_keys, window, prefix, CAUSAL, False)
+        clear = clear // KEYS * KEYS
+        largest, total, mixed = over_keys(
+            start, clear, q, positions, largest, total, mixed, keys, values, pages, num_keys,
+            prefix, slope, scale, softcap, window, key_stride, value_stride,
+            CAUSAL, False, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
+        )
+        start = clear
+    largest, total, mixed = over_keys(
+        start, end, q, positions, largest, total, mixed, keys, values, pages, num_keys,
+        prefix, slope, scale, softcap, window, key_stride, value_stride,
+        CAUSAL, True, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
+    )
+    # fmt: on
+    result = quotient(mixed, total)
+    if value_scale is not None:
+        result *= tl.load(value_scale + kv_head % VALUE_SCALES)
+    target = out + rows * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + within
+    tl.store(target, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,116 @@
+"""Decoder attention through torch's scaled dot products, whichever kernels torch has for them.
+
+It copies what is read of the cache, and waits for the host once per step, so that it is no match
+for kernels that read pages where they lie; it serves where these cannot be had. Platforms offer it
+by records of their own. Results are tested on the processor; on an accelerator it was not run.
+
+Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
+S page size, L cached tokens that are read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Verdict,
+)
+from interposer_ops.attention._sdpa_plan import Decodes, Plan, Prompt, make_plan
+
+__all__ = ["SdpaBackend"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SdpaBackend(AttentionBackend):
+    """Whole prompts attend to the step's own keys, everything else to copies from the cache."""
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders with a plain cache and plain scores."""
+        if spec.dtype not in _DTYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        if spec.softcap is not None:
+            return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
+        return spec.judge_plain_decoder()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, keys first."""
+        return KVCacheLayout.keys_first(self.spec)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Return slots and masks, on the device."""
+        return make_plan(batch, self.spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Plan,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
+        keys[plan.slots] = key
+        values[plan.slots] = value
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for part in plan.parts:
+            if isinstance(part, Decodes):
+                out[part.rows] = self._decode(query[part.rows], keys, values, part)
+            elif part.slots is None:
+                rows = part.rows
+                out[rows] = self._prompt(query[rows], key[rows], value[rows])
+            else:
+                out[part.rows] = self._chunk(query[part.rows], keys, values, part)
+        return out
+
+    def _prompt(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return attention of ``[T, N, D]`` to the tokens before each."""
+        query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.spec.scale, enable_gqa=True
+        )
+        rows: torch.Tensor = out[0].transpose(0, 1)
+        return rows
+
+    def _chunk(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Prompt
+    ) -> torch.Tensor:
+        """Return attention of ``[T, N, D]`` to slots of the cache.
+
+        The heads of a group are rows of one product: with a mask, torch's memory-efficient kernel
+        takes no groups.
+        """
+        assert part.slots is not None
+        assert part.seen is not None
+        own_keys, own_values = (t[part.slots].transpose(0, 1)[None] for t in (keys, values))
+        folded = query.unflatten(1, (self.spec.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        mask = part.seen.repeat(query.shape[1] // self.spec.num_kv_heads, 1)  # [G T, L]
+        out = functional.scaled_dot_product_attention(
+            folded[None], own_keys, own_values, attn_mask=mask, scale=self.spec.scale
+        )
+        heads: torch.Tensor = out[0].unflatten(1, (-1, len(query))).flatten(0, 1)
+        return heads.transpose(0, 1)
+
+    def _decode(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Decodes
+    ) -> torch.Tensor:
+        """Return attention of one query ``[B, N, D]`` each; a group's heads are rows."""
+        # Each [B, K, L, D].
+        own_keys, own_values = (t[part.slots].transpose(1, 2) for t in (keys, values))
+        folded = query.unflatten(1, (self.spec.num_kv_heads, -1))  # [B, K, G, D]
+        out = functional.scaled_dot_product_attention(
+            folded,
+            own_keys,
+            own_values,
+            attn_mask=part.seen[:, None, None],
+            scale=self.spec.scale,
+        )
+        return out.flatten(1, 2)

@@ -1,0 +1,99 @@
+"""The choice of the tokens that sparse attention reads.
+
+Dimensions: T tokens, I indexer heads, D size of an indexer head, B sequences, M pages of the
+longest sequence, P pages, S page size, L tokens of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.attention._dense_attention import cached, positions_of
+from interposer_ops.attention._sparse_attention_cases import (
+    indexer_scores_cases,
+    indexer_scores_sample,
+    indexer_topk_cases,
+    indexer_topk_sample,
+)
+
+__all__ = ["indexer_scores", "indexer_topk"]
+
+
+@custom_op(
+    "indexer_scores",
+    cases=indexer_scores_cases,
+    tolerance=Tolerance(roundings=1),
+    sample=indexer_scores_sample,
+)
+def indexer_scores(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_tokens: int,
+    key_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Score every token that a token may attend to by the heads of an indexer.
+
+    score = sum over heads of weight * max(q k, 0) * key scale, in float32 or wider, for keys up to
+    the token itself; -inf for what follows it. The query of sequence b stands at positions
+    seq_lens[b] - query length .. seq_lens[b] - 1, its keys are already in the cache. Tokens of
+    ``query`` and ``weights``, pages of the cache and rows of ``page_table`` may lie apart in
+    memory.
+
+    Args:
+        query: ``[T, I, D]``, any float dtype.
+        keys: ``[P, S, D]``, dtype of ``query`` or a narrower one; one key for all heads.
+        weights: ``[T, I]`` float32, of any sign.
+        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
+        query_starts: ``[B + 1]`` int64, ascending, the last is T.
+        seq_lens: ``[B]`` int64, each at least the query length.
+        max_seq_tokens: L, at least the longest of ``seq_lens``.
+        key_scales: ``[P, S]`` float32, at least 0: what a stored key is multiplied by; None leaves
+            the keys.
+    Returns: ``[T, L]``, float32 or wider.
+    Dims: num_heads (I), head_size, page_size, cache_dtype (the name of a torch dtype).
+    Source: DeepSeek-V3.2-Exp technical report, lightning indexer.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    held = cached(keys, page_table, seq_lens, wide)  # [B, M S, D]
+    if key_scales is not None:
+        held = held * cached(key_scales, page_table, seq_lens, wide)[..., None]
+    held = functional.pad(held, (0, 0, 0, max_seq_tokens - held.shape[1]))  # [B, L, D]
+    sequence, offset = positions_of(query_starts, query.shape[0])
+    products = torch.einsum("tid,tld->til", query.to(wide), held[sequence])
+    scores = torch.einsum("til,ti->tl", products.relu(), weights.to(wide))
+    positions = (seq_lens - query_starts.diff())[sequence] + offset  # [T]
+    visible = torch.arange(max_seq_tokens, device=query.device) <= positions[:, None]
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+@custom_op(
+    "indexer_topk",
+    cases=indexer_topk_cases,
+    sample=indexer_topk_sample,
+    batched=("scores",),
+)
+def indexer_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return where the ``top_k`` largest scores of each row stand, in ascending order.
+
+    A score of -inf is never among them: rows with fewer others end in -1. Of scores that are equal
+    to the smallest one chosen, which are chosen is not said. Rows of ``scores`` may lie apart in
+    memory.
+
+    Args:
+        scores: ``[T, L]``, any float dtype, no NaN.
+        top_k: at least 1; may exceed L.
+    Returns: ``[T, top_k]`` int32.
+    Dims: top_k.
+    Source: DeepSeek-V3.2-Exp technical report, fine-grained token selection.
+    """
+    length = scores.shape[1]
+    values, indices = scores.topk(min(top_k, length), dim=-1)
+    chosen = torch.where(values > -torch.inf, indices, length).sort(-1).values
+    chosen = functional.pad(chosen, (0, top_k - chosen.shape[1]), value=length)
+    return torch.where(chosen < length, chosen, -1).int()

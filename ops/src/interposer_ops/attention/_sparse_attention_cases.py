@@ -1,0 +1,225 @@
+"""Cases of the indexer of sparse attention.
+
+Dimensions: T tokens, I indexer heads, D size of an indexer head, P pages, S page size, L tokens of
+the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops._case_pruning import combined
+from interposer_ops.attention._paged_attention_cases import cache_dtype_name
+from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, paged
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, uniform
+from interposer_testing.workload import typical_sequences
+
+__all__ = [
+    "indexer_scores_cases",
+    "indexer_scores_sample",
+    "indexer_topk_cases",
+    "indexer_topk_sample",
+]
+
+_HEADS = {
+    "": (4, 32),
+    "one head": (1, 32),
+    "odd": (3, 20),
+    "size 64": (8, 64),
+    "size 128": (4, 128),
+    "64 heads": (64, 16),
+}
+_FEATURES: dict[str, dict[str, Any]] = {
+    "": {},
+    "positive weights": {"least_weight": 0.0},
+    "zero weights": {"weight_peak": 0.0},
+    "large products": {"query_peak": 60.0},
+    "e4m3 keys": {"cache_dtype": torch.float8_e4m3fn},
+    "e4m3 keys with scales": {"cache_dtype": torch.float8_e4m3fn, "scaled": True},
+    "e5m2 keys with scales": {"cache_dtype": torch.float8_e5m2, "scaled": True},
+    "keys with scales": {"scaled": True},
+}
+_SPARE = {"": 0, "longer rows": 5}
+_AXES = (
+    Axis("batch", LENGTHS),
+    Axis("heads", _HEADS),
+    Axis("feature", _FEATURES),
+    Axis("row", _SPARE),
+)
+_PAIRED = {
+    "batch": ("decode", "chunk after a prefix", "several pages", "page of 16", "long"),
+    "heads": ("odd", "size 128", "64 heads"),
+    "feature": ("zero weights", "large products", "e4m3 keys with scales"),
+    "row": ("longer rows",),
+}
+
+
+def _scores(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    options = {**point["feature"], "spare": point["row"]}
+    return _scores_case(point["batch"], point["heads"], options, dtype, generator)
+
+
+indexer_scores_cases = CaseSpace(
+    _scores,
+    *_AXES,
+    strided={
+        **dict.fromkeys(("query", "keys", "weights", "page_table", "key_scales"), "outer"),
+        **dict.fromkeys(("query_starts", "seq_lens"), "offset"),
+    },
+    crossed={
+        "batch": ("", "decode", "long"),
+        "heads": ("", "odd"),
+        "feature": ("", "e4m3 keys with scales"),
+        "row": ("",),
+    },
+    alone={"batch": ("no sequences",)},
+    valid=combined(_AXES, _PAIRED),
+)
+"""Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
+
+
+def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return a typical step over a cache of shuffled pages."""
+    name = str(dims["cache_dtype"])
+    lengths = Lengths(typical_sequences(num_tokens), int(dims["page_size"]))
+    heads = int(dims["num_heads"]), int(dims["head_size"])
+    options = {"cache_dtype": getattr(torch, name), "scaled": name != cache_dtype_name(dtype)}
+    generator = torch.Generator().manual_seed(seed)
+    return _scores_case(lengths, heads, options, dtype, generator, f"{num_tokens} tokens")
+
+
+def _scores_case(
+    lengths: Lengths,
+    sizes: tuple[int, int],
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    heads, head_size = sizes
+    batch = paged(lengths, generator)
+    most, heaviest = options.get("query_peak", 1.0), options.get("weight_peak", 1.0)
+    lightest = options.get("least_weight", -heaviest)
+    query = uniform((lengths.num_tokens, heads, head_size), dtype, generator, -most, most)
+    weights = uniform(query.shape[:2], torch.float32, generator, lightest, heaviest)
+    scales, stored_dtype = None, options.get("cache_dtype", dtype)
+    stored = uniform((len(batch.slots), head_size), torch.float32, generator)
+    factors = torch.ones(len(batch.slots))
+    if options.get("scaled"):  # numbers up to 1 then fill the range of 8 bits
+        factors = uniform(factors.shape, torch.float32, generator, 0.004, 0.02)
+        scales = batch.filled(factors)
+    keys = (stored / factors[:, None]).to(stored_dtype)
+    arguments = {
+        "query": query,
+        "keys": batch.filled(keys),
+        "weights": weights,
+        **batch.arguments,
+        "max_seq_tokens": lengths.longest + options.get("spare", 0),
+        "key_scales": scales,
+    }
+    dims: Dims = {
+        "num_heads": heads,
+        "head_size": head_size,
+        "page_size": lengths.page_size,
+        "cache_dtype": cache_dtype_name(stored_dtype),
+    }
+    # A product is a sum of D terms, a score one of I weighted products.
+    product = longest_row(query) * longest_row(keys.float() * factors[:, None])
+    weighted = float(weights.abs().sum(-1).max()) if weights.numel() else 0.0
+    return Case(
+        label, arguments, dims, reduction=head_size + heads + 2, magnitude=product * weighted
+    )
+
+
+# Tokens and length of a row.
+_ROWS = {
+    "": (5, 64),
+    "one row": (1, 64),
+    "one score": (2, 1),
+    "odd": (7, 127),
+    "after a power of two": (3, 1025),
+    "long": (2, 5000),
+    "no rows": (0, 64),
+}
+_TOP_K = {"": 8, "top one": 1, "top 13": 13, "top 64": 64, "top 2048": 2048}
+# How many scores of a row are visible, of its length; the first ones, or spread over the row.
+_VISIBLE: dict[str, tuple[float, bool]] = {
+    "": (1.0, False),
+    "causal": (0.5, False),
+    "a few": (0.05, False),
+    "holes": (0.5, True),
+    "none in some rows": (0.0, False),
+}
+_NUMBERS = {"": "normal", "negative": "negative", "repeated": "repeated", "large": "large"}
+
+
+def _topk(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    return _topk_case(
+        point["row"], point["top_k"], point["visible"], point["numbers"], dtype, generator
+    )
+
+
+_TOPK_AXES = (
+    Axis("row", _ROWS),
+    Axis("top_k", _TOP_K),
+    Axis("visible", _VISIBLE),
+    Axis("numbers", _NUMBERS),
+)
+
+indexer_topk_cases = CaseSpace(
+    _topk,
+    *_TOPK_AXES,
+    strided={"scores": "outer"},
+    crossed={"row": ("", "odd"), "top_k": ("", "top 64"), "visible": ("", "holes")},
+    alone={"row": ("no rows",)},
+    valid=combined(
+        _TOPK_AXES, {"row": ("odd", "after a power of two"), "top_k": ("top one", "top 64")}
+    ),
+)
+"""Rows longer and shorter than what is chosen, visible in part; equal scores inside the choice."""
+
+
+def indexer_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the scores of a typical step."""
+    rows = (num_tokens, max(tokens for tokens, _ in typical_sequences(num_tokens)))
+    generator = torch.Generator().manual_seed(seed)
+    top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
+    return _topk_case(rows, top_k, (1.0, False), "normal", dtype, generator, label)
+
+
+def _topk_case(
+    shape: tuple[int, int],
+    top_k: int,
+    visible: tuple[float, bool],
+    numbers: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    scores = normal(shape, dtype, generator, 1e4 if numbers == "large" else 1.0)
+    if numbers == "negative":
+        scores = -scores.abs() - 1
+    if numbers == "repeated":
+        scores = torch.randint(-3, 4, shape, generator=generator).to(dtype)
+    share, spread = visible
+    for row, own in enumerate(scores):
+        kept = round((share or row % 2) * shape[1])
+        places = torch.randperm(shape[1], generator=generator) if spread else torch.arange(shape[1])
+        own[places[kept:]] = -torch.inf
+    return Case(label, {"scores": _decided(scores, top_k), "top_k": top_k}, {"top_k": top_k})
+
+
+def _decided(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return ``scores`` with those lowered that equal the smallest chosen one, but are not."""
+    if not scores.numel() or top_k >= scores.shape[1]:
+        return scores
+    values, indices = scores.topk(top_k, dim=-1)
+    smallest = values[:, -1:]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, indices, True)
+    # Further away than any dtype here rounds.
+    lower = torch.where(smallest > 0, smallest / 2, 2 * smallest) - 1
+    return torch.where((scores == smallest) & ~chosen, lower, scores)

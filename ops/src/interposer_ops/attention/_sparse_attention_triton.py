@@ -1,0 +1,160 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Scores of the tokens that sparse attention chooses from.
+
+T tokens, I indexer heads, D size of an indexer head, B sequences, P pages, S page size, L tokens of
+the longest sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops.attention._sequences_triton import context_of, sequence_of
+
+__all__ = ["indexer_scores_triton"]
+
+_LEAST = 16  # of a side of the tiles that tl.dot multiplies
+_MOST_PROGRAMS = 65535  # along the second axis of a grid
+
+
+def indexer_scores_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_tokens: int,
+    key_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``indexer_scores``; heads are the rows of a tile, a key is scaled at the end."""
+    num_tokens, num_heads, head_size = query.shape
+    shape = num_tokens, max_seq_tokens
+    scores = torch.empty(shape, dtype=torch.float32, device=query.device)
+    if scores.numel() == 0:
+        return scores
+    tile = _tile(query.device, query.dtype, num_heads, head_size)
+    key_blocks = -(-max_seq_tokens // tile.keys)
+    for first in range(0, num_tokens, _MOST_PROGRAMS):
+        _score[(key_blocks, min(_MOST_PROGRAMS, num_tokens - first))](
+            query,
+            keys,
+            weights,
+            page_table,
+            query_starts,
+            seq_lens,
+            key_scales,
+            scores,
+            first,
+            max_seq_tokens,
+            page_table.shape[0],
+            query.stride(0),
+            keys.stride(0),
+            weights.stride(0),
+            page_table.stride(0),
+            0 if key_scales is None else key_scales.stride(0),
+            NUM_HEADS=num_heads,
+            HEAD_SIZE=head_size,
+            PAGE_SIZE=keys.shape[1],
+            HEADS=tile.heads,
+            KEYS=tile.keys,
+            STEP=tile.step,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return scores
+
+
+class _Tile(NamedTuple):
+    """What a program treats at once, ``step`` elements of a head at a time."""
+
+    heads: int
+    keys: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+@per_device
+def _tile(device: torch.device, dtype: torch.dtype, num_heads: int, head_size: int) -> _Tile:
+    """Return the tile for heads of this number and size; it depends on nothing else.
+
+    Blocks: ``heads`` and ``keys``, the most of a tile; ``step``, the most elements.
+    """
+    name = "indexer_scores_float32" if dtype == torch.float32 else "indexer_scores"
+    parameters = parameters_for(name, device)
+    blocks = parameters.blocks
+    return _Tile(
+        min(blocks["heads"], max(_LEAST, triton.next_power_of_2(num_heads))),
+        blocks["keys"],
+        min(blocks["step"], max(_LEAST, triton.next_power_of_2(head_size))),
+        parameters.num_warps,
+        parameters.num_stages,
+    )
+
+
+@triton.jit
+def _score(
+    query,
+    keys,
+    weights,
+    page_table,
+    query_starts,
+    seq_lens,
+    key_scales,
+    scores,
+    first_token,
+    max_seq_tokens,
+    num_sequences,
+    query_stride,
+    page_stride,
+    weights_stride,
+    table_stride,
+    scales_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    token = first_token + tl.program_id(1).to(tl.int64)
+    position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    target = scores + token * max_seq_tokens + position
+    inside = position < max_seq_tokens
+    sequence = sequence_of(token, query_starts, num_sequences)
+    num_seen = context_of(token, sequence, query_starts, seq_lens)
+    if tl.program_id(0) * KEYS >= num_seen:
+        tl.store(target, tl.full([KEYS], float("-inf"), tl.float32), mask=inside)
+        return
+
+    seen = position < num_seen
+    pages = page_table + sequence.to(tl.int64) * table_stride
+    page = tl.load(pages + position // PAGE_SIZE, mask=seen, other=0)
+    slot = position % PAGE_SIZE
+    rows = keys + page * page_stride + slot * HEAD_SIZE
+    total = tl.zeros([KEYS], tl.float32)
+    for first in range(0, NUM_HEADS, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        there = head < NUM_HEADS
+        products = tl.zeros([HEADS, KEYS], tl.float32)
+        for start in range(0, HEAD_SIZE, STEP):
+            element = start + tl.arange(0, STEP)[None, :]
+            known = element < HEAD_SIZE
+            source = query + token * query_stride + head * HEAD_SIZE + element
+            q = tl.load(source, mask=there & known, other=0.0)
+            k = tl.load(rows[:, None] + element, mask=seen[:, None] & known, other=0.0)
+            k = k.to(query.dtype.element_ty)  # exact: keys are as narrow as it, or narrower
+            products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+        weight = tl.load(weights + token * weights_stride + head, mask=there, other=0.0)
+        # Of a NaN maximum(x, 0) may make 0.
+        positive = tl.where(products < 0.0, 0.0, products)
+        total += tl.sum(positive * weight.to(tl.float32), 0)
+    if key_scales is not None:
+        total *= tl.load(key_scales + page * scales_stride + slot, mask=seen, other=0.0)
+    tl.store(target, tl.where(seen, total, float("-inf")), mask=inside)

@@ -1,0 +1,56 @@
+"""Writing and reading of paged KV caches, plain, rounded to 8 bits, and latent.
+
+Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_ops.caches._cache_writer import CacheWriter
+    from interposer_ops.caches._fp8_cache import gather_cache_fp8, reshape_and_cache_fp8
+    from interposer_ops.caches._int8_cache import gather_cache_int8, reshape_and_cache_int8
+    from interposer_ops.caches._kv_cache import (
+        copy_pages,
+        gather_cache,
+        reshape_and_cache,
+        slots_of_positions,
+    )
+    from interposer_ops.caches._mla_cache import write_latent_cache
+    from interposer_ops.caches._paged_slots import cumulated, read_slots
+
+__all__ = [
+    "CacheWriter",
+    "copy_pages",
+    "cumulated",
+    "gather_cache",
+    "gather_cache_fp8",
+    "gather_cache_int8",
+    "read_slots",
+    "reshape_and_cache",
+    "reshape_and_cache_fp8",
+    "reshape_and_cache_int8",
+    "slots_of_positions",
+    "write_latent_cache",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_ops.caches._cache_writer": "CacheWriter",
+        "interposer_ops.caches._fp8_cache": "gather_cache_fp8 reshape_and_cache_fp8",
+        "interposer_ops.caches._int8_cache": "gather_cache_int8 reshape_and_cache_int8",
+        "interposer_ops.caches._kv_cache": (
+            "copy_pages gather_cache reshape_and_cache slots_of_positions"
+        ),
+        "interposer_ops.caches._mla_cache": "write_latent_cache",
+        "interposer_ops.caches._paged_slots": "cumulated read_slots",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

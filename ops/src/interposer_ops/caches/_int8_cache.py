@@ -1,0 +1,94 @@
+"""A paged cache of whole numbers of 8 bits, with scales.
+
+Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
+pages, S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.caches._int8_cache_cases import (
+    gather_cache_int8_cases,
+    gather_cache_int8_sample,
+    reshape_and_cache_int8_cases,
+    reshape_and_cache_int8_sample,
+)
+from interposer_ops.caches._kv_cache import gathered_rows
+
+__all__ = ["gather_cache_int8", "reshape_and_cache_int8"]
+
+
+@custom_op(
+    "reshape_and_cache_int8",
+    cases=reshape_and_cache_int8_cases,
+    mutates=("key_cache", "value_cache"),
+    constants=("key_scale", "value_scale"),
+    tolerance=Tolerance(roundings=0),
+    sample=reshape_and_cache_int8_sample,
+    batched=("key", "value", "slots"),
+)
+def reshape_and_cache_int8(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    key_scale: torch.Tensor,
+    value_scale: torch.Tensor,
+) -> None:
+    """Store each token's key and value in its slot, divided by a scale and rounded.
+
+    stored = clamp(round(x / scale), -128, 127), half to even. There is no zero point: 0 is 0.
+
+    Args:
+        key: ``[T, K, D]``, any float dtype; infinities saturate, what is no number becomes any;
+            tokens may skip memory.
+        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
+        key_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
+        value_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+        key_scale: ``[1]`` or ``[K]`` float32, positive.
+        value_scale: shape and dtype of ``key_scale``.
+    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    """
+    page_size = key_cache.shape[1]
+    pages, offsets = slots // page_size, slots % page_size
+    for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
+        codes = (x.to(scale.dtype) / scale[:, None]).round().clamp(-128, 127)
+        cache[pages, offsets] = codes.to(torch.int8).to(cache.dtype)
+
+
+@custom_op(
+    "gather_cache_int8",
+    cases=gather_cache_int8_cases,
+    constants=("scale",),
+    # The product may be rounded from float32 or from more, on either side of a tie.
+    tolerance=Tolerance(roundings=2),
+    sample=gather_cache_int8_sample,
+)
+def gather_cache_int8(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    scale: torch.Tensor,
+    num_tokens: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return what ``gather_cache`` returns, times a scale.
+
+    Args:
+        cache: ``[P, S, K, D]`` int8; pages may skip memory.
+        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
+        seq_lens: ``[B]`` int64, tokens to gather of each sequence, at most T together.
+        starts: ``[B]`` int64, position of the first of them.
+        scale: ``[1]`` or ``[K]`` float32.
+        num_tokens: T.
+        out_dtype: any float dtype.
+    Returns: ``[T, K, D]``, ``out_dtype``.
+    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    """
+    stored = gathered_rows(cache.to(scale.dtype), page_table, seq_lens, starts, num_tokens)
+    return (stored * scale[:, None]).to(out_dtype)

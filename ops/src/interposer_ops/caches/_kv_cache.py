@@ -1,0 +1,155 @@
+"""Writing to, reading from and copying within a paged cache.
+
+Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
+pages, S page size, C copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.caches._kv_cache_cases import (
+    copy_pages_cases,
+    gather_cache_cases,
+    gather_cache_sample,
+    reshape_and_cache_cases,
+    reshape_and_cache_sample,
+    slots_of_positions_cases,
+    slots_of_positions_sample,
+)
+
+__all__ = ["copy_pages", "gather_cache", "gathered_rows", "reshape_and_cache", "slots_of_positions"]
+
+
+@custom_op(
+    "reshape_and_cache",
+    cases=reshape_and_cache_cases,
+    mutates=("key_cache", "value_cache"),
+    tolerance=Tolerance(roundings=0),
+    sample=reshape_and_cache_sample,
+    batched=("key", "value", "slots"),
+)
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Store each token's key and value in its slot.
+
+    Padding goes to the slots of a page that nobody reads, so that every slot is valid.
+
+    Args:
+        key: ``[T, K, D]``, any float dtype; tokens may skip memory.
+        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
+        key_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may skip memory.
+        value_cache: ``[P, S, K, D]``, dtype of ``key``, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+    Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped.
+    """
+    page_size = key_cache.shape[1]
+    pages, offsets = slots // page_size, slots % page_size
+    key_cache[pages, offsets] = key
+    value_cache[pages, offsets] = value
+
+
+@custom_op(
+    "gather_cache",
+    cases=gather_cache_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=gather_cache_sample,
+)
+def gather_cache(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Return tokens of the cache one sequence after the other, zeros after the last one.
+
+    Of sequence b these are the tokens at the positions from ``starts[b]`` on, ``seq_lens[b]`` in
+    number: all of it, or one chunk.
+
+    Args:
+        cache: ``[P, S, K, D]``, any float dtype; pages may skip memory.
+        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
+        seq_lens: ``[B]`` int64, at most T together.
+        starts: ``[B]`` int64.
+        num_tokens: T.
+    Returns: ``[T, K, D]``, dtype of ``cache``.
+    Dims: num_kv_heads, head_size, page_size.
+    """
+    return gathered_rows(cache, page_table, seq_lens, starts, num_tokens)
+
+
+@custom_op(
+    "copy_pages",
+    cases=copy_pages_cases,
+    mutates=("key_cache", "value_cache"),
+    tolerance=Tolerance(roundings=0),
+)
+def copy_pages(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+) -> None:
+    """Copy whole pages of keys and values, as when a sequence is forked.
+
+    Args:
+        key_cache: ``[P, S, K, D]``, any float dtype, written in place; pages may skip memory.
+        value_cache: shape and dtype of ``key_cache``, written in place; pages may skip memory.
+        sources: ``[C]`` int64, pages; one may be copied to several targets.
+        targets: ``[C]`` int64, distinct pages, none of them a source.
+    Dims: num_kv_heads, head_size, page_size.
+    """
+    key_cache[targets] = key_cache[sources]
+    value_cache[targets] = value_cache[sources]
+
+
+@custom_op(
+    "slots_of_positions",
+    cases=slots_of_positions_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=slots_of_positions_sample,
+    batched=("sequences", "positions"),
+)
+def slots_of_positions(
+    page_table: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Return the slot of every token: page * S + offset of its position within its sequence.
+
+    Args:
+        page_table: ``[B, M]`` int64 or int32.
+        sequences: ``[T]`` int64, row of the page table.
+        positions: ``[T]`` int64, below M * S.
+        page_size: S.
+    Returns: ``[T]`` int64.
+    Dims: page_size.
+    """
+    pages = page_table[sequences, positions // page_size].long()
+    return pages * page_size + positions % page_size
+
+
+def gathered_rows(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Return what the op ``gather_cache`` does."""
+    num_sequences, most_pages = page_table.shape
+    if not num_sequences or not most_pages:
+        return cache.new_zeros((num_tokens, *cache.shape[2:]))
+    rows = torch.arange(num_tokens, device=cache.device)
+    ends = seq_lens.cumsum(0)
+    found = torch.searchsorted(ends, rows, right=True)  # how many sequences end up to this row
+    sequence = found.clamp(max=num_sequences - 1)
+    position = starts[sequence] + rows - (ends - seq_lens)[sequence]
+    page = page_table[sequence, (position // cache.shape[1]).clamp(max=most_pages - 1)]
+    stored = cache[page, position % cache.shape[1]]
+    return torch.where((found < num_sequences)[:, None, None], stored, torch.zeros_like(stored))

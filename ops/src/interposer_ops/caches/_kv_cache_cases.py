@@ -1,0 +1,288 @@
+"""Cases of the paged cache.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
+sequence, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops.caches._paging_cases import SPARE_PAGES, attention_dims, caches, scattered
+from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_testing.workload import typical_sequences
+
+__all__ = [
+    "BATCHES",
+    "HEADS",
+    "PAGE_SIZES",
+    "TOKENS",
+    "cache_dims",
+    "copy_pages_cases",
+    "gather_cache_cases",
+    "gather_cache_sample",
+    "gathering",
+    "reshape_and_cache_cases",
+    "reshape_and_cache_sample",
+    "slots_of_positions_cases",
+    "slots_of_positions_sample",
+    "step_slots",
+    "typical_gathering",
+]
+
+FP8 = torch.float8_e4m3fn
+HEADS = {  # K, D
+    "": (2, 64),
+    "head size 128 of one kv head": (1, 128),
+    "odd sizes": (3, 20),
+    "head size 80": (2, 80),
+    "head size 256": (2, 256),
+    "head size 1": (5, 1),
+}
+PAGE_SIZES = {"": 16, "page of 4": 4, "page of one": 1, "page of 12": 12}
+# None fills every slot of the cache.
+TOKENS = {"many tokens": 33, "one token": 1, "every slot": None, "no tokens": 0}
+# (first position, number of tokens) of every sequence that is gathered.
+BATCHES = {
+    "one sequence": ((0, 9),),
+    "several": ((0, 9), (0, 7), (0, 12), (0, 1)),
+    "around page edges": ((0, 15), (0, 16), (0, 17), (0, 3), (0, 4), (0, 5)),
+    "chunks": ((5, 8), (16, 4), (11, 13)),
+    "some without a token": ((0, 0), (3, 6), (7, 0), (0, 5), (0, 0)),
+    "no sequences": (),
+}
+
+
+def _reshape_and_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (kv_heads, head_size), page_size = point["heads"], point["page size"]
+    tokens = point["tokens"]
+    num_pages = max(6, -(-(tokens or 0) // page_size))
+    num_slots = num_pages * page_size
+    shape = (num_slots if tokens is None else tokens, kv_heads, head_size)
+    keys, values = caches((num_pages, page_size, kv_heads, head_size), dtype, paired=False)
+    arguments = {
+        "key": normal(shape, dtype, generator),
+        "value": normal(shape, dtype, generator),
+        "key_cache": keys,
+        "value_cache": values,
+        "slots": torch.randperm(num_slots, generator=generator)[: shape[0]],
+    }
+    dims = attention_dims(2 * kv_heads, kv_heads, head_size, page_size)
+    return Case("", arguments, dims, reduction=0)
+
+
+reshape_and_cache_cases = CaseSpace(
+    _reshape_and_cache,
+    Axis("tokens", TOKENS),
+    Axis("heads", HEADS),
+    Axis("page size", PAGE_SIZES),
+    strided={
+        "key": "outer",
+        "value": "outer",
+        "key_cache": "outer",
+        "value_cache": "outer",
+        "slots": "offset",
+    },
+    special={
+        "key": ("infinities", "NaN", "subnormals", "negative zeros"),
+        "value": ("infinities", "NaN", "subnormals", "negative zeros"),
+    },
+    crossed={
+        "tokens": ("many tokens",),
+        "heads": ("", "odd sizes"),
+        "page size": ("", "page of one"),
+    },
+    alone={"tokens": ("no tokens",)},
+)
+"""Tokens for scattered slots; slots that get no token hold NaN and must keep it."""
+
+
+def reshape_and_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return keys that were rotated and values cut out of the projection, for a typical step."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads = int(dims["num_heads"]), int(dims["num_kv_heads"])
+    head_size, page_size = int(dims["head_size"]), int(dims["page_size"])
+    num_pages, slots = step_slots(num_tokens, page_size, generator)
+    shape = (num_pages, page_size, kv_heads, head_size)
+    keys, values = caches(shape, dtype, paired=False)
+    projection = normal((num_tokens, heads + 2 * kv_heads, head_size), dtype, generator)
+    _, key, value = projection.split((heads, kv_heads, kv_heads), dim=1)
+    arguments = {
+        "key": key.contiguous(),
+        "value": value,
+        "key_cache": keys,
+        "value_cache": values,
+        "slots": slots,
+    }
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+def _gather_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    kv_heads, head_size = point["heads"]
+    shape = (point["page size"], kv_heads, head_size)
+    arguments = gathering(point["batch"], point["spare"], shape, dtype, generator)
+    dims = cache_dims(kv_heads, head_size, point["page size"])
+    return Case("", arguments, dims, reduction=0)
+
+
+gather_cache_cases = CaseSpace(
+    _gather_cache,
+    Axis("batch", BATCHES),
+    Axis("heads", {label: HEADS[label] for label in ("", "odd sizes")}),
+    Axis("page size", PAGE_SIZES),
+    Axis("spare", {"": 0, "rows beyond the tokens": 5}),
+    dtypes=(torch.float32, torch.bfloat16, torch.float16, FP8),
+    strided={"cache": "outer", "page_table": "rows", "seq_lens": "offset", "starts": "offset"},
+    crossed={"batch": ("chunks",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
+    # Without sequences nothing but zeros, which no heads and no pages tell from one another.
+    valid=lambda point, _: (
+        bool(point["batch"])
+        or bool(point["spare"] and not (point.labels["heads"] or point.labels["page size"]))
+    ),
+)
+"""Whole sequences and chunks on shuffled pages; slots that are not gathered hold NaN."""
+
+
+def gather_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the cache of one sequence of T tokens, as a prompt's chunk reads its context."""
+    generator = torch.Generator().manual_seed(seed)
+    arguments = typical_gathering(dtype, dims, num_tokens, generator)
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+def _copy_pages(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    kv_heads, head_size = point["heads"]
+    num_sources, num_targets = point["copies"]
+    shape = (num_sources + num_targets + 2, point["page size"], kv_heads, head_size)
+    pages = torch.randperm(shape[0], generator=generator)
+    sources, targets = pages[:num_sources], pages[num_sources : num_sources + num_targets]
+    repeats = -(-num_targets // max(num_sources, 1))
+    keys, values = caches(shape, dtype, paired=False)
+    for cache in (keys, values):
+        cache[sources] = normal((num_sources, *shape[1:]), dtype, generator)
+    arguments = {
+        "key_cache": keys,
+        "value_cache": values,
+        "sources": sources.repeat(repeats)[:num_targets],
+        "targets": targets,
+    }
+    dims = cache_dims(kv_heads, head_size, point["page size"])
+    return Case("", arguments, dims, reduction=0)
+
+
+copy_pages_cases = CaseSpace(
+    _copy_pages,
+    Axis("copies", {"several": (5, 5), "one": (1, 1), "forked": (2, 5), "none": (2, 0)}),
+    Axis("heads", HEADS),
+    Axis("page size", PAGE_SIZES),
+    dtypes=(torch.float32, torch.bfloat16, torch.float16, FP8),
+    strided={
+        "key_cache": "outer",
+        "value_cache": "outer",
+        "sources": "offset",
+        "targets": "offset",
+    },
+    crossed={"copies": ("forked",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
+    alone={"copies": ("none",)},
+)
+"""One page for one other, and for several; what is neither source nor target holds NaN."""
+
+
+def _slots_of_positions(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    num_tokens, page_size = point["tokens"], point["page size"]
+    num_sequences, most_pages = point["table"]
+    # The highest pages are such that a slot of theirs does not fit into 32 bits.
+    pages = point["first page"] + torch.randperm(num_sequences * most_pages, generator=generator)
+    positions = torch.randint(most_pages * page_size, (num_tokens,), generator=generator)
+    arguments = {
+        "page_table": pages.view(num_sequences, most_pages).to(dtype),
+        "sequences": torch.randint(num_sequences, (num_tokens,), generator=generator),
+        "positions": positions,
+        "page_size": page_size,
+    }
+    return Case("", arguments, {"page_size": page_size}, reduction=0)
+
+
+slots_of_positions_cases = CaseSpace(
+    _slots_of_positions,
+    Axis("tokens", {"many tokens": 65, "one token": 1, "no tokens": 0}),
+    Axis(
+        "table", {"": (5, 9), "one page": (1, 1), "one sequence": (1, 33), "one page each": (8, 1)}
+    ),
+    Axis("page size", {**PAGE_SIZES, "page of 64": 64, "page of 1024": 1024}),
+    Axis("first page", {"": 0, "late pages": 300_000_000}),
+    dtypes=(torch.int64, torch.int32),
+    strided={"page_table": "rows", "sequences": "offset", "positions": "offset"},
+    crossed={"tokens": ("many tokens",), "page size": ("", "page of one", "page of 12")},
+    alone={"tokens": ("no tokens",)},
+)
+"""Tokens anywhere in any sequence, on pages whose slots fit into 32 bits and that do not."""
+
+
+def slots_of_positions_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the tokens of a typical step."""
+    generator = torch.Generator().manual_seed(seed)
+    page_size = int(dims["page_size"])
+    sequences = typical_sequences(num_tokens)
+    table, _ = scattered([cached for cached, _ in sequences], page_size, generator)
+    rows = [torch.full((new,), row) for row, (_, new) in enumerate(sequences)]
+    arguments = {
+        "page_table": table.to(dtype),
+        "sequences": torch.cat(rows),
+        "positions": torch.cat([torch.arange(cached - n, cached) for cached, n in sequences]),
+        "page_size": page_size,
+    }
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+def cache_dims(kv_heads: int, head_size: int, page_size: int) -> dict[str, int | str | bool]:
+    """Return what ops on a cache alone are asked for by."""
+    return {"num_kv_heads": kv_heads, "head_size": head_size, "page_size": page_size}
+
+
+def step_slots(
+    num_tokens: int, page_size: int, generator: torch.Generator
+) -> tuple[int, torch.Tensor]:
+    """Return the number of pages, and the slots of the new tokens of a typical step."""
+    sequences = typical_sequences(num_tokens)
+    table, cached = scattered([tokens for tokens, _ in sequences], page_size, generator)
+    ends = torch.tensor([tokens for tokens, _ in sequences]).cumsum(0).tolist()
+    newest = [cached[end - new : end] for end, (_, new) in zip(ends, sequences, strict=True)]
+    return table.numel() + SPARE_PAGES, torch.cat(newest)
+
+
+def gathering(
+    batch: tuple[tuple[int, int], ...],
+    spare: int,
+    page_shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> dict[str, object]:
+    """Return the arguments of ``gather_cache`` for chunks of (first position, tokens)."""
+    page_size = page_shape[0]
+    table, slots = scattered([start + length for start, length in batch], page_size, generator)
+    shape = (table.numel() + SPARE_PAGES, *page_shape)
+    cache, _ = caches(shape, dtype, paired=False)
+    begin, deviation = 0, 1.0 if dtype.is_floating_point else 40.0
+    for start, length in batch:
+        read = slots[begin + start : begin + start + length]
+        stored = normal((length, *page_shape[1:]), dtype, generator, deviation)
+        cache[read // page_size, read % page_size] = stored
+        begin += start + length
+    lengths = torch.tensor([length for _, length in batch], dtype=torch.int64)
+    return {
+        "cache": cache,
+        "page_table": table,
+        "seq_lens": lengths,
+        "starts": torch.tensor([start for start, _ in batch], dtype=torch.int64),
+        "num_tokens": int(lengths.sum()) + spare,
+    }
+
+
+def typical_gathering(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, generator: torch.Generator
+) -> dict[str, object]:
+    """Return the arguments of ``gather_cache`` for one sequence."""
+    shape = (int(dims["page_size"]), int(dims["num_kv_heads"]), int(dims["head_size"]))
+    return gathering(((0, num_tokens),), 0, shape, dtype, generator)

@@ -1,0 +1,110 @@
+"""Lookup in tables of integers. T tokens, V rows of the table, H hidden size, G numbers per scale.
+
+Tables lie as the weights of ``w4a16_linear`` and ``w8a16_linear`` do, so that a head can multiply
+by the same memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.embedding._quantized_embedding_cases import (
+    w4a16_embedding_cases,
+    w4a16_embedding_sample,
+    w8a16_embedding_cases,
+    w8a16_embedding_sample,
+)
+from interposer_ops.quantizers._small_floats import unpack_nibbles
+
+__all__ = ["w4a16_embedding", "w8a16_embedding"]
+
+_MIDDLE = 8
+
+
+@custom_op(
+    "w4a16_embedding",
+    cases=w4a16_embedding_cases,
+    constants=("weight", "scale", "zero_points"),
+    tolerance=Tolerance(roundings=1),
+    sample=w4a16_embedding_sample,
+    batched=("token_ids",),
+)
+def w4a16_embedding(
+    token_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the rows of four bits that ``token_ids`` name, dequantized.
+
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
+    point holds for G numbers of one row.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H / 2]`` uint8, each of two unsigned codes, that of the first number in the
+            low nibble.
+        scale: ``[V, H / G]`` float32.
+        zero_points: ``[V, H / G]`` uint8 from 0 to 15, not packed; None for 8.
+        out_dtype: any float dtype.
+    Returns: ``[T, H]``, ``out_dtype``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
+    """
+    codes = unpack_nibbles(weight[token_ids])
+    return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
+
+
+@custom_op(
+    "w8a16_embedding",
+    cases=w8a16_embedding_cases,
+    constants=("weight", "scale", "zero_points"),
+    tolerance=Tolerance(roundings=1),
+    sample=w8a16_embedding_sample,
+    batched=("token_ids",),
+)
+def w8a16_embedding(
+    token_ids: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the rows of int8 that ``token_ids`` name, dequantized.
+
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
+    point holds for G numbers of one row.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H]`` int8.
+        scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` is one per row.
+        zero_points: ``[V, H / G]`` int8; None for 0.
+        out_dtype: any float dtype.
+    Returns: ``[T, H]``, ``out_dtype``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
+    """
+    scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
+    return _dequantized(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)
+
+
+def _dequantized(
+    token_ids: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    default_zero_point: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    num_groups = scale.shape[1]
+    grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    if zero_points is None:
+        grouped = grouped - default_zero_point
+    else:
+        grouped = grouped - zero_points[token_ids].to(wide).unsqueeze(-1)
+    result: torch.Tensor = grouped * scale[token_ids].to(wide).unsqueeze(-1)
+    return result.flatten(1).to(out_dtype)

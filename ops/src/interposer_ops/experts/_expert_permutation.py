@@ -1,0 +1,162 @@
+"""Tokens put in the order of their experts, and back.
+
+Dimensions: T tokens, K chosen experts, E experts, H hidden size.
+
+A slot is one choice of one token: slot t K + k is the k-th expert of token t. The expert id -1
+stands for one that another rank holds: its slot is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.experts._expert_permutation_cases import (
+    moe_align_blocks_cases,
+    moe_permute_cases,
+    moe_permute_sample,
+    moe_sum_cases,
+    moe_sum_sample,
+    moe_unpermute_cases,
+    moe_unpermute_sample,
+)
+
+__all__ = ["moe_align_blocks", "moe_permute", "moe_sum", "moe_unpermute"]
+
+
+@custom_op("moe_align_blocks", cases=moe_align_blocks_cases, tolerance=Tolerance(roundings=0))
+def moe_align_blocks(
+    expert_ids: torch.Tensor, num_experts: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the slots by expert into blocks that belong to one expert each.
+
+    The slots of an expert stand in their own order, from the beginning of a block on, and the
+    rest of its last block is padded. An expert without slots has no block. The number of blocks
+    has a bound that the shapes give: at most min(T K, E) experts have slots, and each wastes at
+    most block_size - 1 places, so C = floor((T K + min(T K, E) (block_size - 1)) / block_size).
+
+    Args:
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
+        num_experts: E.
+        block_size: places of a block.
+    Returns: ``(sorted_slots, block_experts, num_padded)``, all int32: ``[C * block_size]``, T K
+        where no slot stands; ``[C]``, -1 of a block that is not used; ``[1]``, how many places
+        are in used blocks.
+    Dims: num_experts, top_k, block_size.
+    """
+    num_slots = expert_ids.numel()
+    num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
+    order, experts, counts = _grouped(expert_ids, num_experts)
+    blocks = (counts + block_size - 1) // block_size
+    block_ends = blocks.cumsum(0)
+    # From the place among all slots to that among padded ones; left out slots go behind the end.
+    shift = (block_ends - blocks) * block_size - (counts.cumsum(0) - counts)
+    end = num_blocks * block_size
+    places = torch.arange(num_slots, device=order.device) + _padded(shift, 0)[experts]
+    places = torch.where(experts < num_experts, places, end)
+    slots = torch.full((end + 1,), num_slots, dtype=torch.int32, device=order.device)
+    slots = slots.scatter(0, places, order.to(torch.int32))[:end].clone()
+    numbers = torch.arange(num_blocks, device=order.device)
+    block_experts = torch.searchsorted(block_ends, numbers, right=True)
+    block_experts = torch.where(block_experts < num_experts, block_experts, -1)
+    num_padded = blocks.sum(0, keepdim=True) * block_size
+    return slots, block_experts.to(torch.int32), num_padded.to(torch.int32)
+
+
+@custom_op(
+    "moe_permute",
+    cases=moe_permute_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=moe_permute_sample,
+)
+def moe_permute(
+    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy the row of every slot's token into the order of the experts.
+
+    The rows of an expert stand in the order of their slots. Behind those of the last expert come
+    as many rows of zeros as slots were left out.
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
+        num_experts: E.
+    Returns: ``(rows, positions, group_starts)``: ``[T K, H]`` of the dtype of ``x``; ``[T, K]``
+        int32, the row of each slot, -1 of one that is left out; ``[E + 1]`` int32, where the rows
+        of each expert begin, and the end of all.
+    Dims: hidden_size, num_experts, top_k.
+    """
+    order, experts, counts = _grouped(expert_ids, num_experts)
+    taken = experts < num_experts
+    rows = torch.where(taken[:, None], x[order // expert_ids.shape[1]], 0)
+    places = torch.arange(len(order), device=order.device)
+    places = torch.where(taken, places, -1)
+    positions = torch.empty_like(places).scatter(0, order, places).view(expert_ids.shape)
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    return rows, positions.to(torch.int32), starts.to(torch.int32)
+
+
+@custom_op(
+    "moe_unpermute",
+    cases=moe_unpermute_cases,
+    tolerance=Tolerance(roundings=1),
+    sample=moe_unpermute_sample,
+)
+def moe_unpermute(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Add up the rows of each token's slots, each times its weight.
+
+    y[t] = sum_k weights[t, k] * rows[positions[t, k]], in float32 or wider, and rounded once.
+
+    Args:
+        rows: ``[M, H]`` with M at least 1 where a position is not -1, any float dtype; rows may
+            lie apart.
+        positions: ``[T, K]`` int32 or int64, of ``moe_permute``; -1 contributes nothing.
+        weights: ``[T, K]`` float32, or dtype of ``rows``.
+    Returns: ``[T, H]``, dtype of ``rows``.
+    Dims: hidden_size, top_k.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    # A row of zeros behind the others, for the slots that have none.
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    places = torch.where(positions >= 0, positions, rows.shape[0])
+    factors = torch.where(positions >= 0, weights.to(wide), 0)
+    return (padded[places].to(wide) * factors[..., None]).sum(1).to(rows.dtype)
+
+
+@custom_op(
+    "moe_sum",
+    cases=moe_sum_cases,
+    tolerance=Tolerance(roundings=1),
+    sample=moe_sum_sample,
+    batched=("x",),
+)
+def moe_sum(x: torch.Tensor) -> torch.Tensor:
+    """Add up what the experts of each token return, in float32 or wider.
+
+    Args:
+        x: ``[T, K, H]``, any float dtype; tokens and rows may lie apart.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, top_k.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide).sum(1).to(x.dtype)
+
+
+def _grouped(
+    expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots in order of their experts, these experts, and each expert's slots.
+
+    Slots that are left out come last, with E for an expert.
+    """
+    flat = expert_ids.flatten().to(torch.int64)
+    keys = torch.where(flat >= 0, flat, num_experts)
+    experts, order = keys.sort(stable=True)
+    counts = (keys[:, None] == torch.arange(num_experts, device=keys.device)).sum(0)
+    return order, experts, counts
+
+
+def _padded(values: torch.Tensor, last: int) -> torch.Tensor:
+    return torch.cat((values, values.new_full((1,), last)))

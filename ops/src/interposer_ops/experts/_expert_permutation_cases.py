@@ -1,0 +1,243 @@
+"""Cases of the orders of tokens by expert. T tokens, K chosen experts, E experts, H hidden size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
+
+__all__ = [
+    "moe_align_blocks_cases",
+    "moe_permute_cases",
+    "moe_permute_sample",
+    "moe_sum_cases",
+    "moe_sum_sample",
+    "moe_unpermute_cases",
+    "moe_unpermute_sample",
+    "random_experts",
+]
+
+# T, E, K.
+_SHAPES = {
+    "many tokens": (33, 16, 4),
+    "one token": (1, 16, 4),
+    "one choice": (7, 8, 1),
+    "one expert": (5, 1, 1),
+    "fewer slots than experts": (3, 64, 2),
+    "a warp and one": (17, 60, 2),
+    "no tokens": (0, 16, 2),
+}
+_SPREAD = {"": "even", "one expert for all": "same", "last experts only": "last"}
+_OTHER_RANK = {"": 0.0, "other ranks": 0.5, "all on other ranks": 1.0}
+_WIDTHS = {"": 64, "odd width": 33, "one element": 1, "wide": 1025}
+_CROSSED = {"shape": ("many tokens", "a warp and one"), "spread": ("",), "width": ("", "odd width")}
+_ALONE = {"shape": ("no tokens",)}
+
+
+def random_experts(
+    tokens: int, num_experts: int, top_k: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return ``[T, K]`` int32, different experts for every token."""
+    order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
+    return order[:, :top_k].to(torch.int32).contiguous()
+
+
+def _experts(point: Point, generator: torch.Generator) -> torch.Tensor:
+    """Return the ids that ``point`` asks for, some of them -1."""
+    tokens, num_experts, top_k = point["shape"]
+    ids = random_experts(tokens, num_experts, top_k, generator)
+    if point["spread"] == "same":
+        ids = ids[:1].expand(tokens, -1).contiguous()
+    elif point["spread"] == "last":
+        ids = ids.clamp(min=num_experts - 2)
+    elsewhere = torch.rand(tokens, top_k, generator=generator) < point["rank"]
+    return ids.masked_fill(elsewhere, -1)
+
+
+def _align(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    _, num_experts, top_k = point["shape"]
+    block_size = point["block"]
+    arguments = {
+        "expert_ids": _experts(point, generator).to(dtype),
+        "num_experts": num_experts,
+        "block_size": block_size,
+    }
+    dims = {"num_experts": num_experts, "top_k": top_k, "block_size": block_size}
+    return Case("", arguments, dims, reduction=0)
+
+
+moe_align_blocks_cases = CaseSpace(
+    _align,
+    Axis("shape", _SHAPES),
+    Axis("spread", _SPREAD),
+    Axis("rank", _OTHER_RANK),
+    Axis("block", {"": 16, "blocks of one": 1, "blocks of 64": 64, "blocks of three": 3}),
+    dtypes=(torch.int32, torch.int64),
+    strided={"expert_ids": "rows"},
+    crossed={**{k: v for k, v in _CROSSED.items() if k != "width"}, "block": ("",)},
+    alone=_ALONE,
+    valid=lambda point, _: _differs(point),
+)
+"""Experts with many, few and no slots, and blocks that divide their numbers and that do not."""
+
+
+def _permute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, num_experts, _ = point["shape"]
+    arguments = {
+        "x": normal((tokens, point["width"]), dtype, generator),
+        "expert_ids": _experts(point, generator).to(point["ids"]),
+        "num_experts": num_experts,
+    }
+    return _permute_case(arguments)
+
+
+moe_permute_cases = CaseSpace(
+    _permute,
+    Axis("shape", _SHAPES),
+    Axis("spread", _SPREAD),
+    Axis("rank", _OTHER_RANK),
+    Axis("width", {k: v for k, v in _WIDTHS.items() if k != "one element"}),
+    Axis("ids", {"": torch.int32, "long ids": torch.int64}),
+    strided={"x": "rows", "expert_ids": "rows"},
+    special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
+    crossed={**_CROSSED, "rank": ("",), "ids": ("",), "shape": ("many tokens",)},
+    alone={**_ALONE, "ids": ("long ids",)},
+    valid=lambda point, _: _differs(point) and not (point["width"] == 1025 and point["rank"]),
+)
+"""Rows that are copied once, several times and not at all."""
+
+
+def _unpermute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, _, top_k = point["shape"]
+    num_slots = tokens * top_k
+    places = torch.randperm(num_slots, generator=generator)
+    elsewhere = torch.rand(num_slots, generator=generator) < point["rank"]
+    rows = normal((num_slots, point["width"]), dtype, generator)
+    if point["rank"]:
+        rows[places[elsewhere]] = torch.nan  # which is not read
+    positions = places.masked_fill(elsewhere, -1).view(tokens, top_k).to(torch.int32)
+    weights = uniform((tokens, top_k), point["weights"] or dtype, generator, 0.0, 1.0)
+    return _unpermute_case({"rows": rows, "positions": positions, "weights": weights})
+
+
+moe_unpermute_cases = CaseSpace(
+    _unpermute,
+    Axis("shape", {k: v for k, v in _SHAPES.items() if k != "a warp and one"}),
+    Axis("rank", _OTHER_RANK),
+    Axis("width", _WIDTHS),
+    Axis("weights", {"": torch.float32, "weights like rows": None}),
+    strided={"rows": "rows", "positions": "rows", "weights": "rows"},
+    special={"rows": ("infinities", "NaN", "negative zeros")},
+    crossed={"shape": ("many tokens",), "rank": ("",), "width": ("", "odd width")},
+    alone=_ALONE,
+    valid=lambda point, dtype: point["weights"] is not None or dtype != torch.float32,
+)
+"""Rows in any order, those of other ranks NaN, weights in float32 and in the rows' dtype."""
+
+
+def _sum(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, top_k = point["shape"]
+    x = normal((tokens, top_k, point["width"]), dtype, generator, point["scale"])
+    return _sum_case({"x": x})
+
+
+moe_sum_cases = CaseSpace(
+    _sum,
+    Axis(
+        "shape",
+        {
+            "many tokens": (33, 4),
+            "one token": (1, 8),
+            "one choice": (5, 1),
+            "odd number of choices": (7, 3),
+            "many choices": (3, 32),
+            "no tokens": (0, 2),
+        },
+    ),
+    Axis("width", _WIDTHS),
+    Axis("scale", {"": 1.0, "large": 1e3, "small": 1e-3}),
+    strided={"x": "rows"},
+    special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
+    crossed={
+        "shape": ("many tokens", "odd number of choices"),
+        "width": ("", "odd width"),
+        "scale": ("",),
+    },
+    alone=_ALONE,
+)
+"""Few and many rows per token, large and small ones."""
+
+
+def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of hidden states and evenly spread experts."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
+    arguments = {
+        "x": normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator),
+        "expert_ids": random_experts(num_tokens, num_experts, top_k, generator),
+        "num_experts": num_experts,
+    }
+    return _permute_case(arguments, f"{num_tokens} tokens")
+
+
+def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the rows of T tokens in an order by expert, with weights that add up to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, int(dims["top_k"]))
+    num_slots = shape[0] * shape[1]
+    arguments = {
+        "rows": normal_numbers((num_slots, int(dims["hidden_size"])), dtype, generator),
+        "positions": torch.randperm(num_slots, generator=generator).view(shape).to(torch.int32),
+        "weights": torch.randn(shape, generator=generator).softmax(-1),
+    }
+    return _unpermute_case(arguments, f"{num_tokens} tokens")
+
+
+def moe_sum_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return K rows for each of T tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, int(dims["top_k"]), int(dims["hidden_size"]))
+    return _sum_case({"x": normal_numbers(shape, dtype, generator)}, f"{num_tokens} tokens")
+
+
+def _differs(point: Point) -> bool:
+    """Say whether the experts of ``point`` are others than those of an earlier label."""
+    tokens, num_experts, _ = point["shape"]
+    spread, elsewhere = point["spread"], point["rank"]
+    if spread == "even":
+        return True
+    if elsewhere == 1.0 or num_experts == 1:
+        return False
+    return not (spread == "same" and tokens == 1)
+
+
+def _permute_case(arguments: dict[str, object], label: str = "") -> Case:
+    x, ids = arguments["x"], arguments["expert_ids"]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(ids, torch.Tensor)
+    dims = {"hidden_size": x.shape[1], "top_k": ids.shape[1]}
+    return Case(label, arguments, {**dims, "num_experts": _count(arguments)}, reduction=0)
+
+
+def _count(arguments: dict[str, object]) -> int:
+    count = arguments["num_experts"]
+    assert isinstance(count, int)
+    return count
+
+
+def _unpermute_case(arguments: dict[str, torch.Tensor], label: str = "") -> Case:
+    rows, weights = arguments["rows"], arguments["weights"]
+    top_k = weights.shape[1]
+    magnitude = peak(rows) * (peak(weights.float().sum(-1)))
+    dims = {"hidden_size": rows.shape[1], "top_k": top_k}
+    return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
+
+
+def _sum_case(arguments: dict[str, torch.Tensor], label: str = "") -> Case:
+    x = arguments["x"]
+    _, top_k, width = x.shape
+    magnitude = peak(x.float().abs().sum(1))
+    dims = {"hidden_size": width, "top_k": top_k}
+    return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)

@@ -1,0 +1,339 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Tokens put in the order of their experts, and back.
+
+Dimensions: T tokens, K chosen experts, E experts, H hidden size. Slot t K + k is the k-th choice of
+token t; the expert -1 is left out.
+
+A sort without atomics or waiting: one program per expert counts its slots, then one per expert goes
+through all slots again and puts its own where they belong, in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for
+from interposer_ops._triton.rows import as_rows, row_tile
+
+__all__ = [
+    "moe_align_blocks_triton",
+    "moe_permute_triton",
+    "moe_sum_triton",
+    "moe_unpermute_triton",
+    "sum_of_slots",
+]
+
+
+def moe_align_blocks_triton(
+    expert_ids: torch.Tensor, num_experts: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute ``moe_align_blocks``."""
+    num_slots, device = expert_ids.numel(), expert_ids.device
+    num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
+    slots = torch.empty(num_blocks * block_size, dtype=torch.int32, device=device)
+    block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    if num_slots == 0:
+        return slots, block_experts, torch.zeros(1, dtype=torch.int32, device=device)
+    num_padded = torch.empty(1, dtype=torch.int32, device=device)
+    _sort(expert_ids, num_experts, block_size, slots, num_padded, block_experts=block_experts)
+    return slots, block_experts, num_padded
+
+
+def moe_permute_triton(
+    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute ``moe_permute``: blocks of one slot leave no place empty between two experts."""
+    (_, top_k), device = expert_ids.shape, x.device
+    num_slots, width = expert_ids.numel(), x.shape[1]
+    rows = torch.empty((num_slots, width), dtype=x.dtype, device=device)
+    positions = torch.empty(expert_ids.shape, dtype=torch.int32, device=device)
+    if num_slots == 0:
+        return rows, positions, torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    slots = torch.empty(num_slots, dtype=torch.int32, device=device)
+    end = starts[num_experts:]
+    _sort(expert_ids, num_experts, 1, slots, end, positions=positions, starts=starts)
+    if width:
+        source = as_rows(x)
+        tile = row_tile("moe_permute", device, width)
+        _copy_rows[(tile.row_blocks(num_slots), tile.column_blocks(width))](
+            source,
+            slots,
+            rows,
+            num_slots,
+            source.stride(0),
+            WIDTH=width,
+            TOP_K=top_k,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return rows, positions, starts
+
+
+def moe_unpermute_triton(
+    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute ``moe_unpermute``."""
+    source = as_rows(rows)
+    y = torch.empty((positions.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    _add_up(source, positions, weights, y, (0, source.stride(0)), gathered=True)
+    return y
+
+
+def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``moe_sum``."""
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        x = x.contiguous()
+    y = torch.empty((x.shape[0], x.shape[2]), dtype=x.dtype, device=x.device)
+    _add_up(x, None, None, y, (x.stride(0), x.stride(1)), top_k=x.shape[1])
+    return y
+
+
+def sum_of_slots(
+    rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what the experts of each token return, added up, each times its weight.
+
+    Args:
+        rows: ``[T K, H]``, dense; rows of left out slots are not read.
+        expert_ids: ``[T, K]``, negative where a slot is left out; rows may lie apart.
+        weights: ``[T, K]``; rows may lie apart.
+    Returns: ``[T, H]`` of ``dtype``.
+    """
+    num_tokens, top_k = expert_ids.shape
+    width = rows.shape[1]
+    y = torch.empty((num_tokens, width), dtype=dtype, device=rows.device)
+    _add_up(rows, expert_ids, weights, y, (top_k * width, width))
+    return y
+
+
+def _sort(
+    expert_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    slots: torch.Tensor,
+    num_padded: torch.Tensor,
+    block_experts: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+) -> None:
+    """Write ``slots`` and ``num_padded`` of ``moe_align_blocks``, and what else is given.
+
+    Args:
+        block_experts: of ``moe_align_blocks``.
+        positions: the place of every slot among ``slots``, -1 of one that is left out.
+        starts: the place of each expert's first slot.
+    """
+    num_slots, top_k = expert_ids.numel(), expert_ids.shape[1]
+    ids = as_rows(expert_ids)
+    parameters = parameters_for("moe_align_blocks", ids.device)
+    chunk = parameters.blocks["chunk"]
+    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    options = {"num_warps": parameters.num_warps, "num_stages": parameters.num_stages}
+    _count[(num_experts,)](
+        ids, counts, num_slots, ids.stride(0), TOP_K=top_k, CHUNK=chunk, **options
+    )
+    # Behind the programs of the experts come those that fill what no expert has.
+    _place[(num_experts + triton.cdiv(slots.numel(), chunk),)](
+        ids,
+        counts,
+        slots,
+        num_padded,
+        block_experts,
+        positions,
+        starts,
+        num_slots,
+        slots.numel(),
+        ids.stride(0),
+        TOP_K=top_k,
+        NUM_EXPERTS=num_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK=block_size,
+        PADDING=triton.next_power_of_2(block_size),
+        CHUNK=chunk,
+        **options,
+    )
+
+
+def _add_up(
+    rows: torch.Tensor,
+    positions: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    y: torch.Tensor,
+    strides: tuple[int, int],
+    top_k: int = 0,
+    *,
+    gathered: bool = False,
+) -> None:
+    """Write the sums ``y`` of rows.
+
+    Args:
+        positions: negative where nothing is added, and ``gathered`` the number of the row else.
+        strides: elements from a token's first row to the next one's, and from row to row.
+        top_k: rows of each token, where there are no positions.
+    """
+    num_tokens, width = y.shape
+    if y.numel() == 0:
+        return
+    places = None if positions is None else as_rows(positions)
+    factors = None if weights is None else as_rows(weights)
+    tile = row_tile("moe_sum", y.device, width)
+    _sum_rows[(tile.row_blocks(num_tokens), tile.column_blocks(width))](
+        rows,
+        places,
+        factors,
+        y,
+        num_tokens,
+        *strides,
+        0 if places is None else places.stride(0),
+        0 if factors is None else factors.stride(0),
+        WIDTH=width,
+        TOP_K=top_k if positions is None else positions.shape[1],
+        GATHERED=gathered,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _experts_of(ids, slot, num_slots, stride, TOP_K: tl.constexpr):
+    """Return the experts of slots, -1 behind the last one."""
+    place = (slot // TOP_K).to(tl.int64) * stride + slot % TOP_K
+    return tl.load(ids + place, mask=slot < num_slots, other=-1)
+
+
+@triton.jit
+def _count(ids, counts, num_slots, stride, TOP_K: tl.constexpr, CHUNK: tl.constexpr):
+    expert = tl.program_id(0)
+    found = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        found += (_experts_of(ids, slot, num_slots, stride, TOP_K) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, 0))
+
+
+@triton.jit
+def _place(
+    ids,
+    counts,
+    slots,
+    num_padded,
+    block_experts,
+    positions,
+    starts,
+    num_slots,
+    num_places,
+    stride,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDING: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
+    blocks = (count + (BLOCK - 1)) // BLOCK
+    used = tl.sum(blocks, 0)
+    if program == 0:
+        tl.store(num_padded, used * BLOCK)
+    if program < NUM_EXPERTS:
+        first = tl.sum(tl.where(expert < program, blocks, 0), 0)
+        last = first + tl.sum(tl.where(expert == program, blocks, 0), 0)
+        if starts is not None:
+            tl.store(starts + program, first * BLOCK)
+        taken = first * BLOCK
+        for start in range(0, num_slots, CHUNK):
+            slot = start + tl.arange(0, CHUNK)
+            own = _experts_of(ids, slot, num_slots, stride, TOP_K) == program
+            place = taken + tl.cumsum(own.to(tl.int32), 0) - 1
+            tl.store(slots + place, slot, mask=own)
+            if positions is not None:
+                tl.store(positions + slot, place, mask=own)
+            taken += tl.sum(own.to(tl.int32), 0)
+        padding = taken + tl.arange(0, PADDING)
+        nothing = tl.zeros_like(padding) + num_slots
+        tl.store(slots + padding, nothing, mask=padding < last * BLOCK)
+        if block_experts is not None:
+            for start in range(first, last, CHUNK):
+                block = start + tl.arange(0, CHUNK)
+                tl.store(block_experts + block, tl.zeros_like(block) + program, mask=block < last)
+    else:
+        number = (program - NUM_EXPERTS) * CHUNK + tl.arange(0, CHUNK)
+        place = used * BLOCK + number
+        tl.store(slots + place, tl.zeros_like(place) + num_slots, mask=place < num_places)
+        if block_experts is not None:
+            block = used + number
+            unused = tl.zeros_like(block) - 1
+            tl.store(block_experts + block, unused, mask=block < num_places // BLOCK)
+        if positions is not None:
+            left_out = _experts_of(ids, number, num_slots, stride, TOP_K) < 0
+            nowhere = tl.zeros_like(number) - 1
+            tl.store(positions + number, nowhere, mask=left_out & (number < num_slots))
+
+
+@triton.jit
+def _copy_rows(
+    x,
+    slots,
+    rows,
+    num_slots,
+    stride,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_slots) & (column < WIDTH)
+    slot = tl.load(slots + row, mask=row < num_slots, other=0)
+    place = (slot // TOP_K).to(tl.int64) * stride
+    value = tl.load(x + place + column, mask=inside & (slot < num_slots), other=0.0)
+    tl.store(rows + row * WIDTH + column, value, mask=inside)
+
+
+@triton.jit
+def _sum_rows(
+    rows,
+    positions,
+    weights,
+    y,
+    num_tokens,
+    token_stride,
+    row_stride,
+    position_stride,
+    weight_stride,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = token < num_tokens
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for choice in range(TOP_K):
+        place = token * token_stride + choice * row_stride
+        taken = there
+        if positions is not None:
+            position = tl.load(positions + token * position_stride + choice, mask=there, other=-1)
+            taken = there & (position >= 0)
+            if GATHERED:
+                place = position.to(tl.int64) * row_stride
+        inside = taken & (column < WIDTH)
+        value = tl.load(rows + place + column, mask=inside, other=0.0).to(tl.float32)
+        if weights is not None:
+            weight = weights + token * weight_stride + choice
+            value *= tl.load(weight, mask=taken, other=0.0).to(tl.float32)
+        total += value
+    inside = there & (column < WIDTH)
+    tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)

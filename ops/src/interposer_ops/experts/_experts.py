@@ -1,0 +1,304 @@
+"""Experts of a mixture. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+
+Each expert is a gated perceptron. The first half of the outputs of its first projection are
+gates, the second half what they act on. The expert id -1 stands for one that another rank holds:
+it contributes nothing, and its weight is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer.errors import RequestError
+from interposer_ops.experts._experts_cases import (
+    fused_experts_cases,
+    fused_experts_fp8_cases,
+    fused_experts_fp8_sample,
+    fused_experts_sample,
+    fused_experts_w4a16_cases,
+    fused_experts_w4a16_sample,
+)
+from interposer_ops.experts._experts_mxfp4_cases import (
+    fused_experts_mxfp4_cases,
+    fused_experts_mxfp4_sample,
+)
+from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+
+__all__ = [
+    "SWIGLU_ALPHA",
+    "SWIGLU_LIMIT",
+    "activated",
+    "fused_experts",
+    "fused_experts_fp8",
+    "fused_experts_mxfp4",
+    "fused_experts_w4a16",
+]
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
+
+
+@custom_op(
+    "fused_experts",
+    cases=fused_experts_cases,
+    constants=("gate_up", "gate_up_bias", "down", "down_bias"),
+    tolerance=Tolerance(roundings=2),  # of h and y
+    sample=fused_experts_sample,
+    batched=("x", "weights", "expert_ids"),
+)
+def fused_experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Send each token through its experts and add up what they return, times its weights.
+
+    [g, u] = gate_up[e] x + gate_up_bias[e]; h = act(g, u)
+    y = sum_k weights[k] * (down[e_k] h_k + down_bias[e_k])
+
+    Products, biases, activation and the weighted sum are computed in float32 or wider. Only h,
+    which the second projection multiplies, and y are rounded to the dtype of ``x``.
+
+    - ``"silu"``: g sigmoid(g) u
+    - ``"gelu"``: g Phi(g) u, with the error function
+    - ``"swiglu_oai"``: g sigmoid(1.702 g) (u + 1) with g at most 7 and u from -7 to 7
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart.
+        gate_up: ``[E, 2 I, H]``, dtype of ``x``.
+        gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
+        down: ``[E, H, I]``, dtype of ``x``.
+        down_bias: ``[E, H]``, dtype of ``x``.
+        weights: ``[T, K]`` float32.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
+        activation: one of the three.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
+    Raises: RequestError: ``activation`` is none of the three.
+    Source: arXiv:2401.04088 (silu); arXiv:2508.10925 and its modeling code (swiglu_oai).
+    """
+    ids = expert_ids.clamp(min=0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _mixture(
+        x,
+        gate_up[ids].to(wide),
+        None if gate_up_bias is None else gate_up_bias[ids],
+        down[ids].to(wide),
+        None if down_bias is None else down_bias[ids],
+        weights,
+        expert_ids,
+        activation,
+    )
+
+
+@custom_op(
+    "fused_experts_fp8",
+    cases=fused_experts_fp8_cases,
+    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
+    tolerance=Tolerance(roundings=2),  # of h and y
+    sample=fused_experts_fp8_sample,
+    batched=("x", "weights", "expert_ids"),
+)
+def fused_experts_fp8(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Send each token through experts whose weights are 8-bit floats with scales.
+
+    ``fused_experts`` of the products of weights and scales, which are not rounded; activations
+    are not quantized. A scale belongs to an equal share of the rows and columns of a matrix: one
+    per matrix, one per output channel, or one per block.
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart.
+        gate_up: ``[E, 2 I, H]``, an 8-bit float dtype.
+        gate_up_scale: ``[E, R, C]`` float32, R a divisor of 2 I and C of H.
+        down: ``[E, H, I]``, an 8-bit float dtype.
+        down_scale: ``[E, R, C]`` float32, R a divisor of H and C of I.
+        weights: ``[T, K]`` float32.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
+        activation: as in ``fused_experts``.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
+        ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
+        are those of blocks.
+    Raises: RequestError: ``activation`` is none of the three.
+    """
+    ids = expert_ids.clamp(min=0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first = _scaled(gate_up[ids].to(wide), gate_up_scale[ids])
+    second = _scaled(down[ids].to(wide), down_scale[ids])
+    return _mixture(x, first, None, second, None, weights, expert_ids, activation)
+
+
+@custom_op(
+    "fused_experts_w4a16",
+    cases=fused_experts_w4a16_cases,
+    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
+    tolerance=Tolerance(roundings=2),  # of h and y
+    sample=fused_experts_w4a16_sample,
+    batched=("x", "weights", "expert_ids"),
+)
+def fused_experts_w4a16(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Send each token through experts whose weights are 4-bit integers with a scale per group.
+
+    ``fused_experts`` of w = (q - 8) * scale, which is not rounded. A byte holds two q of one
+    output channel, each from 0 to 15, the first of them in its low half.
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart.
+        gate_up: ``[E, 2 I, H / 2]`` uint8.
+        gate_up_scale: ``[E, 2 I, H / group]``, dtype of ``x``.
+        down: ``[E, H, I / 2]`` uint8.
+        down_scale: ``[E, H, I / group]``, dtype of ``x``.
+        weights: ``[T, K]`` float32.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
+        activation: as in ``fused_experts``.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, group_size.
+    Raises: RequestError: ``activation`` is none of the three.
+    """
+    ids = expert_ids.clamp(min=0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first = _scaled(_unpacked(gate_up[ids], wide), gate_up_scale[ids])
+    second = _scaled(_unpacked(down[ids], wide), down_scale[ids])
+    return _mixture(x, first, None, second, None, weights, expert_ids, activation)
+
+
+@custom_op(
+    "fused_experts_mxfp4",
+    cases=fused_experts_mxfp4_cases,
+    constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
+    tolerance=Tolerance(roundings=2),  # of h and y
+    sample=fused_experts_mxfp4_sample,
+    batched=("x", "weights", "expert_ids"),
+)
+def fused_experts_mxfp4(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Send each token through experts whose weights are MXFP4.
+
+    ``fused_experts`` of w = e2m1(q) * 2^(scale - 127), which is not rounded; activations are not
+    quantized. A scale holds for 32 inputs of one output channel, and makes them NaN where it is
+    255. A byte holds two q of one output channel, the first of them in its low half.
+
+    Args:
+        x: ``[T, H]``, any float dtype; rows may lie apart; H a multiple of 32.
+        gate_up: ``[E, 2 I, H / 2]`` uint8; I a multiple of 32.
+        gate_up_scale: ``[E, 2 I, H / 32]`` uint8.
+        gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
+        down: ``[E, H, I / 2]`` uint8.
+        down_scale: ``[E, H, I / 32]`` uint8.
+        down_bias: ``[E, H]``, dtype of ``x``.
+        weights: ``[T, K]`` float32.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
+        activation: as in ``fused_experts``.
+    Returns: ``[T, H]``, dtype of ``x``.
+    Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
+    Raises: RequestError: ``activation`` is none of the three.
+    Source: OCP Microscaling Formats (MX) Specification v1.0; arXiv:2508.10925.
+    """
+    ids = expert_ids.clamp(min=0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _mixture(
+        x,
+        _microscaled(gate_up[ids], gate_up_scale[ids], wide),
+        None if gate_up_bias is None else gate_up_bias[ids],
+        _microscaled(down[ids], down_scale[ids], wide),
+        None if down_bias is None else down_bias[ids],
+        weights,
+        expert_ids,
+        activation,
+    )
+
+
+def _mixture(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Return ``fused_experts`` of the weights ``[T, K, ...]`` that each slot has for itself."""
+    projected = (gate_up @ x.to(gate_up.dtype)[:, None, :, None]).squeeze(-1)
+    if gate_up_bias is not None:
+        projected = projected + gate_up_bias
+    hidden = activated(projected, activation).to(x.dtype)
+    returned = (down @ hidden.to(down.dtype)[..., None]).squeeze(-1)
+    if down_bias is not None:
+        returned = returned + down_bias
+    held = expert_ids >= 0
+    factors = torch.where(held, weights.to(returned.dtype), 0)[..., None]
+    # Not only a factor of zero: what another expert makes of the token may be infinite.
+    return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
+
+
+def activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
+
+    Raises: RequestError: ``activation`` is none of the three.
+    """
+    gate, up = projected.chunk(2, -1)
+    match activation:
+        case "silu":
+            return functional.silu(gate) * up
+        case "gelu":
+            return functional.gelu(gate) * up
+        case "swiglu_oai":
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
+    known = "'silu', 'gelu' or 'swiglu_oai'"
+    raise RequestError(f"No activation {activation!r} of experts; try {known}")
+
+
+def _scaled(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply ``[T, K, M, N]`` by ``[T, K, R, C]``, each scale for its share of a matrix."""
+    rows, columns = scales.shape[-2:]
+    shares = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
+    result: torch.Tensor = (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    return result
+
+
+def _unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the integers of the low and high halves of each byte, around 0."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(dtype) - 8
+
+
+def _microscaled(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return e2m1 numbers, two to a byte, times powers of two for 32 of them each."""
+    codes = decode_e2m1(unpack_nibbles(packed), dtype)
+    return _scaled(codes, decode_e8m0(scales, dtype))

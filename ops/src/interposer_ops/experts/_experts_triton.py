@@ -1,0 +1,310 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Experts of a mixture. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+
+Five launches: two sort the slots by expert into blocks that the shapes bound in number, so that
+nothing waits for the device; one multiplies by the first matrices and activates, one multiplies by
+the second ones, and one adds up the K results of each token in their order. The tile does not
+depend on the number of tokens, and a row of a tile not on its neighbours.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer.errors import RequestError
+from interposer_ops._triton.parameters import Parameters, parameters_for
+from interposer_ops._triton.rows import as_rows
+from interposer_ops.experts._expert_permutation_triton import moe_align_blocks_triton, sum_of_slots
+from interposer_ops.experts._expert_tiles_triton import (
+    activated,
+    expert_tile,
+    load_weights,
+    scaled,
+    seen,
+)
+
+__all__ = [
+    "fused_experts_fp8_triton",
+    "fused_experts_mxfp4_triton",
+    "fused_experts_triton",
+    "fused_experts_w4a16_triton",
+]
+
+_ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
+
+
+def fused_experts_triton(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts``."""
+    first = _Matrices(gate_up, None, gate_up_bias)
+    second = _Matrices(down, None, down_bias)
+    return _mixture("fused_experts", x, first, second, weights, expert_ids, activation)
+
+
+def fused_experts_fp8_triton(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts_fp8``: 8-bit floats are numbers of every dtype of ``x``."""
+    first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
+    return _mixture("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
+
+
+def fused_experts_w4a16_triton(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts_w4a16``: integers are multiplied, and sums of a group scaled."""
+    first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
+    return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
+
+
+def fused_experts_mxfp4_triton(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts_mxfp4``: codes are multiplied, and sums of a block scaled."""
+    first = _Matrices(gate_up, gate_up_scale, gate_up_bias)
+    second = _Matrices(down, down_scale, down_bias)
+    return _mixture("fused_experts_mxfp4", x, first, second, weights, expert_ids, activation)
+
+
+class _Matrices(NamedTuple):
+    """One projection of all experts.
+
+    Attributes:
+        stored: ``[E, outputs, inputs]``, or half as many bytes of integers or codes.
+        scale: ``[E, R, C]``, each for an equal share of the rows and columns; exponents if bytes.
+        bias: ``[E, outputs]``.
+    """
+
+    stored: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class _Blocks(NamedTuple):
+    """The slots by expert, of ``moe_align_blocks_triton``."""
+
+    slots: torch.Tensor
+    experts: torch.Tensor
+    num_slots: int
+
+
+def _mixture(
+    kernel: str,
+    x: torch.Tensor,
+    first: _Matrices,
+    second: _Matrices,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    if activation not in _ACTIVATIONS:
+        known = " or ".join(map(repr, _ACTIVATIONS))
+        raise RequestError(f"No activation {activation!r} of experts; try {known}")
+    top_k = expert_ids.shape[1]
+    num_experts, outputs = second.stored.shape[:2]
+    inner = first.stored.shape[1] // 2
+    if expert_ids.numel() == 0 or outputs == 0:
+        return torch.zeros((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    parameters = parameters_for(kernel, x.device)
+    slots, experts, _ = moe_align_blocks_triton(expert_ids, num_experts, parameters.blocks["rows"])
+    blocks = _Blocks(slots, experts, expert_ids.numel())
+    columns = parameters.blocks["column_bytes"] // x.element_size()
+    hidden = torch.empty((blocks.num_slots, inner), dtype=x.dtype, device=x.device)
+    _project(as_rows(x), first, blocks, hidden, parameters, columns, top_k, activation)
+    # In float32: what is rounded before the sum, the op does not round.
+    returned = torch.empty((blocks.num_slots, outputs), dtype=torch.float32, device=x.device)
+    # Without a second half of outputs, a tile has room for twice as many columns.
+    _project(hidden, second, blocks, returned, parameters, 2 * columns, 1, "")
+    return sum_of_slots(returned, expert_ids, weights, x.dtype)
+
+
+def _project(
+    x: torch.Tensor,
+    matrices: _Matrices,
+    blocks: _Blocks,
+    y: torch.Tensor,
+    parameters: Parameters,
+    columns: int,
+    share: int,
+    activation: str,
+) -> None:
+    """Write the rows ``y`` of all slots.
+
+    Args:
+        columns: of ``y`` in a tile.
+        share: how many slots have the same row of ``x``, one after another.
+        activation: of two halves of the outputs; empty where ``y`` has all of them.
+    """
+    _, scale, bias = matrices
+    stored, form = seen(matrices.stored, scale)
+    width, depth = y.shape[1], x.shape[1]
+    scale_rows, groups = (1, 1) if scale is None else scale.shape[1:]
+    group = depth // groups
+    # A step stays within one group, whose sum is multiplied by its scale.
+    step = parameters.blocks["depth_bytes"] // x.element_size()
+    step = max(16, min(step, triton.next_power_of_2(group)))
+    num_tiles = triton.cdiv(width, columns)
+    num_blocks = blocks.experts.numel()
+    _multiply[(num_blocks * num_tiles,)](
+        x,
+        stored,
+        scale,
+        bias,
+        y,
+        blocks.slots,
+        blocks.experts,
+        num_blocks,
+        blocks.num_slots,
+        x.stride(0),
+        ACTIVATION=activation,
+        FORM=form,
+        SHARE=share,
+        WIDTH=width,
+        OUTPUTS=stored.shape[1],
+        DEPTH=depth,
+        SCALE_ROWS=scale_rows,
+        GROUPS=groups,
+        GROUP=group,
+        ROWS=parameters.blocks["rows"],
+        COLUMNS=columns,
+        STEP=step,
+        STEPS=triton.cdiv(group, step),
+        BAND=parameters.blocks["band"],
+        num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )
+
+
+@triton.jit
+def _multiply(
+    x,
+    stored,
+    scale,
+    bias,
+    y,
+    slots,
+    experts,
+    num_blocks,
+    num_slots,
+    x_stride,
+    ACTIVATION: tl.constexpr,
+    FORM: tl.constexpr,
+    SHARE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    block, tile = expert_tile(num_blocks, (WIDTH + COLUMNS - 1) // COLUMNS, BAND)
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert < 0:
+        return
+    slot = tl.load(slots + block * ROWS + tl.arange(0, ROWS))
+    there = (slot < num_slots)[:, None]
+    slot = slot.to(tl.int64)[:, None]
+    x += slot // SHARE * x_stride
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    known = column < WIDTH
+    # Two values to a byte of integers or codes.
+    PACKED: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
+    row = stored + expert * (OUTPUTS * (DEPTH // PACKED)) + column[:, None] * (DEPTH // PACKED)
+    if scale is not None:
+        scale += expert * (SCALE_ROWS * GROUPS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for number in range(GROUPS * STEPS):
+        if GROUPS == 1:
+            group = 0
+            start = number * STEP
+        else:
+            group = number // STEPS
+            start = number % STEPS * STEP
+        inner = start + tl.arange(0, STEP)[None, :]
+        read = there if GROUP % STEP == 0 else there & (inner < GROUP)
+        value = tl.load(x + group * GROUP + inner, mask=read, other=0.0)
+        weight = load_weights(
+            row,
+            known[:, None],
+            group * GROUP,
+            start,
+            value.dtype,
+            FORM,
+            GROUP,
+            STEP,
+        )
+        if ACTIVATION != "":
+            other = load_weights(
+                row + WIDTH * (DEPTH // PACKED),
+                known[:, None],
+                group * GROUP,
+                start,
+                value.dtype,
+                FORM,
+                GROUP,
+                STEP,
+            )
+        if GROUPS == 1:
+            total = tl.dot(value, tl.trans(weight), total, input_precision="ieee")
+            if ACTIVATION != "":
+                up = tl.dot(value, tl.trans(other), up, input_precision="ieee")
+        else:
+            part = tl.dot(value, tl.trans(weight), input_precision="ieee")
+            total += scaled(part, scale, column, known, group, SCALE_ROWS, OUTPUTS, GROUPS)
+            if ACTIVATION != "":
+                part = tl.dot(value, tl.trans(other), input_precision="ieee")
+                up += scaled(part, scale, WIDTH + column, known, group, SCALE_ROWS, OUTPUTS, GROUPS)
+    if GROUPS == 1 and scale is not None:
+        total = scaled(total, scale, column, known, 0, SCALE_ROWS, OUTPUTS, GROUPS)
+        if ACTIVATION != "":
+            up = scaled(up, scale, WIDTH + column, known, 0, SCALE_ROWS, OUTPUTS, GROUPS)
+    if bias is not None:
+        bias += expert * OUTPUTS + column
+        total += tl.load(bias, mask=known, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            up += tl.load(bias + WIDTH, mask=known, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION != "":
+        total = activated(total, up, ACTIVATION)
+    target = y + slot * WIDTH + column[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=there & known[None, :])

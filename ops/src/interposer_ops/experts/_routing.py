@@ -1,0 +1,158 @@
+"""Choice of experts for each token. T tokens, E experts, K chosen experts, G groups."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer.errors import RequestError
+from interposer_ops.experts._routing_cases import (
+    grouped_topk_cases,
+    grouped_topk_sample,
+    topk_sigmoid_cases,
+    topk_sigmoid_sample,
+    topk_softmax_cases,
+    topk_softmax_sample,
+)
+
+__all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
+
+_LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
+
+
+@custom_op(
+    "topk_softmax",
+    cases=topk_softmax_cases,
+    tolerance=Tolerance(roundings=4),
+    sample=topk_softmax_sample,
+    batched=("logits",),
+)
+def topk_softmax(
+    logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts with the largest logits, weighted by their softmax over all experts.
+
+    The logits themselves are compared, so that no rounding decides; the lowest id comes first
+    among equals. Computed in float32 or wider.
+
+    Args:
+        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        top_k: K, from 1 to E.
+        renormalize: divide the weights of a token by their sum.
+    Returns: ``(weights, ids)``, both ``[T, K]`` and in descending order of the logits: float32
+        (float64 for float64 ``logits``) and int32.
+    Dims: num_experts, top_k.
+    Source: arXiv:2401.04088 (with ``renormalize``), arXiv:2101.03961.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ids = _best(wide, top_k)
+    return _weights(wide.softmax(-1), ids, renormalize, 1.0), ids.to(torch.int32)
+
+
+@custom_op(
+    "topk_sigmoid",
+    cases=topk_sigmoid_cases,
+    constants=("bias",),
+    tolerance=Tolerance(roundings=4),
+    sample=topk_sigmoid_sample,
+    batched=("logits",),
+)
+def topk_sigmoid(
+    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts with the largest biased sigmoids, weighted by the sigmoids alone.
+
+    The bias, which balances the load, decides which experts are chosen and in which order they
+    are listed; it is no part of the weights. Without one the logits themselves are compared. The
+    lowest id comes first among equals. Computed in float32 or wider.
+
+    Args:
+        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        bias: ``[E]`` float32, or dtype of ``logits``.
+        top_k: K, from 1 to E.
+        renormalize: divide the weights of a token by their sum plus 1e-20.
+        scale: factor of the weights, after that.
+    Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
+        int32, in descending order of what is compared.
+    Dims: num_experts, top_k, biased.
+    Source: arXiv:2412.19437, section 2.1.2.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = wide.sigmoid()
+    ids = _best(wide if bias is None else scores + bias, top_k)
+    return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
+
+
+@custom_op(
+    "grouped_topk",
+    cases=grouped_topk_cases,
+    constants=("bias",),
+    tolerance=Tolerance(roundings=4),
+    sample=grouped_topk_sample,
+    batched=("logits",),
+)
+def grouped_topk(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the best groups of experts first, then the best experts of these groups.
+
+    Experts are compared by score plus bias, or by their logits where there is no bias. A group
+    counts as much as its best expert, or where there is a bias as the sum of its two best. The
+    lowest group and the lowest id come first among equals. Weights are scores without the bias.
+
+    Args:
+        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        bias: ``[E]`` float32, or dtype of ``logits``.
+        num_groups: G, a divisor of E; with a bias at most E / 2.
+        top_groups: how many groups may be chosen from, from 1 to G.
+        top_k: K, at most as many as the experts of these groups.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"``.
+        renormalize: divide the weights of a token by their sum plus 1e-20.
+        scale: factor of the weights, after that.
+    Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
+        int32, in descending order of what is compared.
+    Dims: num_experts, num_groups, top_groups, top_k, scoring, biased.
+    Raises: RequestError: ``scoring`` is neither of the two.
+    Source: arXiv:2405.04434, section 2.2 (the best expert); arXiv:2412.19437, section 2.1.2, and
+        the modeling code of DeepSeek-V3 (the two best).
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = _scores(wide, scoring)
+    compared = wide if bias is None else scores + bias
+    groups = compared.unflatten(-1, (num_groups, -1))
+    strength = groups.amax(-1) if bias is None else groups.topk(2, -1).values.sum(-1)
+    chosen = torch.zeros_like(strength, dtype=torch.bool)
+    chosen = chosen.scatter(-1, _best(strength, top_groups), True)
+    ids = _best(groups.masked_fill(~chosen[..., None], float("-inf")).flatten(-2), top_k)
+    return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
+
+
+def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    match scoring:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+    raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the largest values of each row, the lowest first among equals."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()
+
+
+def _weights(
+    scores: torch.Tensor, ids: torch.Tensor, renormalize: bool, scale: float
+) -> torch.Tensor:
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
+    return weights * scale

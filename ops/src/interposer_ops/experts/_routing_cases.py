@@ -1,0 +1,323 @@
+"""Cases of routing. T tokens, E experts, K chosen experts, G groups.
+
+Ids are compared exactly. Logits of the clear cases are multiples of 1/32, all different within a
+row, so that neither they nor their softmax can change places; where a bias is added, rows are
+drawn until what is compared is clear. Ties are exact: equal logits where logits are compared, and
+otherwise sigmoids and softmaxes of zeros with biases that are multiples of 1/8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops.sampling._margins_cases import clear_rows
+from interposer_testing.cases import Axis, CaseSpace, Point
+
+__all__ = [
+    "grouped_topk_cases",
+    "grouped_topk_sample",
+    "topk_sigmoid_cases",
+    "topk_sigmoid_sample",
+    "topk_softmax_cases",
+    "topk_softmax_sample",
+]
+
+_STEP = 1 / 32
+_MARGIN = 1e-5  # of scores that are rounded by about 1e-7
+
+# T, E, K.
+_SHAPES = {
+    "many tokens": (33, 64, 6),
+    "one token": (1, 32, 4),
+    "eight experts": (9, 8, 2),
+    "one choice": (17, 16, 1),
+    "all chosen": (5, 8, 8),
+    "odd number of experts": (7, 60, 4),
+    "many experts": (4, 256, 8),
+    "one expert": (3, 1, 1),
+    "no tokens": (0, 16, 2),
+}
+# T, E, G, chosen groups, K.
+_GROUPED = {
+    "many tokens": (33, 64, 8, 3, 6),
+    "one token": (1, 64, 8, 4, 8),
+    "one group": (5, 16, 1, 1, 4),
+    "all groups": (5, 32, 4, 4, 4),
+    "one chosen group": (9, 32, 4, 1, 3),
+    "whole groups": (5, 16, 4, 2, 8),
+    "groups of two": (7, 16, 8, 3, 4),
+    "odd groups": (6, 60, 5, 2, 5),
+    "many experts": (4, 256, 8, 4, 8),
+    "no tokens": (0, 16, 4, 2, 2),
+}
+_LOGITS = {"": _STEP, "far apart": 0.5, "tied": None, "ruled out": _STEP}
+_RENORMALIZE = {"": True, "not renormalised": False}
+# Sums of weights differ from 1 either way, so that no factor is lost and no order exchanged.
+_SCALES = {True: 2.5, False: 16.0}
+_BIAS = {"": None, "bias": torch.float32, "bias like logits": "own"}
+
+
+def _topk_softmax(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, num_experts, top_k = point["shape"]
+    logits = _logits(point, tokens, num_experts, top_k, dtype, generator)
+    arguments = {"logits": logits, "top_k": top_k, "renormalize": point["weights"]}
+    return _softmax_case(arguments)
+
+
+topk_softmax_cases = CaseSpace(
+    _topk_softmax,
+    Axis("shape", _SHAPES),
+    Axis("logits", _LOGITS),
+    Axis("weights", _RENORMALIZE),
+    strided={"logits": "rows"},
+    crossed={
+        "shape": ("many tokens", "odd number of experts", "many experts"),
+        "logits": ("", "tied"),
+    },
+    alone={"shape": ("no tokens", "one expert")},
+)
+"""Clear, spread, tied and infinitely negative logits of few to many experts."""
+
+
+def _topk_sigmoid(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, num_experts, top_k = point["shape"]
+    bias = _bias(point, num_experts, dtype, generator)
+
+    def draw(rows: int) -> torch.Tensor:
+        return _logits(point, rows, num_experts, top_k, dtype, generator)
+
+    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+        if bias is None or point["logits"] is None:
+            return torch.ones(len(logits), dtype=torch.bool)
+        return _is_clear(logits.double().sigmoid() + bias, top_k)
+
+    arguments = {
+        "logits": clear_rows(draw, is_clear, tokens),
+        "bias": bias,
+        "top_k": top_k,
+        "renormalize": point["weights"],
+        "scale": _SCALES[point["weights"]],
+    }
+    return _sigmoid_case(arguments)
+
+
+topk_sigmoid_cases = CaseSpace(
+    _topk_sigmoid,
+    Axis("shape", _SHAPES),
+    Axis("logits", {"": _STEP, "tied": None}),
+    Axis("bias", _BIAS),
+    Axis("weights", _RENORMALIZE),
+    strided={"logits": "rows", "bias": "offset"},
+    crossed={"shape": ("many tokens", "odd number of experts"), "weights": ("",)},
+    alone={"shape": ("no tokens", "one expert")},
+    valid=lambda point, dtype: point["bias"] != "own" or dtype != torch.float32,
+)
+"""Clear and tied choices with and without a bias that changes them."""
+
+
+def _grouped_topk(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    tokens, num_experts, num_groups, top_groups, top_k = point["shape"]
+    bias = _bias(point, num_experts, dtype, generator)
+
+    def draw(rows: int) -> torch.Tensor:
+        return _logits(point, rows, num_experts, top_k, dtype, generator)
+
+    arguments: dict[str, Any] = {
+        "logits": draw(0),
+        "bias": bias,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "top_k": top_k,
+        "scoring": point["scoring"],
+        "renormalize": point["weights"],
+        "scale": _SCALES[point["weights"]],
+    }
+
+    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+        if bias is None or point["logits"] is None:
+            return torch.ones(len(logits), dtype=torch.bool)
+        return _is_clear_grouped(**{**arguments, "logits": logits})
+
+    arguments["logits"] = clear_rows(draw, is_clear, tokens)
+    return _grouped_case(arguments)
+
+
+grouped_topk_cases = CaseSpace(
+    _grouped_topk,
+    Axis("shape", _GROUPED),
+    Axis("logits", {"": _STEP, "tied": None}),
+    Axis("bias", {"": None, "bias": torch.float32}),
+    Axis("scoring", {"": "sigmoid", "softmax": "softmax"}),
+    Axis("weights", _RENORMALIZE),
+    strided={"logits": "rows", "bias": "offset"},
+    crossed={"shape": ("many tokens", "odd groups"), "weights": ("",), "logits": ("",)},
+    alone={"shape": ("no tokens",)},
+    # A softmax of equal logits is exact for a power of two alone.
+    valid=lambda point, dtype: (
+        not (point["logits"] is None and point["bias"] is not None and point["shape"][1] == 60)
+    ),
+)
+"""Groups of many sizes, all and few of them chosen, by their best or their two best experts."""
+
+
+def topk_softmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of clear logits."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = _distinct(num_tokens, int(dims["num_experts"]), _STEP, generator).to(dtype)
+    arguments = {"logits": logits, "top_k": int(dims["top_k"]), "renormalize": True}
+    return _softmax_case(arguments, f"{num_tokens} tokens")
+
+
+def topk_sigmoid_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of clear logits, with the bias that the dims state."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
+    bias = 0.1 * torch.randn(num_experts, generator=generator) if dims["biased"] else None
+
+    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+        return _is_clear(logits.double().sigmoid() + (0.0 if bias is None else bias), top_k)
+
+    arguments = {
+        "logits": clear_rows(_sampled(num_experts, dtype, generator), is_clear, num_tokens),
+        "bias": bias,
+        "top_k": top_k,
+        "renormalize": True,
+        "scale": 2.5,
+    }
+    return _sigmoid_case(arguments, f"{num_tokens} tokens")
+
+
+def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of clear logits, with the bias that the dims state."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts = int(dims["num_experts"])
+    bias = 0.1 * torch.randn(num_experts, generator=generator) if dims["biased"] else None
+    draw = _sampled(num_experts, dtype, generator)
+    arguments: dict[str, Any] = {
+        "logits": draw(0),
+        "bias": bias,
+        "num_groups": int(dims["num_groups"]),
+        "top_groups": int(dims["top_groups"]),
+        "top_k": int(dims["top_k"]),
+        "scoring": str(dims["scoring"]),
+        "renormalize": True,
+        "scale": 2.5,
+    }
+
+    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+        if bias is None:
+            return torch.ones(len(logits), dtype=torch.bool)
+        return _is_clear_grouped(**{**arguments, "logits": logits})
+
+    arguments["logits"] = clear_rows(draw, is_clear, num_tokens)
+    return _grouped_case(arguments, f"{num_tokens} tokens")
+
+
+def _sampled(
+    num_experts: int, dtype: torch.dtype, generator: torch.Generator
+) -> Callable[[int], torch.Tensor]:
+    return lambda rows: _distinct(rows, num_experts, _STEP, generator).to(dtype)
+
+
+def _logits(
+    point: Point,
+    tokens: int,
+    num_experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Return rows ``[T, E]`` of the kind that ``point`` asks for."""
+    step = point["logits"]
+    if step is None:
+        if point.values.get("bias") is not None:
+            return torch.zeros(tokens, num_experts, dtype=dtype)
+        drawn = torch.randint(-3, 3, (tokens, num_experts), generator=generator)
+        return (drawn / 2).to(dtype)
+    logits = _distinct(tokens, num_experts, step, generator)
+    if point.labels["logits"] == "ruled out":
+        # As many as can be while K are left: the lowest ones, wherever they stand.
+        rank = logits.argsort(-1, descending=True).argsort(-1)
+        logits = logits.masked_fill(rank >= max(top_k, num_experts // 2), float("-inf"))
+    return logits.to(dtype)
+
+
+def _distinct(
+    tokens: int, num_experts: int, step: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Return rows of different multiples of ``step`` around 0, which every dtype holds exactly."""
+    order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
+    return (order - num_experts // 2) * step
+
+
+def _bias(
+    point: Point, num_experts: int, dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor | None:
+    """Return a bias that changes the choice: of the size of the scores' differences, or tied."""
+    if point["bias"] is None:
+        return None
+    own = dtype if point["bias"] == "own" else torch.float32
+    if point["logits"] is None:
+        return (torch.randint(-2, 3, (num_experts,), generator=generator) / 8).to(own)
+    return (0.1 * torch.randn(num_experts, generator=generator)).to(own)
+
+
+def _is_clear(compared: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Say of each row whether its K + 1 largest values differ by more than the margin."""
+    best = compared.topk(min(top_k + 1, compared.shape[-1]), -1).values
+    return (best[:, :-1] - best[:, 1:] > _MARGIN).all(-1)
+
+
+def _is_clear_grouped(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: str,
+    **_: Any,
+) -> torch.Tensor:
+    """Say of each row whether its groups, and the experts of the chosen ones, are clear."""
+    wide = logits.double()
+    scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
+    groups = (scores + bias).unflatten(-1, (num_groups, -1))
+    strength = groups.topk(2, -1).values.sum(-1)
+    least = strength.topk(top_groups, -1).values[:, -1:]
+    inside = groups.masked_fill((strength < least)[..., None], -9.0).flatten(-2)
+    return _is_clear(strength, top_groups) & _is_clear(inside, top_k)
+
+
+# Bounds. An exponential of x is off by |x| roundings of itself, so one of at most 1 by less than
+# one of 1; then the sum over E, of which the largest term is 1 before it is divided. A sigmoid at
+# |x| <= 8 is off by about ten roundings, and the sum and quotient double them and add K.
+
+
+def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
+    num_experts = arguments["logits"].shape[1]
+    dims = {"num_experts": num_experts, "top_k": arguments["top_k"]}
+    return Case(label, arguments, dims, reduction=num_experts)
+
+
+def _sigmoid_case(arguments: dict[str, Any], label: str = "") -> Case:
+    top_k = arguments["top_k"]
+    dims = {
+        "num_experts": arguments["logits"].shape[1],
+        "top_k": top_k,
+        "biased": arguments["bias"] is not None,
+    }
+    return Case(label, arguments, dims, reduction=10 + top_k, magnitude=arguments["scale"])
+
+
+def _grouped_case(arguments: dict[str, Any], label: str = "") -> Case:
+    names = ("num_groups", "top_groups", "top_k", "scoring")
+    dims = {name: arguments[name] for name in names}
+    dims |= {
+        "num_experts": arguments["logits"].shape[1],
+        "biased": arguments["bias"] is not None,
+    }
+    summed = dims["num_experts"] if arguments["scoring"] == "softmax" else 10 + dims["top_k"]
+    return Case(label, arguments, dims, reduction=summed, magnitude=arguments["scale"])

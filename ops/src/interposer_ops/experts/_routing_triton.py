@@ -1,0 +1,195 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Choice of experts for each token, by one source.
+
+T tokens, E experts, K chosen experts, G groups, S experts of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer.errors import RequestError
+from interposer_ops._triton.rows import as_rows, row_tile
+
+__all__ = ["grouped_topk_triton", "topk_sigmoid_triton", "topk_softmax_triton"]
+
+_LEAST_SUM = tl.constexpr(1e-20)  # keeps weights that are all zero from being divided by zero
+_SCORINGS = ("softmax", "sigmoid")
+
+
+def topk_softmax_triton(
+    logits: torch.Tensor, top_k: int, renormalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``topk_softmax``."""
+    return _routed(logits, None, 1, 1, top_k, "softmax", renormalize, 1.0)
+
+
+def topk_sigmoid_triton(
+    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``topk_sigmoid``."""
+    return _routed(logits, bias, 1, 1, top_k, "sigmoid", renormalize, scale)
+
+
+def grouped_topk_triton(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``grouped_topk``; where all groups are chosen from, they are not compared."""
+    if scoring not in _SCORINGS:
+        raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
+    return _routed(logits, bias, num_groups, top_groups, top_k, scoring, renormalize, scale)
+
+
+def _routed(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    if ids.numel() == 0:
+        return weights, ids
+    if top_groups == num_groups:
+        num_groups = top_groups = 1
+    rows = as_rows(logits)
+    group_size = num_experts // num_groups
+    groups, members = (triton.next_power_of_2(size) for size in (num_groups, group_size))
+    tile = row_tile("routing", logits.device, groups * members)
+    _route[(tile.row_blocks(num_tokens),)](
+        rows,
+        bias,
+        weights,
+        ids,
+        num_tokens,
+        rows.stride(0),
+        float(scale),
+        NUM_GROUPS=num_groups,
+        GROUP_SIZE=group_size,
+        TOP_GROUPS=top_groups,
+        TOP_K=top_k,
+        SCORING=scoring,
+        RENORMALIZE=renormalize,
+        ROWS=tile.rows,
+        GROUPS=groups,
+        MEMBERS=members,
+        CHOSEN=triton.next_power_of_2(top_k),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return weights, ids
+
+
+@triton.jit
+def _route(
+    logits,
+    bias,
+    weights,
+    ids,
+    num_tokens,
+    stride,
+    scale,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    there = row < num_tokens
+    # Groups start at multiples of a power of two, so that a tile may be viewed as groups.
+    place = tl.arange(0, GROUPS * MEMBERS)[None, :]
+    group = place // MEMBERS
+    member = place % MEMBERS
+    expert = group * GROUP_SIZE + member
+    is_expert = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    inside = there & is_expert
+    logit = tl.load(logits + row * stride + expert, mask=inside, other=0.0).to(tl.float32)
+    if SCORING == "softmax":
+        finite = tl.where(is_expert, logit, float("-inf"))
+        power = tl.exp(finite - tl.max(finite, 1)[:, None])
+        total = tl.sum(power, 1)[:, None]
+        score = tl.div_rn(power, tl.zeros_like(power) + total)
+    else:
+        denominator = 1.0 + tl.exp(-logit)
+        score = tl.div_rn(tl.zeros_like(denominator) + 1.0, denominator)
+    if bias is None:
+        compared = logit
+    else:
+        compared = score + tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+    # A NaN would be equal to nothing, so that no id was found: it comes first, as when sorted.
+    compared = tl.where(compared != compared, float("inf"), compared)
+    left = is_expert & (row >= 0)
+    if TOP_GROUPS < NUM_GROUPS:
+        values = tl.where(is_expert, compared, float("-inf"))
+        values = tl.reshape(values, (ROWS, GROUPS, MEMBERS))
+        strength = tl.max(values, 2)
+        if bias is not None:
+            others = tl.arange(0, MEMBERS)[None, None, :]
+            first = tl.min(tl.where(values == strength[:, :, None], others, MEMBERS), 2)
+            second = tl.where(others == first[:, :, None], float("-inf"), values)
+            strength += tl.max(second, 2)
+        chosen = _strongest(strength, NUM_GROUPS, TOP_GROUPS, ROWS, GROUPS)
+        spread = tl.broadcast_to(chosen[:, :, None], (ROWS, GROUPS, MEMBERS))
+        spread = tl.reshape(spread, (ROWS, GROUPS * MEMBERS))
+        # As a value, not as a mask: where all that is left is -inf, so are the other groups.
+        compared = tl.where(spread > 0, compared, float("-inf"))
+    slot = tl.arange(0, CHOSEN)[None, :]
+    weight = tl.zeros((ROWS, CHOSEN), tl.float32)
+    found = tl.zeros((ROWS, CHOSEN), tl.int32)
+    for turn in range(TOP_K):
+        value = tl.where(left, compared, float("-inf"))
+        best = tl.max(value, 1)[:, None]
+        index = tl.where(left & (value == best), expert, NUM_GROUPS * GROUP_SIZE)
+        index = tl.min(index, 1)[:, None]
+        taken = expert == index
+        own = tl.sum(tl.where(taken & is_expert, score, 0.0), 1)[:, None]
+        weight = tl.where(slot == turn, own, weight)
+        found = tl.where(slot == turn, index, found)
+        left = left & (expert != index)
+    if RENORMALIZE:
+        divisor = tl.sum(weight, 1)[:, None] + _LEAST_SUM
+        weight = tl.div_rn(weight, tl.zeros_like(weight) + divisor)
+    target = row * TOP_K + slot
+    stored = there & (slot < TOP_K)
+    tl.store(weights + target, weight * scale, mask=stored)
+    tl.store(ids + target, found, mask=stored)
+
+
+@triton.jit
+def _strongest(
+    strength,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return 1 for the strongest groups of each row, the lowest first among equals, else 0."""
+    group = tl.arange(0, GROUPS)[None, :]
+    chosen = tl.zeros((ROWS, GROUPS), tl.int32)
+    for _ in range(TOP_GROUPS):
+        left = (chosen == 0) & (group < NUM_GROUPS)
+        value = tl.where(left, strength, float("-inf"))
+        best = tl.max(value, 1)[:, None]
+        index = tl.min(tl.where(left & (value == best), group, GROUPS), 1)[:, None]
+        chosen = tl.where(group == index, 1, chosen)
+    return chosen

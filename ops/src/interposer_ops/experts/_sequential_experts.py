@@ -1,0 +1,108 @@
+"""Experts one after the other, each for all tokens that chose it: for any device.
+
+T tokens, H hidden size, E experts, I intermediate size, K chosen experts. The references gather
+the matrices of every token's experts, which takes T K copies; here one expert's are held at a
+time, in float32. How many tokens each of them gets is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from interposer_ops.experts._experts import activated
+from interposer_ops.quantizers._mx_quantizers import MX_BLOCK_SIZE
+from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+
+__all__ = ["fused_experts_in_turn", "fused_experts_mxfp4_in_turn"]
+
+Project = Callable[[int, torch.Tensor], torch.Tensor]
+"""Returns the projection ``[S, outputs]`` of rows ``[S, inputs]`` by one expert."""
+
+
+def fused_experts_in_turn(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts``."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, gate_up[expert].to(wide), _of(gate_up_bias, expert, wide))
+
+    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.linear(rows, down[expert].to(wide), _of(down_bias, expert, wide))
+
+    return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
+
+
+def fused_experts_mxfp4_in_turn(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Compute ``fused_experts_mxfp4``; pairs of codes are looked up by their byte."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    every = torch.arange(256, dtype=torch.uint8, device=x.device)
+    pairs = decode_e2m1(unpack_nibbles(every[:, None]), wide)
+
+    def matrix(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        codes = pairs.index_select(0, packed.flatten().int())
+        blocks = codes.view(*scales.shape, MX_BLOCK_SIZE)
+        return blocks.mul_(decode_e8m0(scales, wide)[..., None]).view(len(packed), -1)
+
+    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        weight = matrix(gate_up[expert], gate_up_scale[expert])
+        return functional.linear(rows, weight, _of(gate_up_bias, expert, wide))
+
+    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        weight = matrix(down[expert], down_scale[expert])
+        return functional.linear(rows, weight, _of(down_bias, expert, wide))
+
+    return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
+
+
+def _mixture(
+    x: torch.Tensor,
+    first: Project,
+    second: Project,
+    num_experts: int,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    wide, top_k = torch.promote_types(x.dtype, torch.float32), expert_ids.shape[1]
+    ids = expert_ids.flatten()
+    # Those of other ranks are -1 and come first.
+    order = ids.argsort(stable=True)
+    counts = torch.bincount(ids + 1, minlength=num_experts + 1).tolist()
+    returned = torch.zeros((len(ids), x.shape[1]), dtype=wide, device=x.device)
+    start = counts[0]
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            slots = order[start : start + count]
+            projected = first(expert, x[slots // top_k].to(wide))
+            hidden = activated(projected, activation).to(x.dtype)
+            returned[slots] = second(expert, hidden.to(wide))
+            start += count
+    factors = torch.where(expert_ids >= 0, weights.to(wide), 0)[..., None]
+    return (returned.view(*expert_ids.shape, x.shape[1]) * factors).sum(1).to(x.dtype)
+
+
+def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)

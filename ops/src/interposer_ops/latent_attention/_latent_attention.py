@@ -1,0 +1,123 @@
+"""Attention of several heads to one latent vector per token (MLA), with projections absorbed.
+
+Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
+sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attended tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
+from interposer_ops.latent_attention._latent_attention_cases import (
+    latent_attention_decode_cases,
+    latent_attention_decode_sample,
+    sparse_latent_attention_cases,
+    sparse_latent_attention_sample,
+)
+
+__all__ = ["latent_attention_decode", "sparse_latent_attention"]
+
+
+@custom_op(
+    "latent_attention_decode",
+    cases=latent_attention_decode_cases,
+    tolerance=Tolerance(roundings=6),
+    sample=latent_attention_decode_sample,
+    batched=("page_table", "seq_lens"),
+    ragged={"query": "query_starts"},
+)
+def latent_attention_decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_tokens: int,
+    latent_size: int,
+    scale: float,
+    cache_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend causally from each sequence's newest tokens to its latent vectors in the cache.
+
+    out = softmax(scale * q c^T + mask) c[:, :C], in float32 or wider: all heads share the cached
+    vectors, whose first C elements are also the values. The query of sequence b stands at positions
+    seq_lens[b] - query length .. seq_lens[b] - 1, its vectors are already in the cache. Tokens of
+    ``query``, pages of the cache and rows of ``page_table`` may lie apart in memory.
+
+    Args:
+        query: ``[T, N, C + R]``, any float dtype.
+        cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
+        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
+        query_starts: ``[B + 1]`` int64, ascending, the last is T.
+        seq_lens: ``[B]`` int64, each at least the query length.
+        max_query_tokens: Q, at least 1; no query is longer.
+        latent_size: C.
+        scale: factor of the scores.
+        cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
+    Returns: ``[T, N, C]``, dtype of ``query``.
+    Dims: num_heads, latent_size, rotary_size, page_size, cache_dtype (the name of a torch dtype).
+    Source: arXiv:2405.04434.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    keys = cached(cache, page_table, seq_lens, wide)[:, :, None]  # [B, L, 1, C + R]
+    if cache_scale is not None:
+        keys = keys * cache_scale.to(wide)
+    offsets = torch.arange(max_query_tokens, device=query.device)
+    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
+    key_positions = torch.arange(keys.shape[1], device=query.device)
+    seen = torch.minimum(query_positions[:, :, None] + 1, seq_lens[:, None, None])
+    queries = padded(query.to(wide), query_starts, max_query_tokens)
+    mixed, _ = attend(queries, keys, keys[..., :latent_size], key_positions < seen, scale)
+    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)
+
+
+@custom_op(
+    "sparse_latent_attention",
+    cases=sparse_latent_attention_cases,
+    tolerance=Tolerance(roundings=6),
+    sample=sparse_latent_attention_sample,
+)
+def sparse_latent_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    sequences: torch.Tensor,
+    indices: torch.Tensor,
+    latent_size: int,
+    scale: float,
+    cache_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend from each token to those latent vectors of its sequence that ``indices`` names.
+
+    out = softmax(scale * q c^T) c[:, :C] over the named vectors, in float32 or wider. A token that
+    names none gives zeros. Tokens of ``query`` and ``indices``, pages of the cache and rows of
+    ``page_table`` may lie apart in memory.
+
+    Args:
+        query: ``[T, N, C + R]``, any float dtype.
+        cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
+        page_table: ``[B, M]`` int64.
+        sequences: ``[T]`` int64; which sequence a token is of.
+        indices: ``[T, X]`` int32: positions in the sequence, each at most once and in the cache;
+            -1 names nothing and may stand anywhere.
+        latent_size: C.
+        scale: factor of the scores.
+        cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
+    Returns: ``[T, N, C]``, dtype of ``query``.
+    Dims: num_heads, latent_size, rotary_size, page_size, top_k, cache_dtype (the name of a torch
+        dtype).
+    Source: DeepSeek-V3.2-Exp technical report, DeepSeek sparse attention.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    page_size = cache.shape[1]
+    named = indices >= 0  # [T, X]
+    positions = indices.clamp(min=0).long()
+    pages = page_table[sequences[:, None], positions // page_size]
+    keys = cache[pages, positions % page_size].to(wide)  # [T, X, C + R]
+    keys = torch.where(named[..., None], keys, 0)[:, :, None]
+    if cache_scale is not None:
+        keys = keys * cache_scale.to(wide)
+    mixed, _ = attend(query[:, None].to(wide), keys, keys[..., :latent_size], named[:, None], scale)
+    return mixed[:, 0].to(query.dtype)

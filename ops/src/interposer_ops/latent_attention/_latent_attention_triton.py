@@ -1,0 +1,373 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Attention to latent vectors of a paged cache, each context in splits that are merged at the end.
+
+A split has a fixed length, so that a row's result depends on nothing but its own context. The heads
+of one token are the rows of a tile: all of them read the same vectors.
+
+Dimensions: T tokens, N heads, C latent size, R rotary size, B sequences, M pages of the longest
+sequence, P pages, S page size, X attended tokens, Z splits of the longest context.
+Source: arXiv:2405.04434 (the attention); arXiv:2311.01282 (splits of a context).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.rows import row_tile
+from interposer_ops.attention._attention_tiles_triton import LOG2E, joined, quotient
+from interposer_ops.attention._sequences_triton import context_of, sequence_of
+
+__all__ = ["latent_attention_decode_triton", "sparse_latent_attention_triton"]
+
+_LEAST = 16  # of a side of the tiles that tl.dot multiplies
+_MOST_PROGRAMS = 65535  # along the last axis of a grid
+
+
+def latent_attention_decode_triton(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    query_starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_tokens: int,
+    latent_size: int,
+    scale: float,
+    cache_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``latent_attention_decode``; the page table's width says how many splits there are.
+
+    Nothing is read back: programs of splits behind a context end at once.
+    """
+    longest = page_table.shape[1] * cache.shape[1]
+    places = query_starts, seq_lens, None, None
+    return _attended(query, cache, page_table, places, longest, latent_size, scale, cache_scale)
+
+
+def sparse_latent_attention_triton(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    sequences: torch.Tensor,
+    indices: torch.Tensor,
+    latent_size: int,
+    scale: float,
+    cache_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``sparse_latent_attention``: the names of a token are what is split."""
+    places = None, None, sequences, indices
+    longest = indices.shape[1]
+    return _attended(query, cache, page_table, places, longest, latent_size, scale, cache_scale)
+
+
+_Places = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""query_starts and seq_lens, or sequences and indices."""
+
+
+class _Tile(NamedTuple):
+    """What a program treats at once, and how it is compiled.
+
+    Where ``front`` covers a latent vector, it and the ``rest`` behind it are loaded once, and serve
+    as keys and as values. Otherwise a vector is read in steps of ``front`` for the scores, then
+    ``values`` of its elements once more; other programs mix the other elements.
+    """
+
+    heads: int
+    tokens: int
+    front: int
+    rest: int
+    values: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+@per_device
+def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, width: int) -> _Tile:
+    """Return the tile for heads and vectors of these sizes; it depends on nothing else.
+
+    Blocks: ``heads`` and ``tokens``, the most of a tile; ``least_heads``, rows that it has even
+    where there are fewer heads; ``front`` and ``values``, the most elements, see ``_Tile``;
+    ``split``, the tokens of a split; ``scratch``, see ``_attended``.
+    """
+    parameters = parameters_for(kernel, device)
+    blocks = parameters.blocks
+    heads = max(_LEAST, blocks["least_heads"], triton.next_power_of_2(num_heads))
+    latent_columns = max(_LEAST, triton.next_power_of_2(latent_size))
+    front, values = (min(blocks[name], latent_columns) for name in ("front", "values"))
+    rest = 0
+    if front == values == latent_columns:
+        if width > latent_size:
+            rest = max(_LEAST, triton.next_power_of_2(width - latent_size))
+    else:
+        front = min(blocks["front"], max(_LEAST, triton.next_power_of_2(width)))
+    return _Tile(
+        min(heads, blocks["heads"]),
+        blocks["tokens"],
+        front,
+        rest,
+        values,
+        blocks["split"],
+        parameters.num_warps,
+        parameters.num_stages,
+    )
+
+
+def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
+    """Return whose launch parameters are taken: converting a cache takes registers of its own."""
+    if dtype == torch.float32:
+        return "latent_attention_float32"
+    return "latent_attention" if cache_dtype == dtype else "latent_attention_narrow"
+
+
+def _attended(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    places: _Places,
+    longest: int,
+    latent_size: int,
+    scale: float,
+    cache_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the result for contexts, or names of a token, up to ``longest``.
+
+    The block ``scratch`` bounds how many float32 numbers hold what the splits have mixed; where all
+    tokens need more, they are treated in turns.
+    """
+    num_tokens, num_heads, width = query.shape
+    query_starts, seq_lens, sequences, indices = places
+    out = torch.empty((num_tokens, num_heads, latent_size), dtype=query.dtype, device=query.device)
+    if out.numel() == 0:
+        return out
+    kernel = _tuning(query.dtype, cache.dtype)
+    tile = _tile(kernel, query.device, num_heads, latent_size, width)
+    merge = row_tile("latent_attention_merge", query.device, latent_size)
+    num_splits = max(1, -(-longest // tile.split))
+    scratch = parameters_for(kernel, query.device).blocks["scratch"]
+    at_once = scratch // (num_splits * num_heads * latent_size)
+    at_once = min(num_tokens, _MOST_PROGRAMS, max(1, at_once))
+    shape = at_once, num_splits, num_heads
+    mixed = torch.empty((*shape, latent_size), dtype=torch.float32, device=query.device)
+    sums = torch.empty((2, *shape), dtype=torch.float32, device=query.device)
+
+    head_blocks = -(-num_heads // tile.heads)
+    value_blocks = -(-latent_size // tile.values)
+    for first in range(0, num_tokens, at_once):
+        count = min(at_once, num_tokens - first)
+        _attend[(value_blocks * head_blocks, num_splits, count)](
+            query,
+            cache,
+            page_table,
+            query_starts,
+            seq_lens,
+            sequences,
+            indices,
+            cache_scale,
+            mixed,
+            sums[0],
+            sums[1],
+            scale,
+            first,
+            longest,
+            page_table.shape[0],
+            query.stride(0),
+            cache.stride(0),
+            page_table.stride(0),
+            0 if indices is None else indices.stride(0),
+            NUM_HEADS=num_heads,
+            LATENT_SIZE=latent_size,
+            WIDTH=width,
+            PAGE_SIZE=cache.shape[1],
+            HEADS=tile.heads,
+            TOKENS=tile.tokens,
+            FRONT=tile.front,
+            REST=tile.rest,
+            VALUES=tile.values,
+            SPLIT=tile.split,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        _merge[(merge.column_blocks(latent_size), merge.row_blocks(num_heads), count)](
+            mixed,
+            sums[0],
+            sums[1],
+            query_starts,
+            seq_lens,
+            cache_scale,
+            out,
+            first,
+            longest,
+            page_table.shape[0],
+            num_splits,
+            NUM_HEADS=num_heads,
+            LATENT_SIZE=latent_size,
+            SPLIT=tile.split,
+            ROWS=merge.rows,
+            COLUMNS=merge.columns,
+            num_warps=merge.num_warps,
+            num_stages=merge.num_stages,
+        )
+    return out
+
+
+@triton.jit
+def _attend(
+    query,
+    cache,
+    page_table,
+    query_starts,
+    seq_lens,
+    sequences,
+    indices,
+    cache_scale,
+    mixed,
+    largest,
+    total,
+    scale,
+    first_token,
+    longest,
+    num_sequences,
+    query_stride,
+    page_stride,
+    table_stride,
+    indices_stride,
+    NUM_HEADS: tl.constexpr,
+    LATENT_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FRONT: tl.constexpr,
+    REST: tl.constexpr,
+    VALUES: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    # Neighbours read the same vectors.
+    HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    WHOLE: tl.constexpr = FRONT >= LATENT_SIZE and VALUES >= LATENT_SIZE
+    head = tl.program_id(0) % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
+    first_value = tl.program_id(0) // HEAD_BLOCKS * VALUES
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)  # of the scratch
+    token = first_token + row
+    if indices is not None:
+        sequence = tl.load(sequences + token).to(tl.int32)
+        num_seen = longest
+        indices += token * indices_stride
+    else:
+        sequence = sequence_of(token, query_starts, num_sequences)
+        num_seen = context_of(token, sequence, query_starts, seq_lens)
+    if split * SPLIT >= num_seen:
+        return
+
+    pages = page_table + sequence.to(tl.int64) * table_stride
+    queries = query + token * query_stride
+    there = head < NUM_HEADS
+    factor = scale * LOG2E
+    if cache_scale is not None:
+        factor *= tl.load(cache_scale)
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    weights = tl.zeros([HEADS], tl.float32)
+    values = tl.zeros([HEADS, VALUES], tl.float32)
+    if WHOLE:
+        q = _rows(queries, head * WIDTH, there, 0, LATENT_SIZE, FRONT, query)
+        if REST > 0:
+            q_rest = _rows(queries, head * WIDTH, there, LATENT_SIZE, WIDTH, REST, query)
+    for start in range(split * SPLIT, tl.minimum(num_seen, (split + 1) * SPLIT), TOKENS):
+        position = start + tl.arange(0, TOKENS)
+        seen = position < num_seen
+        if indices is not None:
+            position = tl.load(indices + position, mask=seen, other=-1)
+            seen = position >= 0
+            position = tl.where(seen, position, 0)
+        page = tl.load(pages + position // PAGE_SIZE, mask=seen, other=0)
+        place = page * page_stride + position % PAGE_SIZE * WIDTH
+        if WHOLE:
+            v = _rows(cache, place, seen, 0, LATENT_SIZE, FRONT, query)
+            products = tl.dot(q, tl.trans(v), input_precision="ieee")
+            if REST > 0:
+                k = _rows(cache, place, seen, LATENT_SIZE, WIDTH, REST, query)
+                products = tl.dot(q_rest, tl.trans(k), products, input_precision="ieee")
+        else:
+            products = tl.zeros([HEADS, TOKENS], tl.float32)
+            for step in range(0, WIDTH, FRONT):
+                q = _rows(queries, head * WIDTH, there, step, WIDTH, FRONT, query)
+                k = _rows(cache, place, seen, step, WIDTH, FRONT, query)
+                products = tl.dot(q, tl.trans(k), products, input_precision="ieee")
+            v = _rows(cache, place, seen, first_value, LATENT_SIZE, VALUES, query)
+        scores = tl.where(seen[None, :], products * factor, float("-inf"))
+        highest, weights, values = joined(scores, v, highest, weights, values)
+
+    at = (row * tl.num_programs(1) + split) * NUM_HEADS + head
+    if first_value == 0:
+        tl.store(largest + at, highest, mask=there)
+        tl.store(total + at, weights, mask=there)
+    column = first_value + tl.arange(0, VALUES)[None, :]
+    target = mixed + at[:, None] * LATENT_SIZE + column
+    tl.store(target, values, mask=there[:, None] & (column < LATENT_SIZE))
+
+
+@triton.jit
+def _rows(pointer, row, there, start, end, COLUMNS: tl.constexpr, like):
+    """Return elements from ``start`` to before ``end`` of rows, zeros elsewhere; as ``like`` is."""
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    inside = there[:, None] & (column < end)
+    tile = tl.load(pointer + row[:, None] + column, mask=inside, other=0.0)
+    return tile.to(like.dtype.element_ty)  # exact: a cache is as narrow as the query, or narrower
+
+
+@triton.jit
+def _merge(
+    mixed,
+    largest,
+    total,
+    query_starts,
+    seq_lens,
+    cache_scale,
+    out,
+    first_token,
+    longest,
+    num_sequences,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    LATENT_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Merge the splits that a token has, in ascending order."""
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(2).to(tl.int64)
+    token = first_token + row
+    if query_starts is None:
+        num_seen = longest
+    else:
+        sequence = sequence_of(token, query_starts, num_sequences)
+        num_seen = context_of(token, sequence, query_starts, seq_lens)
+    there = head < NUM_HEADS
+    inside = there[:, None] & (column < LATENT_SIZE)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    weights = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for split in range(0, tl.cdiv(num_seen, SPLIT)):
+        at = (row * num_splits + split) * NUM_HEADS + head
+        own = tl.load(largest + at, mask=there, other=float("-inf"))
+        higher = tl.maximum(highest, own)
+        origin = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(highest - origin)
+        share = tl.exp2(own - origin)
+        weights = weights * kept + tl.load(total + at, mask=there, other=0.0) * share
+        part = tl.load(mixed + at[:, None] * LATENT_SIZE + column, mask=inside, other=0.0)
+        values = values * kept[:, None] + part * share[:, None]
+        highest = higher
+    result = quotient(values, weights)
+    if cache_scale is not None:
+        result *= tl.load(cache_scale)
+    target = out + (token * NUM_HEADS + head)[:, None] * LATENT_SIZE + column
+    tl.store(target, result.to(out.dtype.element_ty), mask=inside)

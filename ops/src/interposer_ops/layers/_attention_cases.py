@@ -1,0 +1,147 @@
+"""Cases of the attention layer, and steps of sequences that any backend can be given.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, L tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from interposer import AttentionBatch, AttentionSpec, Case, Site, Tolerance
+from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, paged
+from interposer_ops.caches._paging_cases import starts_of
+from interposer_ops.experts._error_propagation_cases import Errors
+from interposer_ops.layers.attention import Attention
+from interposer_testing.cases import LayerCase, OfLayer, Placed, normal
+
+__all__ = ["Step", "attended", "attention_layers", "spec_at"]
+
+
+def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
+    """Yield prompts, chunks and decoding; backends have trials of their own for all the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    for label, heads, kv_heads, window in (
+        ("prefill around page edges", 4, 2, None),
+        ("decode around page edges", 6, 2, None),
+        ("chunk after a prefix", 3, 1, 4),
+        ("page of 16", 2, 2, None),
+    ):
+        spec = AttentionSpec(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=32,
+            dtype=dtype,
+            cache_dtype=dtype,
+            page_size=LENGTHS[label].page_size,
+            scale=2 * 32**-0.5,
+            window_tokens=window,
+        )
+        step, errors = Step(LENGTHS[label], spec, generator), Errors()
+        count = LENGTHS[label].num_tokens
+        query, key, value = (
+            normal((count, n, 32), dtype, generator) for n in (heads, kv_heads, kv_heads)
+        )
+        errors.show(attended(step, query.double(), key.double(), value.double(), errors))
+        yield LayerCase(
+            label,
+            {"spec": Placed(partial(spec_at, spec))},
+            (query, key, value, OfLayer(step.cache), OfLayer(step.plan)),
+            facts=Case("", {}, magnitude=errors.bound(dtype)),
+            tolerance=Tolerance(roundings=1),
+        )
+
+
+def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:
+    """Return the spec in the dtype of a site."""
+    return replace(spec, dtype=site.dtype, cache_dtype=site.dtype)
+
+
+class Step:
+    """Tokens of sequences, of which some are in the cache already."""
+
+    def __init__(self, lengths: Lengths, spec: AttentionSpec, generator: torch.Generator) -> None:
+        self.lengths, self.spec = lengths, spec
+        self.where = paged(lengths, generator)
+        before = sum(cached - tokens for cached, tokens in lengths.sequences)
+        shapes = [(before, heads, spec.head_size) for heads in (spec.num_heads, spec.num_kv_heads)]
+        self.query, self.key = (normal(shape, spec.dtype, generator) for shape in shapes)
+        self.value = normal(shapes[1], spec.dtype, generator)
+
+    def cache(self, layer: Attention, device: str) -> torch.Tensor:
+        """Return a cache of the layer's backend, to which the earlier tokens were written."""
+        layout = layer.backend.kv_layout()
+        (cache,) = layout.allocate(1, self.where.num_pages, device)
+        if len(self.key):
+            batch = self._batch(device, is_earlier=True)
+            heads = [part.to(device, layout.dtype) for part in (self.query, self.key, self.value)]
+            layer(*heads, cache, layer.backend.plan(batch))
+        return cache
+
+    def plan(self, layer: Attention, device: str) -> object:
+        """Return the plan of the layer's backend for the tokens that come."""
+        return layer.backend.plan(self._batch(device, is_earlier=False))
+
+    def _batch(self, device: str, *, is_earlier: bool) -> AttentionBatch:
+        counts, lengths, slots = [], [], []
+        begin = 0
+        for cached, tokens in self.lengths.sequences:
+            before = cached - tokens
+            counts.append(before if is_earlier else tokens)
+            lengths.append(before if is_earlier else cached)
+            own = self.where.slots[begin : begin + cached]
+            slots.append(own[:before] if is_earlier else own[before:])
+            begin += cached
+        return AttentionBatch(
+            query_starts=starts_of(counts).to(device),
+            seq_lens=torch.tensor(lengths).to(device),
+            page_table=self.where.arguments["page_table"].to(device),
+            slots=torch.cat(slots).to(device),
+            max_query_tokens=max(counts),
+            max_seq_tokens=max(lengths),
+        )
+
+
+def attended(
+    step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, errors: Errors
+) -> torch.Tensor:
+    """Return the attention ``[T, N, D]`` of a step in float64, and tell ``errors`` of its numbers.
+
+    Args:
+        query: ``[T, N, D]``, with ``key`` and ``value`` ``[T, K, D]`` of the tokens that come.
+    """
+    groups = query.shape[1] // key.shape[1]
+    mixed, tokens, earlier = [], 0, 0
+    for cached, count in step.lengths.sequences:
+        own, old = slice(tokens, tokens + count), slice(earlier, earlier + cached - count)
+        keys, values = (
+            torch.cat((before[old].double(), now[own])).repeat_interleave(groups, 1)
+            for before, now in ((step.key, key), (step.value, value))
+        )
+        tokens, earlier = own.stop, old.stop
+        mixed.append(_attend(step.spec, query[own], keys, values, errors))
+    return torch.cat(mixed)
+
+
+def _attend(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    errors: Errors,
+) -> torch.Tensor:
+    """Return the attention ``[T, N, D]`` of one sequence's queries to its ``[L, N, D]``."""
+    length, count = len(keys), len(query)
+    distance = torch.arange(length - count, length)[:, None] - torch.arange(length)
+    is_seen = (distance >= 0) & (distance < (spec.window_tokens or length))
+    scores = spec.scale * torch.einsum("tnd,lnd->ntl", query, keys)
+    # A weight errs as its score does, and is rounded itself; so may be the query after scaling.
+    terms = 1 + spec.scale * torch.einsum("tnd,lnd->ntl", query.abs(), keys.abs())
+    scores = errors.note(scores, 2, spec.head_size + length + 8, terms, terms)
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+    mixed = torch.einsum("ntl,lnd->tnd", weights, values)
+    terms = torch.einsum("ntl,lnd->tnd", weights, values.abs())
+    return errors.note(mixed, 2, length + 2, terms)

@@ -1,0 +1,40 @@
+"""Products of rows by plain weights.
+
+Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_ops.linear._linear import (
+        batched_linear,
+        embedding,
+        grouped_linear,
+        linear,
+        vocab_parallel_embedding,
+    )
+
+__all__ = [
+    "batched_linear",
+    "embedding",
+    "grouped_linear",
+    "linear",
+    "vocab_parallel_embedding",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_ops.linear._linear": (
+            "batched_linear embedding grouped_linear linear vocab_parallel_embedding"
+        ),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,250 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Projections of few rows, whose sums are split among programs.
+
+One row of tiles covers all outputs of a few rows and leaves most of a GPU idle. So each program
+adds up a part of the inputs, and a second launch adds the parts in their order: nothing depends on
+which program ends first, so that the same call gives the same bits. How inputs are split depends on
+the sizes of the weight alone, not on the number of rows. More rows than ``MOST_SPLIT_ROWS`` go to
+what multiplies many of them.
+
+T tokens, I input features, O output features, P parts of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from interposer_ops._triton.availability import MOST_SPLIT_ROWS
+from interposer_ops._triton.float8_operands import operands
+from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear import _scaled_linear_triton as scaled_linear
+from interposer_ops.quantized_linear._linear_tiles_triton import product, stored
+
+__all__ = ["fp8_linear_split", "linear_split"]
+
+_JOINED = 1024  # outputs of a program that adds parts
+
+
+def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``linear``; more than ``MOST_SPLIT_ROWS`` rows by torch's own product."""
+    out_features = weight.shape[0]
+    if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
+        return functional.linear(x, weight, bias)
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    tile = _tile("linear_split", x.device)
+    _launch(tile, x, weight, None, None, bias, y, "plain", "plain")
+    return y
+
+
+def fp8_linear_split(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``fp8_linear``; more than ``MOST_SPLIT_ROWS`` rows by the kernel for any number.
+
+    The parts are added before they are scaled, once.
+    """
+    out_features = weight.shape[0]
+    if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
+        return scaled_linear.fp8_linear_triton(x, weight, x_scale, weight_scale, bias, out_dtype)
+    y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
+    tile = _tile("fp8_linear_split", x.device)
+    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    if how.decoded:
+        x, weight = x.view(torch.int8), weight.view(torch.int8)
+    _launch(tile, x, weight, x_scale, weight_scale, bias, y, how.x, how.weight)
+    return y
+
+
+class _Tile(NamedTuple):
+    """What a program computes, and how it is compiled.
+
+    Attributes:
+        outputs: how many columns of the result.
+        inputs: step of the loop over the input features.
+        least: input features of a part at least, since each part is written and read again.
+        programs: about how many fill the device.
+        operand_bits: see ``LinearTile``.
+    """
+
+    outputs: int
+    inputs: int
+    least: int
+    programs: int
+    num_warps: int
+    num_stages: int
+    operand_bits: int = 16
+
+    def split(self, in_features: int, out_features: int) -> tuple[int, int]:
+        """Return how many parts there are, and the inputs of each, a multiple of the step."""
+        tiles = -(-out_features // self.outputs)
+        wanted = max(1, min(self.programs // tiles, in_features // self.least))
+        steps = -(-in_features // self.inputs)
+        each = -(-steps // wanted)
+        return -(-steps // each), each * self.inputs
+
+
+@per_device
+def _tile(kernel: str, device: torch.device) -> _Tile:
+    parameters = parameters_for(kernel, device)
+    return _Tile(
+        **parameters.blocks,
+        num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )
+
+
+def _launch(
+    tile: _Tile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    x_format: str,
+    weight_format: str,
+) -> None:
+    """Fill ``y``, by one launch where there is one part, else by two."""
+    rows = as_rows(x)
+    num_rows, (out_features, in_features) = rows.shape[0], weight.shape
+    num_parts, part_inputs = tile.split(in_features, out_features)
+    parts = None
+    if num_parts > 1:
+        shape = (num_parts, num_rows, out_features)
+        parts = torch.empty(shape, dtype=torch.float32, device=x.device)
+    # One scale of all rows or outputs is read again and again.
+    x_scale_stride = 0 if x_scale is None or x_scale.numel() == 1 else 1
+    weight_scale_stride = 0 if weight_scale is None or weight_scale.numel() == 1 else 1
+    _part_of_sum[(-(-out_features // tile.outputs), num_parts)](
+        rows,
+        weight,
+        x_scale,
+        weight_scale,
+        bias,
+        y if parts is None else parts,
+        num_rows,
+        rows.stride(0),
+        x_scale_stride,
+        weight_scale_stride,
+        INPUTS=in_features,
+        OUTPUTS=out_features,
+        PARTS=num_parts,
+        PART_INPUTS=part_inputs,
+        ROW_TILE=MOST_SPLIT_ROWS,
+        OUTPUT_TILE=tile.outputs,
+        STEP=tile.inputs,
+        X_FORMAT=x_format,
+        WEIGHT_FORMAT=weight_format,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if parts is not None:
+        width = min(_JOINED, triton.next_power_of_2(out_features))
+        _sum_of_parts[(num_rows, -(-out_features // width))](
+            parts,
+            x_scale,
+            weight_scale,
+            bias,
+            y,
+            num_rows,
+            x_scale_stride,
+            weight_scale_stride,
+            OUTPUTS=out_features,
+            PARTS=num_parts,
+            WIDTH=width,
+            num_warps=4,
+            num_stages=1,
+        )
+
+
+# Not specialised to counts of rows: each would be compiled again.
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
+def _part_of_sum(
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    bias,
+    target,
+    num_rows,
+    x_stride,
+    x_scale_stride,
+    weight_scale_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART_INPUTS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
+):
+    part = tl.program_id(1)
+    row = tl.arange(0, ROW_TILE)
+    output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    # What is past the end reads the first row or output instead, and is not stored.
+    there = tl.where(row < num_rows, row, 0).to(tl.int64)
+    known = tl.where(output < OUTPUTS, output, 0)
+    column = part * PART_INPUTS + tl.arange(0, STEP)
+    x += there[:, None] * x_stride + column[None, :]
+    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
+    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
+    for start in range(0, PART_INPUTS, STEP):
+        if PARTS * PART_INPUTS == INPUTS:
+            a = tl.load(x + start)
+            b = tl.load(weight + start)
+        else:
+            inside = start + column < INPUTS
+            a = tl.load(x + start, mask=inside[None, :], other=0.0)
+            b = tl.load(weight + start, mask=inside[:, None], other=0.0)
+        total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
+    if PARTS == 1:
+        if x_scale is not None:
+            total *= tl.load(x_scale + there * x_scale_stride)[:, None]
+            total *= tl.load(weight_scale + known * weight_scale_stride)[None, :]
+        stored(total, bias, target, row, output, known, num_rows, OUTPUTS)
+    else:
+        target += part.to(tl.int64) * num_rows * OUTPUTS
+        stored(total, None, target, row, output, known, num_rows, OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
+def _sum_of_parts(
+    parts,
+    x_scale,
+    weight_scale,
+    bias,
+    y,
+    num_rows,
+    x_scale_stride,
+    weight_scale_stride,
+    OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = output < OUTPUTS
+    parts += row * OUTPUTS + output
+    total = tl.zeros([WIDTH], tl.float32)
+    for _ in range(PARTS):
+        total += tl.load(parts, mask=inside, other=0.0)
+        parts += num_rows * OUTPUTS
+    if x_scale is not None:
+        total *= tl.load(x_scale + row * x_scale_stride)
+        total *= tl.load(weight_scale + output * weight_scale_stride, mask=inside, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * OUTPUTS + output, total.to(y.dtype.element_ty), mask=inside)

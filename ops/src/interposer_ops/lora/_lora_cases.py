@@ -1,0 +1,164 @@
+"""Cases of low-rank adapters.
+
+Dimensions: T tokens, I input features, O output features, A adapters, R rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak
+
+__all__ = [
+    "lora_expand_cases",
+    "lora_expand_sample",
+    "lora_shrink_cases",
+    "lora_shrink_sample",
+]
+
+_TOKENS = {  # the adapters of some rows in turn, -1 for none; A is 3
+    "adapters in turn": ([0, -1, 2, 1, 2], 23),
+    "one token": ([1], 1),
+    "one adapter": ([2], 9),
+    "runs": ([0] * 7 + [2] * 9 + [-1] * 3, 19),
+    "no adapter": ([-1], 5),
+    "no tokens": ([-1], 0),
+}
+_RANKS = {"": 16, "rank 8": 8, "rank 64": 64, "odd rank": 5, "rank 1": 1}
+_WIDTHS = {"": 128, "odd width": 65, "width 1": 1, "wide": 640}
+_ADAPTERS = 3
+
+
+def _shrink(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    adapter_ids = _adapter_ids(point)
+    x = normal((len(adapter_ids), point["width"]), dtype, generator)
+    lora_a = _matrices((_ADAPTERS, point["rank"], point["width"]), dtype, generator)
+    return _shrink_case(x, lora_a, adapter_ids, point["scale"], "")
+
+
+lora_shrink_cases = CaseSpace(
+    _shrink,
+    Axis("tokens", _TOKENS),
+    Axis("rank", _RANKS),
+    Axis("width", _WIDTHS),
+    Axis("scale", {"": 0.25, "scale of 2": 2.0}),
+    strided={"x": "rows", "lora_a": "offset", "adapter_ids": "offset"},
+    special={"x": ("NaN", "subnormals", "negative zeros")},
+    crossed={
+        "tokens": ("adapters in turn",),
+        "rank": ("", "odd rank"),
+        "width": ("", "odd width"),
+        "scale": ("",),
+    },
+    alone={"tokens": ("no adapter", "no tokens")},
+    # Neither a rank nor where rows stand is another by its scale.
+    valid=lambda point, _: (
+        not (point.labels["scale"] and (point.labels["rank"] or point.labels["width"]))
+    ),
+)
+"""Rows that share an adapter, take turns and have none."""
+
+
+def lora_shrink_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows, each with an adapter or none by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    adapters, rank, width = (int(dims[n]) for n in ("num_adapters", "rank", "in_features"))
+    shape = (adapters, rank, width)
+    lora_a = normal_numbers(shape, dtype, generator, deviation=width**-0.5)
+    x = normal_numbers((num_tokens, width), dtype, generator)
+    adapter_ids = torch.randint(-1, adapters, (num_tokens,), generator=generator)
+    return _shrink_case(x, lora_a, adapter_ids, 0.5, f"{num_tokens} tokens")
+
+
+def _expand(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    adapter_ids = _adapter_ids(point)
+    shrunk = normal((len(adapter_ids), point["rank"]), torch.float32, generator)
+    lora_b = _matrices((_ADAPTERS, point["width"], point["rank"]), dtype, generator)
+    before, behind = point["columns"]
+    y = normal((len(adapter_ids), before + point["width"] + behind), dtype, generator)
+    return _expand_case(shrunk, lora_b, adapter_ids, y, before, "")
+
+
+lora_expand_cases = CaseSpace(
+    _expand,
+    Axis("tokens", _TOKENS),
+    Axis("rank", _RANKS),
+    Axis("width", _WIDTHS),
+    Axis("columns", {"": (0, 0), "columns before": (48, 0), "columns on both sides": (7, 33)}),
+    strided={"shrunk": "offset", "lora_b": "offset", "adapter_ids": "offset", "y": "rows"},
+    special={"y": ("NaN", "infinities", "subnormals", "negative zeros")},
+    crossed={
+        "tokens": ("adapters in turn",),
+        "rank": ("", "odd rank"),
+        "width": ("", "odd width"),
+        "columns": ("", "columns on both sides"),
+    },
+    alone={"tokens": ("no adapter", "no tokens")},
+    # What stands beside the columns doesn't depend on how long the sums are.
+    valid=lambda point, _: not (point.labels["columns"] and point.labels["rank"]),
+)
+"""The adapters of ``lora_shrink``, added to all columns or some of them."""
+
+
+def lora_expand_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows, each with an adapter or none by chance, and one projection by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    adapters, rank, width = (int(dims[n]) for n in ("num_adapters", "rank", "out_features"))
+    lora_b = normal_numbers((adapters, width, rank), dtype, generator, deviation=rank**-0.5)
+    wide = torch.promote_types(dtype, torch.float32)
+    shrunk = normal_numbers((num_tokens, rank), wide, generator)
+    adapter_ids = torch.randint(-1, adapters, (num_tokens,), generator=generator)
+    y = normal_numbers((num_tokens, width), dtype, generator)
+    return _expand_case(shrunk, lora_b, adapter_ids, y, 0, f"{num_tokens} tokens")
+
+
+def _adapter_ids(point: Point) -> torch.Tensor:
+    pattern, count = point["tokens"]
+    return torch.tensor((pattern * -(-count // len(pattern)))[:count], dtype=torch.int64)
+
+
+def _matrices(
+    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    return normal(shape, dtype, generator, shape[-1] ** -0.5)
+
+
+def _shrink_case(
+    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float, label: str
+) -> Case:
+    adapters, rank, width = lora_a.shape
+    return Case(
+        label,
+        {"x": x, "lora_a": lora_a, "adapter_ids": adapter_ids, "scale": scale},
+        {"in_features": width, "rank": rank, "num_adapters": adapters},
+        reduction=width,
+        magnitude=scale * longest_row(x) * longest_row(lora_a),
+    )
+
+
+def _expand_case(
+    shrunk: torch.Tensor,
+    lora_b: torch.Tensor,
+    adapter_ids: torch.Tensor,
+    y: torch.Tensor,
+    offset: int,
+    label: str,
+) -> Case:
+    adapters, width, rank = lora_b.shape
+    products = torch.einsum("tr,aor->tao", shrunk.double(), lora_b.double())
+    return Case(
+        label,
+        {
+            "shrunk": shrunk,
+            "lora_b": lora_b,
+            "adapter_ids": adapter_ids,
+            "y": y,
+            "offset": offset,
+        },
+        {"out_features": width, "rank": rank, "num_adapters": adapters},
+        reduction=rank + 1,
+        magnitude=peak(y) + longest_row(shrunk) * longest_row(lora_b),
+        rounded=peak(products),
+    )

@@ -1,0 +1,242 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Low-rank adapters. T tokens, I input, O output features of the adapters, A adapters, R rank.
+
+A program takes the rows of its tile of tokens that have its adapter, and ends at once where there
+are none. Every row is of one program, so that nothing is added atomically.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for, per_device
+
+__all__ = ["lora_expand_triton", "lora_shrink_triton"]
+
+_LEAST = 16  # of each side of a tile that matrix instructions take
+
+
+def lora_shrink_triton(
+    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Compute ``lora_shrink``."""
+    num_tokens = x.shape[0]
+    num_adapters, rank, in_features = lora_a.shape
+    y = torch.empty((num_tokens, rank), dtype=torch.float32, device=x.device)
+    if y.numel() == 0:
+        return y
+    tile = _shrink_tile(x.device, x.dtype, rank, in_features)
+    grid = (
+        triton.cdiv(num_tokens, tile.tokens),
+        triton.cdiv(rank, tile.columns),
+        max(1, num_adapters),
+    )
+    _shrink[grid](
+        x,
+        lora_a,
+        adapter_ids,
+        y,
+        float(scale),
+        num_tokens,
+        x.stride(0),
+        IN_FEATURES=in_features,
+        RANK=rank,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def lora_expand_triton(
+    shrunk: torch.Tensor,
+    lora_b: torch.Tensor,
+    adapter_ids: torch.Tensor,
+    y: torch.Tensor,
+    offset: int,
+) -> None:
+    """Compute ``lora_expand``."""
+    num_tokens = shrunk.shape[0]
+    num_adapters, out_features, rank = lora_b.shape
+    if num_tokens * out_features * num_adapters == 0:
+        return
+    tile = _expand_tile(y.device, y.dtype, rank)
+    grid = (
+        triton.cdiv(num_tokens, tile.tokens),
+        triton.cdiv(out_features, tile.columns),
+        num_adapters,
+    )
+    _expand[grid](
+        shrunk,
+        lora_b,
+        adapter_ids,
+        y[:, offset : offset + out_features],
+        num_tokens,
+        y.stride(0),
+        OUT_FEATURES=out_features,
+        RANK=rank,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+class _Tile(NamedTuple):
+    """Tokens, columns of the result and inputs of one step, and how it is compiled."""
+
+    tokens: int
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+@per_device
+def _shrink_tile(device: torch.device, dtype: torch.dtype, rank: int, in_features: int) -> _Tile:
+    return _fitted("lora_shrink", device, dtype, rank, in_features)
+
+
+@per_device
+def _expand_tile(device: torch.device, dtype: torch.dtype, rank: int) -> _Tile:
+    return _fitted("lora_expand", device, dtype, None, rank)
+
+
+def _fitted(
+    name: str, device: torch.device, dtype: torch.dtype, columns: int | None, inputs: int
+) -> _Tile:
+    """Return the tile of ``name``, no larger than the columns and inputs that there are."""
+    parameters = parameters_for(f"{name}_float32" if dtype == torch.float32 else name, device)
+    blocks = parameters.blocks
+    there = blocks["columns"] if columns is None else triton.next_power_of_2(columns)
+    return _Tile(
+        blocks["tokens"],
+        max(_LEAST, min(there, blocks["columns"])),
+        max(_LEAST, min(triton.next_power_of_2(inputs), blocks["inputs"])),
+        parameters.num_warps,
+        parameters.num_stages,
+    )
+
+
+@triton.jit
+def _shrink(
+    x,
+    lora_a,
+    adapter_ids,
+    y,
+    scale,
+    num_tokens,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    RANK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    adapter = tl.program_id(2)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there = token < num_tokens
+    own_adapter = tl.load(adapter_ids + token, mask=there, other=-2)
+    own = own_adapter == adapter
+    # The programs of the first adapter store the zeros of rows without one.
+    stored = own | ((own_adapter == -1) & (adapter == 0))
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns behind the last one compute it again and are not stored.
+    row = adapter.to(tl.int64) * RANK + tl.minimum(column, RANK - 1)
+    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for first in range(0, tl.max(own.to(tl.int32)) * IN_FEATURES, INPUTS):
+        element = first + tl.arange(0, INPUTS)
+        inside = element < IN_FEATURES
+        inputs = tl.load(
+            x + token[:, None] * x_stride + element[None, :],
+            mask=own[:, None] & inside[None, :],
+            other=0.0,
+        )
+        matrix = lora_a + row[None, :] * IN_FEATURES + element[:, None]
+        if IN_FEATURES % INPUTS == 0:
+            weights = tl.load(matrix)
+        else:
+            weights = tl.load(matrix, mask=inside[:, None], other=0.0)
+        total = tl.dot(inputs, weights, total, input_precision="ieee")
+    result = tl.where(own[:, None], total * scale, 0.0)
+    target = y + token[:, None] * RANK + column[None, :]
+    tl.store(target, result, mask=stored[:, None] & (column < RANK)[None, :])
+
+
+@triton.jit
+def _expand(
+    shrunk,
+    lora_b,
+    adapter_ids,
+    y,
+    num_tokens,
+    y_stride,
+    OUT_FEATURES: tl.constexpr,
+    RANK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    adapter = tl.program_id(2)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    own = tl.load(adapter_ids + token, mask=token < num_tokens, other=-1) == adapter
+    if tl.max(own.to(tl.int32)) > 0:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        row = adapter.to(tl.int64) * OUT_FEATURES + tl.minimum(column, OUT_FEATURES - 1)
+        total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        for first in range(0, RANK, INPUTS):
+            element = first + tl.arange(0, INPUTS)
+            inside = element < RANK
+            inputs = tl.load(
+                shrunk + token[:, None] * RANK + element[None, :],
+                mask=own[:, None] & inside[None, :],
+                other=0.0,
+            )
+            matrix = lora_b + row[None, :] * RANK + element[:, None]
+            weights = tl.load(matrix, mask=inside[:, None], other=0.0)
+            total = _added(total, inputs, weights)
+        place = y + token[:, None] * y_stride + column[None, :]
+        target = own[:, None] & (column < OUT_FEATURES)[None, :]
+        before = tl.load(place, mask=target, other=0.0).to(tl.float32)
+        tl.store(place, (before + total).to(y.dtype.element_ty), mask=target)
+
+
+@triton.jit
+def _added(total, inputs, weights):
+    """Return ``total`` and the product of float32 ``inputs``, as exact as one of float32.
+
+    Three numbers of bfloat16 hold one of float32, and two of them one of float16, so that matrix
+    instructions multiply them.
+    """
+    if weights.dtype == tl.float32:
+        total = tl.dot(inputs, weights, total, input_precision="ieee")
+    else:
+        high = inputs.to(tl.bfloat16)
+        rest = _rest(inputs, high)
+        middle = rest.to(tl.bfloat16)
+        low = _rest(rest, middle).to(tl.bfloat16)
+        if weights.dtype == tl.float16:
+            wide = weights.to(tl.float32)
+            weights_high = wide.to(tl.bfloat16)
+            weights_low = _rest(wide, weights_high).to(tl.bfloat16)
+            total = tl.dot(middle, weights_low, tl.dot(high, weights_low, total))
+        else:
+            weights_high = weights
+        total = tl.dot(low, weights_high, total)
+        total = tl.dot(middle, weights_high, total)
+        total = tl.dot(high, weights_high, total)
+    return total
+
+
+@triton.jit
+def _rest(number, rounded):
+    """Return what rounding lost, nothing of infinity."""
+    wide = rounded.to(tl.float32)
+    return tl.where(number == wide, 0.0, number - wide)

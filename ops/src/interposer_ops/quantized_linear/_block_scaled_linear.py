@@ -1,0 +1,143 @@
+"""Projections of the formats whose small blocks share a scale. I input, O output features.
+
+The scales of blocks lie in the order of their blocks, not in that of ``tile_scales``. Dequantized
+numbers and sums are float32 or wider; of two quantized operands, until the bias was added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantized_linear._block_scaled_linear_cases import (
+    mxfp4_linear_cases,
+    mxfp4_linear_sample,
+    mxfp8_linear_cases,
+    mxfp8_linear_sample,
+    nvfp4_linear_cases,
+    nvfp4_linear_sample,
+)
+from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
+from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+
+__all__ = ["mxfp4_linear", "mxfp8_linear", "nvfp4_linear"]
+
+
+@custom_op(
+    "mxfp4_linear",
+    cases=mxfp4_linear_cases,
+    constants=("weight", "weight_scales", "bias"),
+    tolerance=Tolerance(roundings=2),
+    sample=mxfp4_linear_sample,
+    batched=("x",),
+)
+def mxfp4_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Project ``x``, which is not quantized, by MXFP4 weights.
+
+    y = x (e2m1(weight) * 2^(weight_scales - 127))^T + bias; a scale holds for 32 inputs
+
+    Args:
+        x: ``[..., I]``, any float dtype; I a multiple of 32.
+        weight: ``[O, I / 2]`` uint8 of two e2m1 codes, that of the first input in the low nibble.
+        weight_scales: ``[O, I / 32]`` uint8.
+        bias: ``[O]``, dtype of ``x``, or None.
+    Returns: ``[..., O]``, dtype of ``x``.
+    Dims: ``in_features``, ``out_features``.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    codes = decode_e2m1(unpack_nibbles(weight), wide)
+    dequantized = _scaled(codes, decode_e8m0(weight_scales, wide))
+    offset = None if bias is None else bias.to(wide)
+    return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
+
+
+@custom_op(
+    "mxfp8_linear",
+    cases=mxfp8_linear_cases,
+    constants=("weight", "weight_scales", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=mxfp8_linear_sample,
+    batched=("x", "x_scales"),
+)
+def mxfp8_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project MXFP8 by MXFP8.
+
+    y = (x * 2^(x_scales - 127)) (weight * 2^(weight_scales - 127))^T + bias; a scale holds for 32
+    inputs
+
+    Args:
+        x: ``[..., I]`` float8_e4m3fn; I a multiple of 32.
+        x_scales: ``[..., I / 32]`` uint8.
+        weight: ``[O, I]`` float8_e4m3fn.
+        weight_scales: ``[O, I / 32]`` uint8.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    product = functional.linear(
+        _scaled(x.to(wide), decode_e8m0(x_scales, wide)),
+        _scaled(weight.to(wide), decode_e8m0(weight_scales, wide)),
+    )
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
+@custom_op(
+    "nvfp4_linear",
+    cases=nvfp4_linear_cases,
+    constants=("weight", "weight_scales", "alpha", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=nvfp4_linear_sample,
+    batched=("x", "x_scales"),
+)
+def nvfp4_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project NVFP4 by NVFP4.
+
+    y = (e2m1(x) * x_scales) (e2m1(weight) * weight_scales)^T * alpha + bias; a scale holds for 16
+    inputs
+
+    Args:
+        x: ``[..., I / 2]`` uint8 of two e2m1 codes, that of the first input in the low nibble; I
+            a multiple of 16.
+        x_scales: ``[..., I / 16]`` float8_e4m3fn.
+        weight: ``[O, I / 2]`` uint8, as ``x``.
+        weight_scales: ``[O, I / 16]`` float8_e4m3fn.
+        alpha: ``[1]`` float32, the reciprocal of the product of both global scales.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``.
+    """
+    wide = alpha.dtype
+    product = alpha * functional.linear(
+        _scaled(decode_e2m1(unpack_nibbles(x), wide), x_scales.to(wide)),
+        _scaled(decode_e2m1(unpack_nibbles(weight), wide), weight_scales.to(wide)),
+    )
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
+def _scaled(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return ``[..., I]`` elements, multiplied by the ``[..., I / B]`` scales of their blocks."""
+    num_blocks = scales.shape[-1]
+    blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
+    result: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
+    return result

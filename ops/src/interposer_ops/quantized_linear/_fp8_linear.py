@@ -1,0 +1,102 @@
+"""Projections of 8-bit floats. I input features, O output features.
+
+The formats are torch's, of OCP or of other hardware; both operands need not have the same one.
+Sums, scaled in whatever order, are float32 or wider until the bias was added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantized_linear._fp8_linear_cases import (
+    fp8_block_linear_cases,
+    fp8_block_linear_sample,
+    fp8_linear_cases,
+    fp8_linear_sample,
+)
+from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
+
+__all__ = ["fp8_block_linear", "fp8_linear"]
+
+
+@custom_op(
+    "fp8_linear",
+    cases=fp8_linear_cases,
+    constants=("weight", "weight_scale", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=fp8_linear_sample,
+    batched=("x", "x_scale"),
+)
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project ``x`` by weights of 8 bits with scales per tensor or per row of each.
+
+    y = (x weight^T) * x_scale * weight_scale + bias
+
+    Args:
+        x: ``[..., I]``, an 8-bit float.
+        weight: ``[O, I]``, an 8-bit float.
+        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
+        weight_scale: ``[1]`` or, one per output, ``[O]``; float32.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``, ``x_dtype``, ``weight_dtype``, ``x_scales`` ("tensor"
+        or "token"), ``weight_scales`` ("tensor" or "channel").
+    """
+    wide = x_scale.dtype
+    scaled = functional.linear(x.to(wide), weight.to(wide)) * x_scale * weight_scale
+    return (scaled if bias is None else scaled + bias).to(out_dtype)
+
+
+@custom_op(
+    "fp8_block_linear",
+    cases=fp8_block_linear_cases,
+    constants=("weight", "weight_scales", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=fp8_block_linear_sample,
+    batched=("x", "x_scales"),
+)
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project ``x`` by weights of 8 bits with a scale for every block of each.
+
+    A block of the weight is R outputs by C inputs, one of ``x`` C inputs of one token. The last
+    blocks of either dimension may be smaller. y = (x * x_scales) (weight * weight_scales)^T + bias
+
+    Args:
+        x: ``[..., I]``, an 8-bit float.
+        weight: ``[O, I]``, an 8-bit float.
+        x_scales: ``[..., ceil(I / C)]`` float32.
+        weight_scales: ``[ceil(O / R), ceil(I / C)]`` float32.
+        block_rows: R.
+        block_columns: C.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``, ``block_rows``, ``block_columns``, ``x_dtype``,
+        ``weight_dtype``.
+    """
+    wide = x_scales.dtype
+    out_features, in_features = weight.shape
+    columns = x_scales.repeat_interleave(block_columns, -1)[..., :in_features]
+    rows = weight_scales.repeat_interleave(block_rows, 0)[:out_features]
+    blocks = rows.repeat_interleave(block_columns, 1)[:, :in_features]
+    product = functional.linear(x.to(wide) * columns, weight.to(wide) * blocks)
+    return (product if bias is None else product + bias).to(out_dtype)

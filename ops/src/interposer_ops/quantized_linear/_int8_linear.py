@@ -1,0 +1,107 @@
+"""Projections of int8. I input features, O output features, G inputs per scale of a weight."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantized_linear._int8_linear_cases import int8_linear_cases, int8_linear_sample
+from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
+from interposer_ops.quantized_linear._w4a8_linear_cases import w4a8_linear_cases, w4a8_linear_sample
+from interposer_ops.quantizers._small_floats import unpack_nibbles
+
+__all__ = ["int8_linear", "w4a8_linear"]
+
+
+@custom_op(
+    "int8_linear",
+    cases=int8_linear_cases,
+    constants=("weight", "weight_scale", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=int8_linear_sample,
+    batched=("x", "x_scale", "x_zero_point"),
+)
+def int8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project ``x`` by int8 weights that are symmetric around zero.
+
+    y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the sum is exact, the rest
+    float32 or wider until the bias was added.
+
+    Args:
+        x: ``[..., I]`` int8.
+        weight: ``[O, I]`` int8.
+        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
+        weight_scale: ``[1]`` or, one per output, ``[O]``; float32.
+        x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
+        ("tensor" or "channel"), ``asymmetric``; ``tied``, where rows of ``weight`` are looked up
+        too.
+    """
+    shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
+    # Exact: float64 holds all integers below 2^53.
+    total = functional.linear(shifted.double(), weight.double())
+    scaled = total.to(x_scale.dtype) * x_scale * weight_scale
+    return (scaled if bias is None else scaled + bias).to(out_dtype)
+
+
+@custom_op(
+    "w4a8_linear",
+    cases=w4a8_linear_cases,
+    constants=("weight", "weight_scales", "weight_zero_points", "bias"),
+    tolerance=Tolerance(WITH_OUT_DTYPE),
+    sample=w4a8_linear_sample,
+    batched=("x", "x_scale", "x_zero_point"),
+)
+def w4a8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scales: torch.Tensor,
+    x_zero_point: torch.Tensor | None,
+    weight_zero_points: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Project ``x`` by weights of four bits; each of their scales holds for G inputs.
+
+    y = sum_g(((x_g - x_zero_point) (weight_g - weight_zero_points_g)^T) * weight_scales_g)
+        * x_scale + bias
+
+    The sum of each group is exact, the rest float32 or wider until the bias was added.
+
+    Args:
+        x: ``[..., I]`` int8.
+        weight: ``[O, I / 2]`` uint8, each of two unsigned codes, that of the first input in the
+            low nibble.
+        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
+        weight_scales: ``[O, I / G]`` float32.
+        x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
+        weight_zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
+        bias: ``[O]`` in ``out_dtype``, or None.
+        out_dtype: float32, bfloat16 or float16.
+    Returns: ``[..., O]``, ``out_dtype``.
+    Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``x_scales``
+        ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``; ``tied``, where rows
+        of ``weight`` are looked up too.
+    """
+    shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
+    zero = 8 if weight_zero_points is None else weight_zero_points.double().unsqueeze(-1)
+    num_groups = weight_scales.shape[1]
+    codes = unpack_nibbles(weight).double()
+    groups = codes.unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    scaled = ((groups - zero) * weight_scales.double().unsqueeze(-1)).flatten(1)
+    # As good as sums of groups: float64 holds all products of three such factors exactly.
+    total = functional.linear(shifted.double(), scaled).to(x_scale.dtype) * x_scale
+    return (total if bias is None else total + bias).to(out_dtype)

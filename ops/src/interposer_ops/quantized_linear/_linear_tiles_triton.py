@@ -1,0 +1,102 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Tiles of kernels that multiply rows by a weight. T rows, I input features, O output features."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.parameters import parameters_for, per_device
+
+__all__ = ["LinearTile", "linear_tile", "place_of", "product", "stored"]
+
+
+class LinearTile(NamedTuple):
+    """What a program computes, and how it is compiled.
+
+    Attributes:
+        rows: how many rows of the result.
+        outputs: how many of its columns.
+        inputs: step of the loop over the input features.
+        group: how many programs follow each other down the rows before they go on to the next
+            outputs, so that what both read is still in the cache.
+        operand_bits: bits of the floats that matrix instructions are given at least: 16 where those
+            of 8-bit floats add in less than float32.
+        most: of a tile for few rows, up to how many of them it is taken.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    group: int
+    num_warps: int
+    num_stages: int
+    operand_bits: int = 8
+    most: int = 0
+
+    def num_programs(self, num_rows: int, out_features: int) -> int:
+        """Return how many programs cover the result."""
+        return -(-num_rows // self.rows) * -(-out_features // self.outputs)
+
+
+def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
+    """Return the tile of ``kernel``, or that of ``kernel``_few where there are few rows."""
+    few = _tile(f"{kernel}_few", device)
+    return few if num_rows <= few.most else _tile(kernel, device)
+
+
+@per_device
+def _tile(kernel: str, device: torch.device) -> LinearTile:
+    parameters = parameters_for(kernel, device)
+    return LinearTile(
+        **parameters.blocks,
+        num_warps=parameters.num_warps,
+        num_stages=parameters.num_stages,
+    )
+
+
+@triton.jit
+def place_of(
+    num_rows,
+    OUTPUTS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return the rows, int64, and the outputs of this program; past the end they start again."""
+    program = tl.program_id(0)
+    down = tl.cdiv(num_rows, ROW_TILE)
+    across: tl.constexpr = (OUTPUTS + OUTPUT_TILE - 1) // OUTPUT_TILE
+    first = program // (GROUP * across) * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = program % (GROUP * across)
+    row = (first + within % height).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
+    output = within // height * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    return row, output
+
+
+@triton.jit
+def product(a, b, total, STEP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
+    """Return ``total`` plus the product of tiles of floats, of 8 bits or else "plain"."""
+    if X_FORMAT == "plain":
+        total = tl.dot(a, b, total)
+    elif X_FORMAT == "stored":
+        # Where the instruction adds in less than float32, its sums leave it after every step.
+        total = tl.dot(a, b, total, max_num_imprecise_acc=STEP)
+    else:
+        total = tl.dot(decoded(a, X_FORMAT), decoded(b, WEIGHT_FORMAT), total)
+    return total
+
+
+@triton.jit
+def stored(result, bias, y, row, output, known, num_rows, OUTPUTS: tl.constexpr):
+    """Add the bias and store what there are rows and outputs of, in the dtype of ``y``."""
+    if bias is not None:
+        result += tl.load(bias + known).to(tl.float32)[None, :]
+    target = y + row[:, None] * OUTPUTS + output[None, :]
+    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
+    tl.store(target, result.to(y.dtype.element_ty), mask=inside)

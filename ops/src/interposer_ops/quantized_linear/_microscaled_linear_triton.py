@@ -1,0 +1,221 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Projections of formats whose small blocks share a scale. T rows, I and O features.
+
+Every product of an element and its scale has few enough bits for bfloat16, so tiles are dequantized
+in registers, exactly, and multiplied as bfloat16 on every architecture.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.rows import as_rows
+from interposer_ops._triton.small_floats import unpacked
+from interposer_ops.quantized_linear._linear_tiles_triton import linear_tile, place_of
+
+__all__ = ["mxfp4_linear_triton", "mxfp8_linear_triton", "nvfp4_linear_triton"]
+
+
+def mxfp4_linear_triton(
+    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute ``mxfp4_linear``; float16 is multiplied by elements, which are then scaled."""
+    return _projected("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
+
+
+def mxfp8_linear_triton(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``mxfp8_linear``."""
+    codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
+    return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
+
+
+def nvfp4_linear_triton(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``nvfp4_linear``."""
+    codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
+    return _projected("nvfp4_linear", *codes, alpha, bias, out_dtype)
+
+
+def _projected(
+    kernel: str,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the projection; all that is not in a dtype that triton knows comes as bytes."""
+    elements, scales, block = _FORMATS[kernel]
+    out_features, num_blocks = weight_scales.shape
+    y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    row_scales = None if x_scales is None else as_rows(x_scales)
+    num_rows = rows.shape[0]
+    late = x.dtype == torch.float16
+    # The smallest tile leaves registers for a second sum, or for operands of float32, which many
+    # GPUs multiply without matrix instructions.
+    small = late or x.dtype == torch.float32
+    tile = linear_tile(kernel, x.device, 1 if small else num_rows)
+    _microscaled[(tile.num_programs(num_rows, out_features),)](
+        rows,
+        row_scales,
+        weight,
+        weight_scales,
+        alpha,
+        bias,
+        y,
+        num_rows,
+        rows.stride(0),
+        0 if row_scales is None else row_scales.stride(0),
+        INPUTS=num_blocks * block,
+        OUTPUTS=out_features,
+        ELEMENTS=elements,
+        SCALES=scales,
+        BLOCK=block,
+        LATE=late,
+        ROW_TILE=tile.rows,
+        OUTPUT_TILE=tile.outputs,
+        STEP=block if small else tile.inputs,
+        GROUP=tile.group,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+# Format of the elements, format of the scales, elements that share one.
+_FORMATS = {
+    "mxfp4_linear": ("e2m1", "e8m0", 32),
+    "mxfp8_linear": ("e4m3", "e8m0", 32),
+    "nvfp4_linear": ("e2m1", "e4m3", 16),
+}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _microscaled(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    alpha,
+    bias,
+    y,
+    num_rows,
+    x_stride,
+    x_scale_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LATE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    # What is past the end reads the first row or output instead, and is not stored.
+    there = tl.where(row < num_rows, row, 0)
+    known = tl.where(output < OUTPUTS, output, 0).to(tl.int64)
+    num_blocks: tl.constexpr = INPUTS // BLOCK
+    halves: tl.constexpr = 2 if ELEMENTS == "e2m1" else 1
+    x += there * x_stride
+    weight += known * (INPUTS // halves)
+    weight_scales += known * num_blocks
+    if x_scales is not None:
+        x_scales += there * x_scale_stride
+    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
+    for start in range(0, INPUTS, STEP):
+        b = _elements(weight, start, ELEMENTS, OUTPUT_TILE, INPUTS, STEP)
+        scale = _scales(weight_scales, start // BLOCK, SCALES, num_blocks, STEP // BLOCK)
+        if x_scales is not None:
+            a = _elements(x, start, ELEMENTS, ROW_TILE, INPUTS, STEP)
+            own = _scales(x_scales, start // BLOCK, SCALES, num_blocks, STEP // BLOCK)
+            a = _scaled(a, own, ROW_TILE, STEP, BLOCK).to(tl.bfloat16)
+        else:
+            column = start + tl.arange(0, STEP)[None, :]
+            a = tl.load(x[:, None] + column, mask=column < INPUTS, other=0.0)
+        if LATE:
+            # Scales are beyond the range of float16.
+            part = tl.dot(a, tl.trans(b.to(a.dtype)), input_precision="ieee")
+            total += part * tl.trans(scale)
+        else:
+            b = _scaled(b, scale, OUTPUT_TILE, STEP, BLOCK)
+            total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision="ieee")
+    if alpha is not None:
+        total *= tl.load(alpha)
+    if bias is not None:
+        total += tl.load(bias + known).to(tl.float32)[None, :]
+    target = y + row[:, None] * OUTPUTS + output[None, :]
+    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _elements(
+    rows,
+    start,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Return ``[ROWS, STEP]`` elements as float16; zeros past the last input."""
+    if FORMAT == "e2m1":
+        byte = start // 2 + tl.arange(0, STEP // 2)[None, :]
+        pairs = tl.load(rows[:, None] + byte, mask=byte < INPUTS // 2, other=0)
+        code = unpacked(pairs, ROWS, STEP).to(tl.int16)
+        # To where float16 has them; 2^(15 - 1) makes up for the difference of the biases.
+        moved = (code & 7) << 9 | (code & 8) << 12
+        numbers = moved.to(tl.float16, bitcast=True) * 16384.0
+    else:
+        tl.static_assert(FORMAT == "e4m3")
+        column = start + tl.arange(0, STEP)[None, :]
+        code = tl.load(rows[:, None] + column, mask=column < INPUTS, other=0)
+        numbers = decoded(code, FORMAT)
+    return numbers
+
+
+@triton.jit
+def _scales(rows, first, FORMAT: tl.constexpr, NUM_BLOCKS: tl.constexpr, COUNT: tl.constexpr):
+    """Return ``[ROWS, COUNT]`` scales as float32; finite ones past the last block."""
+    block = first + tl.arange(0, COUNT)[None, :]
+    code = tl.load(rows[:, None] + block, mask=block < NUM_BLOCKS, other=0)
+    if FORMAT == "e8m0":
+        wide = code.to(tl.int32)
+        # 2^-127 is subnormal; 255 is not a number.
+        bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+        scale = bits.to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(FORMAT == "e4m3")
+        scale = decoded(code, "e4m3").to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _scaled(numbers, scales, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return ``[ROWS, STEP]`` numbers times the scales of their blocks."""
+    blocks = tl.reshape(numbers.to(tl.float32), (ROWS, STEP // BLOCK, BLOCK))
+    return tl.reshape(blocks * scales[:, :, None], (ROWS, STEP))

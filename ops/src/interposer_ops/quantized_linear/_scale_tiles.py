@@ -1,0 +1,43 @@
+"""The order in which matrix units want the scales of blocks. M rows, C blocks per row.
+
+R rows and 4 blocks make a tile. Tiles follow each other along a row first. Within a tile of 128
+rows, the scale of row r and block c stands at 16 (r mod 32) + 4 floor(r / 32) + c; within one of 8
+rows at 4 r + c.
+
+Source: NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout" (128 rows); the layouts
+128x4 and 8x4 of scaling factors of TensorRT-LLM and flashinfer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantized_linear._scale_tiles_cases import tile_scales_cases
+
+__all__ = ["tile_scales"]
+
+_COLUMNS = 4
+_LANES = 32
+
+
+@custom_op("tile_scales", cases=tile_scales_cases, tolerance=Tolerance(roundings=0))
+def tile_scales(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
+    """Bring the scales of blocks into the order of tiles, with zeros where a tile is not full.
+
+    Args:
+        scales: ``[M, C]`` of any dtype of one byte.
+        rows_per_tile: R, 128 or 8.
+    Returns: ``[ceil(M / R), ceil(C / 4), 4 R]``, dtype of ``scales``, contiguous.
+    Dims: ``rows_per_tile``.
+    """
+    rows, columns = scales.shape
+    num_rows, num_columns = -(-rows // rows_per_tile), -(-columns // _COLUMNS)
+    missing = (0, num_columns * _COLUMNS - columns, 0, num_rows * rows_per_tile - rows)
+    padded = functional.pad(scales, missing)
+    lanes = min(rows_per_tile, _LANES)
+    # [tile row, group of lanes, lane, tile column, column]
+    parted = padded.view(num_rows, rows_per_tile // lanes, lanes, num_columns, _COLUMNS)
+    ordered = parted.permute(0, 3, 2, 1, 4)
+    return ordered.reshape(num_rows, num_columns, _COLUMNS * rows_per_tile)

@@ -1,0 +1,252 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Projections of 8-bit numbers. T rows, I input features, O output features."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.float8_operands import operands
+from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    linear_tile,
+    place_of,
+    product,
+    stored,
+)
+
+__all__ = ["fp8_block_linear_triton", "fp8_linear_triton", "int8_linear_triton"]
+
+
+def fp8_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``fp8_linear``; the sum is scaled once."""
+    return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
+
+
+def int8_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    x_zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``int8_linear``; the weights of an output are added up beside the product."""
+    kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
+    return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
+
+
+def fp8_block_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``fp8_block_linear``; the sum over each block is scaled before it is added."""
+    out_features, in_features = weight.shape
+    y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    scales = x_scales.reshape(-1, x_scales.shape[-1])
+    num_rows = rows.shape[0]
+    tile = linear_tile("fp8_block_linear", x.device, num_rows)
+    # The largest power of two that divides a block: every turn of the loop has one scale.
+    step = min(tile.inputs, block_columns & -block_columns)
+    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    _block_linear[(tile.num_programs(num_rows, out_features),)](
+        rows.view(torch.int8) if how.decoded else rows,
+        weight.view(torch.int8) if how.decoded else weight,
+        scales,
+        weight_scales,
+        bias,
+        y,
+        num_rows,
+        rows.stride(0),
+        scales.stride(0),
+        scales.stride(1),
+        INPUTS=in_features,
+        OUTPUTS=out_features,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns,
+        ROW_TILE=tile.rows,
+        OUTPUT_TILE=tile.outputs,
+        STEP=step,
+        GROUP=tile.group,
+        X_FORMAT=how.x,
+        WEIGHT_FORMAT=how.weight,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def _scaled(
+    kernel: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    out_features, in_features = weight.shape
+    y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    num_rows = rows.shape[0]
+    tile = linear_tile(kernel, x.device, num_rows)
+    how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
+    _scaled_linear[(tile.num_programs(num_rows, out_features),)](
+        rows.view(torch.int8) if how.decoded else rows,
+        weight.view(torch.int8) if how.decoded else weight,
+        x_scale,
+        weight_scale,
+        zero_point,
+        bias,
+        y,
+        num_rows,
+        rows.stride(0),
+        # One scale of all rows or outputs is read again and again.
+        0 if x_scale.numel() == 1 else 1,
+        0 if weight_scale.numel() == 1 else 1,
+        INPUTS=in_features,
+        OUTPUTS=out_features,
+        ROW_TILE=tile.rows,
+        OUTPUT_TILE=tile.outputs,
+        STEP=tile.inputs,
+        GROUP=tile.group,
+        X_FORMAT=how.x,
+        WEIGHT_FORMAT=how.weight,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+# Not specialised to counts of rows: each would be compiled again.
+@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
+def _scaled_linear(
+    x,
+    weight,
+    x_scale,
+    weight_scale,
+    zero_point,
+    bias,
+    y,
+    num_rows,
+    x_stride,
+    x_scale_stride,
+    weight_scale_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
+):
+    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    # What is past the end reads the first row or output instead, and is not stored.
+    there = tl.where(row < num_rows, row, 0)
+    known = tl.where(output < OUTPUTS, output, 0)
+    column = tl.arange(0, STEP)
+    x += there[:, None] * x_stride + column[None, :]
+    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
+    whole: tl.constexpr = X_FORMAT == "int8"
+    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.int32 if whole else tl.float32)
+    sums = tl.zeros([OUTPUT_TILE], tl.int32)
+    for start in range(0, INPUTS, STEP):
+        a, b = _tiles(x, weight, start, column, INPUTS, STEP)
+        if whole:
+            total = tl.dot(a, b, total, out_dtype=tl.int32)
+            if zero_point is not None:
+                sums += tl.sum(b.to(tl.int32), axis=0)
+        else:
+            total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
+    if zero_point is not None:
+        shift = tl.load(zero_point + there * x_scale_stride)
+        total -= shift[:, None] * sums[None, :]
+    result = total.to(tl.float32) * tl.load(x_scale + there * x_scale_stride)[:, None]
+    result *= tl.load(weight_scale + known * weight_scale_stride)[None, :]
+    stored(result, bias, y, row, output, known, num_rows, OUTPUTS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _block_linear(
+    x,
+    weight,
+    x_scales,
+    weight_scales,
+    bias,
+    y,
+    num_rows,
+    x_stride,
+    scale_stride,
+    scale_column_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
+):
+    row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
+    there = tl.where(row < num_rows, row, 0)
+    known = tl.where(output < OUTPUTS, output, 0)
+    column = tl.arange(0, STEP)
+    x += there[:, None] * x_stride + column[None, :]
+    weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
+    x_scales += there * scale_stride
+    num_blocks: tl.constexpr = (INPUTS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    if BLOCK_ROWS % OUTPUT_TILE == 0:
+        # All outputs of the tile are in one block.
+        weight_scales += tl.min(output, axis=0) // BLOCK_ROWS * num_blocks
+    else:
+        weight_scales += known // BLOCK_ROWS * num_blocks
+    total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
+    for start in range(0, INPUTS, STEP):
+        a, b = _tiles(x, weight, start, column, INPUTS, STEP)
+        block = start // BLOCK_COLUMNS
+        x_scale = tl.load(x_scales + block * scale_column_stride)
+        weight_scale = tl.load(weight_scales + block)
+        part = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
+        part = product(a, b, part, STEP, X_FORMAT, WEIGHT_FORMAT)
+        if BLOCK_ROWS % OUTPUT_TILE == 0:
+            total += part * (x_scale * weight_scale)[:, None]
+        else:
+            total += part * x_scale[:, None] * weight_scale[None, :]
+    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
+
+
+@triton.jit
+def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """Return the tiles of both operands at ``start``; zeros past the last input."""
+    if INPUTS % STEP == 0:
+        a = tl.load(x + start)
+        b = tl.load(weight + start)
+    else:
+        inside = start + column < INPUTS
+        a = tl.load(x + start, mask=inside[None, :], other=0.0)
+        b = tl.load(weight + start, mask=inside[:, None], other=0.0)
+    return a, b

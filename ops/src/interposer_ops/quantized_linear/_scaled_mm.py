@@ -1,0 +1,65 @@
+"""Products of 8-bit floats by torch's own operator for them.
+
+Dimensions: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Request, Verdict
+
+__all__ = ["LEAST_ARCHITECTURE", "fp8_linear_scaled_mm", "judge"]
+
+LEAST_ARCHITECTURE = 89
+"""The first compute capability, without its point, that multiplies 8-bit floats."""
+
+_MULTIPLE = 16
+_PAIRS = {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")}
+
+
+def fp8_linear_scaled_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``fp8_linear``.
+
+    The operator takes one scale of each operand, or one per row of both.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    columns = weight.t()
+    if x_scale.numel() > 1 or weight_scale.numel() > 1:
+        x_scale = x_scale.reshape(-1, 1).expand(rows.shape[0], 1).contiguous()
+        weight_scale = weight_scale.reshape(1, -1).expand(1, weight.shape[0]).contiguous()
+    out = torch._scaled_mm(
+        rows, columns, scale_a=x_scale, scale_b=weight_scale, bias=bias, out_dtype=out_dtype
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def judge(request: Request) -> Verdict:
+    """Accept what the operator takes on a device that multiplies 8-bit floats.
+
+    Source: the checks of ``_scaled_mm`` of torch 2.13 for CUDA devices: sizes are multiples of 16,
+    and results of scales per row are bfloat16.
+    """
+    dims, architecture = request.dims, request.capability.architecture
+    number = architecture.removeprefix("sm_").rstrip("af")
+    if not (architecture.startswith("sm_") and number.isdigit()):
+        return Verdict.refuse(f"is for sm_{LEAST_ARCHITECTURE} and newer, found {architecture}")
+    if int(number) < LEAST_ARCHITECTURE:
+        return Verdict.refuse(f"needs sm_{LEAST_ARCHITECTURE} or newer, found {architecture}")
+    pair = str(dims["x_dtype"]), str(dims["weight_dtype"])
+    if pair not in _PAIRS:
+        return Verdict.refuse(f"does not multiply {pair[0]} by {pair[1]}")
+    for name in ("in_features", "out_features"):
+        if int(dims[name]) % _MULTIPLE:
+            return Verdict.refuse(f"{name} is {dims[name]}, must be a multiple of {_MULTIPLE}")
+    single = dims["x_scales"] == dims["weight_scales"] == "tensor"
+    if not single and request.dtype != "bfloat16":
+        return Verdict.refuse(f"scales of rows need results of bfloat16, got {request.dtype}")
+    return Verdict.accept()

@@ -1,0 +1,199 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Projections of int8 by weights of four bits. I input, O output features, G inputs per scale.
+
+A tile of weights is unpacked in registers and multiplied as int8, code minus zero point. The sum
+of a group is an exact int32, which is scaled and added up in float32; so a row of the result
+depends neither on the tile nor on the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.rows import as_rows
+
+__all__ = ["w4a8_linear_triton"]
+
+_LEAST_TOKENS = 16  # of a tile that matrix instructions take
+_LEAST_INPUTS = 32  # of 8 bits
+
+
+def w4a8_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scales: torch.Tensor,
+    x_zero_point: torch.Tensor | None,
+    weight_zero_points: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``w4a8_linear``; the weights of a group are added up beside the product."""
+    in_features, out_features = x.shape[-1], weight.shape[0]
+    y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    num_tokens = rows.shape[0]
+    group_size = in_features // weight_scales.shape[1]
+    aligned = rows.stride(0) % _LEAST_INPUTS == 0 and in_features % _LEAST_INPUTS == 0
+    most = max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
+    tile = _tile(x.device, group_size, most, aligned=aligned)
+    _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
+        rows,
+        weight,
+        x_scale,
+        weight_scales,
+        x_zero_point,
+        weight_zero_points,
+        bias,
+        y,
+        num_tokens,
+        rows.stride(0),
+        # One scale of all rows is read again and again.
+        0 if x_scale.numel() == 1 else 1,
+        IN_FEATURES=in_features,
+        OUT_FEATURES=out_features,
+        GROUP_SIZE=group_size,
+        FEATURES=tile.features,
+        TOKENS=tile.tokens,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+class _Tile(NamedTuple):
+    """Output features, tokens and inputs of one step, and how it is compiled."""
+
+    features: int
+    tokens: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+@per_device
+def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> _Tile:
+    """Return the tile for calls of at most ``num_tokens``, a power of two.
+
+    The inputs of a step belong to one group; of a group that no power of two from 32 on divides,
+    the last step is not full. Where that is so, or rows are not ``aligned``, numbers are loaded one
+    by one, and their addresses leave registers for a smaller tile only.
+    """
+    divisor = group_size & -group_size
+    full = divisor >= _LEAST_INPUTS
+    parameters = parameters_for("w4a8_linear_few", device)
+    if full and num_tokens > parameters.blocks["tokens"]:
+        parameters = parameters_for("w4a8_linear", device)
+    blocks = parameters.blocks
+    inputs = divisor if full and aligned else _LEAST_INPUTS
+    return _Tile(
+        blocks["features"],
+        min(num_tokens, blocks["tokens"]),
+        min(inputs, blocks["inputs"]),
+        parameters.num_warps,
+        parameters.num_stages,
+    )
+
+
+# Not specialised to counts of rows: each would be compiled again.
+@triton.jit(do_not_specialize=["num_tokens", "x_scale_stride"])
+def _linear(
+    x,
+    weight,
+    x_scale,
+    weight_scales,
+    x_zero_point,
+    weight_zero_points,
+    bias,
+    y,
+    num_tokens,
+    x_stride,
+    x_scale_stride,
+    IN_FEATURES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
+    # may come from registers, where weights are unpacked.
+    NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
+    MASKED: tl.constexpr = GROUP_SIZE % INPUTS != 0
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    # Tokens and features behind the last one compute the first or last one again and are not
+    # stored.
+    there = tl.where(token < num_tokens, token, 0)
+    row = tl.minimum(feature, OUT_FEATURES - 1)
+    x_row = x + there[None, :] * x_stride
+    shift = 0
+    if x_zero_point is not None:
+        shift = tl.load(x_zero_point + there * x_scale_stride)[None, :]
+    total = tl.zeros((FEATURES, TOKENS), tl.float32)
+    for group in range(NUM_GROUPS):
+        if weight_zero_points is not None:
+            zero = tl.load(weight_zero_points + row * NUM_GROUPS + group).to(tl.int8)
+        else:
+            zero = tl.full((FEATURES,), 8, tl.int8)
+        product = tl.zeros((FEATURES, TOKENS), tl.int32)
+        sums = tl.zeros((FEATURES,), tl.int32)
+        for start in range(0, GROUP_SIZE, INPUTS):
+            first, end = group * GROUP_SIZE + start, (group + 1) * GROUP_SIZE
+            whole = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS)
+            whole -= zero[:, None]
+            element = first + tl.arange(0, INPUTS)
+            inside = element < end
+            inputs = _loaded(x_row + element[:, None], inside[:, None], MASKED)
+            product = tl.dot(whole, inputs, product, out_dtype=tl.int32)
+            if x_zero_point is not None:
+                counted = tl.where(inside[None, :], whole, 0) if MASKED else whole
+                sums += tl.sum(counted.to(tl.int32), axis=1)
+        if x_zero_point is not None:
+            product -= sums[:, None] * shift
+        factor = tl.load(weight_scales + row * NUM_GROUPS + group)
+        total = tl.fma(product.to(tl.float32), factor[:, None], total)
+    total *= tl.load(x_scale + there * x_scale_stride)[None, :]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    target = y + token[None, :] * OUT_FEATURES + feature[:, None]
+    inside = (token < num_tokens)[None, :] & (feature < OUT_FEATURES)[:, None]
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _codes(
+    weight,
+    row,
+    first,
+    end,
+    IN_FEATURES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return int8 codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
+    if GROUP_SIZE % 2 == 0:
+        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
+        both = _loaded(weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED)
+        joined = tl.join((both & 15).to(tl.int8), (both >> 4).to(tl.int8))
+        codes = joined.reshape(row.shape[0], INPUTS)
+    else:  # every second group begins within a byte
+        element = first + tl.arange(0, INPUTS)[None, :]
+        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
+        shifted = _loaded(place, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
+        codes = (shifted & 15).to(tl.int8)
+    return codes
+
+
+@triton.jit
+def _loaded(place, there, MASKED: tl.constexpr):
+    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)

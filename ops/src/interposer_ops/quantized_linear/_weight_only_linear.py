@@ -1,0 +1,107 @@
+"""Projections with integer weights. I input features, O output features, G inputs per scale.
+
+Dequantized weights and sums are float32 or wider.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantized_linear._weight_only_linear_cases import (
+    w4a16_linear_cases,
+    w4a16_linear_sample,
+    w8a16_linear_cases,
+    w8a16_linear_sample,
+)
+from interposer_ops.quantizers._small_floats import unpack_nibbles
+
+__all__ = ["w4a16_linear", "w8a16_linear"]
+
+_MIDDLE = 8
+
+
+@custom_op(
+    "w4a16_linear",
+    cases=w4a16_linear_cases,
+    constants=("weight", "scale", "bias", "zero_points"),
+    tolerance=Tolerance(roundings=2),
+    sample=w4a16_linear_sample,
+    batched=("x",),
+)
+def w4a16_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Project ``x`` by weights of four bits.
+
+    y = x ((weight - zero_points) * scale)^T + bias; each scale and zero point holds for G inputs
+    of one output.
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+        weight: ``[O, I / 2]`` uint8, each of two unsigned codes, that of the first input in the
+            low nibble.
+        scale: ``[O, I / G]``, float32 or dtype of ``x``.
+        bias: ``[O]``, dtype of ``x``, or None.
+        zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
+    Returns: ``[..., O]``, dtype of ``x``.
+    Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``,
+        ``scale_dtype``; ``tied``, where rows of ``weight`` are looked up too.
+    """
+    return _project(x, unpack_nibbles(weight), scale, bias, zero_points, _MIDDLE)
+
+
+@custom_op(
+    "w8a16_linear",
+    cases=w8a16_linear_cases,
+    constants=("weight", "scale", "bias", "zero_points"),
+    tolerance=Tolerance(roundings=2),
+    sample=w8a16_linear_sample,
+    batched=("x",),
+)
+def w8a16_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Project ``x`` by int8 weights.
+
+    y = x ((weight - zero_points) * scale)^T + bias; each scale and zero point holds for G inputs
+    of one output.
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+        weight: ``[O, I]`` int8.
+        scale: ``[O, I / G]`` float32; ``[O, 1]`` or ``[O]`` is one per output.
+        bias: ``[O]``, dtype of ``x``, or None.
+        zero_points: ``[O, I / G]`` int8; None for 0.
+    Returns: ``[..., O]``, dtype of ``x``.
+    Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where rows of ``weight`` are looked up too.
+    """
+    scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
+    return _project(x, weight, scales, bias, zero_points, 0)
+
+
+def _project(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None,
+    default_zero_point: int,
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    num_groups = scales.shape[1]
+    grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    zero = default_zero_point if zero_points is None else zero_points.to(wide).unsqueeze(-1)
+    dequantized = ((grouped - zero) * scales.to(wide).unsqueeze(-1)).flatten(1)
+    offset = None if bias is None else bias.to(wide)
+    return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)

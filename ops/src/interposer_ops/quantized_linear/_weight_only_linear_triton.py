@@ -1,0 +1,220 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Projections with integer weights. I input features, O output features, G inputs per scale.
+
+A tile of weights is unpacked in registers and multiplied as whole numbers, code minus zero point,
+which bfloat16 and float16 hold exactly; the scale is applied to the product of a group. So
+dequantized weights are never rounded, whatever the dtype of the scales.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.rows import as_rows
+
+__all__ = ["w4a16_linear_triton", "w8a16_linear_triton"]
+
+_LEAST = 16  # of each side of a tile that matrix instructions take
+
+
+def w4a16_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``w4a16_linear``."""
+    return _projected(x, weight, scale, bias, zero_points, 8)
+
+
+def w8a16_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``w8a16_linear``."""
+    return _projected(x, weight, scale, bias, zero_points, 0)
+
+
+class _Tile(NamedTuple):
+    """Output features, tokens and inputs of one step, and how it is compiled."""
+
+    features: int
+    tokens: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def _projected(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None,
+    default_zero_point: int,
+) -> torch.Tensor:
+    in_features, out_features = x.shape[-1], weight.shape[0]
+    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(x)
+    num_tokens = rows.shape[0]
+    group_size = in_features * out_features // scale.numel()
+    aligned = rows.stride(0) % _LEAST == 0 and in_features % (2 * _LEAST) == 0
+    most = max(_LEAST, triton.next_power_of_2(num_tokens))
+    tile = _tile(x.device, x.dtype, group_size, most, aligned=aligned)
+    _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
+        rows,
+        weight,
+        scale,
+        bias,
+        zero_points,
+        y,
+        num_tokens,
+        rows.stride(0),
+        IN_FEATURES=in_features,
+        OUT_FEATURES=out_features,
+        GROUP_SIZE=group_size,
+        PACKED=weight.dtype == torch.uint8,
+        DEFAULT_ZERO_POINT=default_zero_point,
+        FEATURES=tile.features,
+        TOKENS=tile.tokens,
+        INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+@per_device
+def _tile(
+    device: torch.device, dtype: torch.dtype, group_size: int, num_tokens: int, *, aligned: bool
+) -> _Tile:
+    """Return the tile for calls of at most ``num_tokens``, a power of two.
+
+    The inputs of a step belong to one group; of a group that no power of two from 16 on divides,
+    the last step is not full. Where that is so, or rows are not ``aligned``, numbers are loaded one
+    by one, and their addresses leave registers for a smaller tile only.
+    """
+    name = "weight_only_linear"
+    divisor = group_size & -group_size
+    full = divisor >= _LEAST
+    parameters = parameters_for(f"{name}_few", device)
+    if dtype == torch.float32:
+        parameters = parameters_for(f"{name}_float32", device)
+    elif full and num_tokens > parameters.blocks["tokens"]:
+        parameters = parameters_for(name, device)
+    blocks = parameters.blocks
+    inputs = divisor if full else max(_LEAST, triton.next_power_of_2(group_size))
+    if not (full and aligned):
+        inputs = min(inputs, 2 * _LEAST)
+    return _Tile(
+        blocks["features"],
+        min(num_tokens, blocks["tokens"]),
+        min(inputs, blocks["inputs"]),
+        parameters.num_warps,
+        parameters.num_stages,
+    )
+
+
+@triton.jit
+def _linear(
+    x,
+    weight,
+    scale,
+    bias,
+    zero_points,
+    y,
+    num_tokens,
+    x_stride,
+    IN_FEATURES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DEFAULT_ZERO_POINT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
+    # may come from registers, where weights are unpacked.
+    NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
+    STEPS: tl.constexpr = (GROUP_SIZE + INPUTS - 1) // INPUTS
+    MASKED: tl.constexpr = GROUP_SIZE % INPUTS != 0
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    there = (token < num_tokens)[None, :]
+    x_row = x + token[None, :] * x_stride
+    # Features behind the last one compute it again and are not stored.
+    row = tl.minimum(feature, OUT_FEATURES - 1)
+    total = tl.zeros((FEATURES, TOKENS), tl.float32)
+    for step in range(NUM_GROUPS * STEPS):
+        group = step // STEPS
+        first = group * GROUP_SIZE + (step % STEPS) * INPUTS
+        end = (group + 1) * GROUP_SIZE
+        codes = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, PACKED, MASKED, INPUTS)
+        if zero_points is not None:
+            zero = tl.load(zero_points + row * NUM_GROUPS + group).to(tl.float32)
+            whole = codes - zero[:, None]
+        else:
+            whole = codes - DEFAULT_ZERO_POINT
+        element = first + tl.arange(0, INPUTS)[:, None]
+        valid = (there & (element < end)) if MASKED else there
+        inputs = tl.load(x_row + element, mask=valid, other=0.0)
+        weights = whole.to(x.dtype.element_ty)
+        if NUM_GROUPS == 1:
+            total = tl.dot(weights, inputs, total, input_precision="ieee")
+        else:
+            factor = tl.load(scale + row * NUM_GROUPS + group).to(tl.float32)
+            total += tl.dot(weights, inputs, input_precision="ieee") * factor[:, None]
+    if NUM_GROUPS == 1:
+        total *= tl.load(scale + row).to(tl.float32)[:, None]
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[:, None]
+    inside = there & (feature < OUT_FEATURES)[:, None]
+    target = y + token[None, :] * OUT_FEATURES + feature[:, None]
+    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _codes(
+    weight,
+    row,
+    first,
+    end,
+    IN_FEATURES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Return the codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
+    if not PACKED:
+        element = first + tl.arange(0, INPUTS)[None, :]
+        place = weight + row[:, None] * IN_FEATURES + element
+        codes = _loaded(place, element < end, MASKED).to(tl.float32)
+    elif GROUP_SIZE % 2 == 0:
+        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
+        place = weight + row[:, None] * (IN_FEATURES // 2) + pair
+        both = _loaded(place, pair < end // 2, MASKED)
+        joined = tl.join((both & 15).to(tl.float32), (both >> 4).to(tl.float32))
+        codes = joined.reshape(row.shape[0], INPUTS)
+    else:  # every second group begins within a byte
+        element = first + tl.arange(0, INPUTS)[None, :]
+        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
+        codes = ((_loaded(place, element < end, MASKED) >> (element % 2 * 4)) & 15).to(tl.float32)
+    return codes
+
+
+@triton.jit
+def _loaded(place, there, MASKED: tl.constexpr):
+    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)

@@ -1,0 +1,153 @@
+"""Quantizers of activations to 8-bit floats. H hidden size, B block size.
+
+The formats are torch's: ``float8_e4m3fn`` and ``float8_e5m2`` of OCP, ``float8_e4m3fnuz`` and
+``float8_e5m2fnuz`` of other hardware. max is the largest finite number of the format. Results are
+rounded to nearest, ties to even, and saturate. Scales are what the result is multiplied by to
+give ``x`` back. ``x`` is finite unless said.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantizers._fp8_quantizers_cases import (
+    quantize_fp8_blocks_cases,
+    quantize_fp8_blocks_sample,
+    quantize_fp8_dynamic_cases,
+    quantize_fp8_per_token_cases,
+    quantize_fp8_per_token_sample,
+    quantize_fp8_static_cases,
+)
+
+__all__ = [
+    "quantize_fp8_blocks",
+    "quantize_fp8_dynamic",
+    "quantize_fp8_per_token",
+    "quantize_fp8_static",
+]
+
+
+@custom_op(
+    "quantize_fp8_static",
+    cases=quantize_fp8_static_cases,
+    tolerance=Tolerance(roundings=0),
+    batched=("x",),
+)
+def quantize_fp8_static(
+    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Divide ``x`` by a scale that is known and round it to ``out_dtype``.
+
+    q = round(clamp(x / scale, -max, max))
+
+    Args:
+        x: ``[..., H]``, any float dtype; infinities saturate.
+        scale: ``[1]`` float32.
+        out_dtype: an 8-bit float.
+    Returns: shape of ``x``, ``out_dtype``.
+    Dims: ``hidden_size``, ``out_dtype``.
+    """
+    return _rounded(_wide(x) / scale, out_dtype)
+
+
+@custom_op(
+    "quantize_fp8_dynamic", cases=quantize_fp8_dynamic_cases, tolerance=Tolerance(roundings=0)
+)
+def quantize_fp8_dynamic(
+    x: torch.Tensor, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the whole of ``x`` with the scale that just fits its largest magnitude.
+
+    scale = max|x| / max, 1 if ``x`` is all zero or empty; q = round(x / scale)
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        out_dtype: an 8-bit float.
+    Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[1]`` float32.
+    Dims: ``hidden_size``, ``out_dtype``.
+    """
+    wide = _wide(x)
+    magnitudes = functional.pad(wide.abs().flatten(), (0, 1))  # a zero, for an empty x
+    scale = _fitting(magnitudes.amax(0, keepdim=True), out_dtype)
+    return _rounded(wide / scale, out_dtype), scale
+
+
+@custom_op(
+    "quantize_fp8_per_token",
+    cases=quantize_fp8_per_token_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=quantize_fp8_per_token_sample,
+    batched=("x",),
+)
+def quantize_fp8_per_token(
+    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every row of ``x`` with a scale of its own.
+
+    scale = min(max|x_t| / max, scale_limit), 1 for a row of zeros;
+    q = round(clamp(x / scale, -max, max))
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        out_dtype: an 8-bit float.
+        scale_limit: largest scale, beyond which outliers saturate; None for no limit.
+    Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[..., 1]`` float32.
+    Dims: ``hidden_size``, ``out_dtype``, ``limited``.
+    """
+    wide = _wide(x)
+    scale = _fitting(wide.abs().amax(-1, keepdim=True), out_dtype)
+    if scale_limit is not None:
+        scale = scale.clamp(max=scale_limit)
+    return _rounded(wide / scale, out_dtype), scale
+
+
+@custom_op(
+    "quantize_fp8_blocks",
+    cases=quantize_fp8_blocks_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=quantize_fp8_blocks_sample,
+    batched=("x",),
+)
+def quantize_fp8_blocks(
+    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every block of B elements of a row with a scale of its own.
+
+    scale = max|x_b| / max, or the next power of two that is not smaller; 1 for a block of zeros;
+    q = round(x / scale)
+
+    Args:
+        x: ``[..., H]``, any float dtype.
+        block_size: B; the last block of a row may be shorter.
+        out_dtype: an 8-bit float.
+        power_of_two_scales: round scales up, so that they are stored as exponents without loss.
+    Returns: ``(q, scales)``: shape of ``x`` in ``out_dtype``, and ``[..., ceil(H / B)]`` float32.
+    Dims: ``hidden_size``, ``block_size``, ``out_dtype``, ``power_of_two_scales``.
+    """
+    wide = _wide(x)
+    width = x.shape[-1]
+    num_blocks = -(-width // block_size)
+    padded = functional.pad(wide, (0, num_blocks * block_size - width))
+    blocks = padded.unflatten(-1, (num_blocks, block_size))
+    scales = _fitting(blocks.abs().amax(-1), out_dtype)
+    if power_of_two_scales:
+        mantissa, exponent = torch.frexp(scales)  # in [0.5, 1), which is 0.5 for a power of two
+        exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+        scales = torch.ldexp(torch.ones_like(scales), exponent)
+    quantized = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :width]
+    return _rounded(quantized.contiguous(), out_dtype), scales
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _fitting(peaks: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.where(peaks > 0, peaks / torch.finfo(out_dtype).max, 1.0)
+
+
+def _rounded(quotients: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    limit = torch.finfo(out_dtype).max
+    return quotients.clamp(-limit, limit).to(out_dtype)

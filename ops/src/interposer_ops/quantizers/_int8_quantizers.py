@@ -1,0 +1,109 @@
+"""Quantizers of activations to int8. H hidden size.
+
+x = (q - zero_point) * scale gives ``x`` back, but for the rounding. Quotients are rounded to
+nearest, ties to even, before the zero point is added, as in ONNX's QuantizeLinear; sums saturate.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.quantizers._int8_quantizers_cases import (
+    quantize_int8_per_token_asymmetric_cases,
+    quantize_int8_per_token_asymmetric_sample,
+    quantize_int8_per_token_cases,
+    quantize_int8_per_token_sample,
+    quantize_int8_static_cases,
+)
+
+__all__ = [
+    "quantize_int8_per_token",
+    "quantize_int8_per_token_asymmetric",
+    "quantize_int8_static",
+]
+
+
+@custom_op(
+    "quantize_int8_static",
+    cases=quantize_int8_static_cases,
+    tolerance=Tolerance(roundings=0),
+    batched=("x",),
+)
+def quantize_int8_static(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+) -> torch.Tensor:
+    """Quantize ``x`` with a scale that is known.
+
+    q = clamp(round(x / scale) + zero_point, -128, 127)
+
+    Args:
+        x: ``[..., H]``, any float dtype; infinities saturate, not NaN.
+        scale: ``[1]`` float32.
+        zero_point: ``[1]`` int32, or None for 0.
+    Returns: shape of ``x``, int8.
+    Dims: ``hidden_size``, ``asymmetric``.
+    """
+    rounded = (_wide(x) / scale).round()
+    return _saturated(rounded if zero_point is None else rounded + zero_point)
+
+
+@custom_op(
+    "quantize_int8_per_token",
+    cases=quantize_int8_per_token_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=quantize_int8_per_token_sample,
+    batched=("x",),
+)
+def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize every row of ``x`` symmetrically with a scale of its own.
+
+    scale = max|x_t| / 127, 1 for a row of zeros; q = round(x / scale)
+
+    Args:
+        x: ``[..., H]``, any float dtype, finite.
+    Returns: ``(q, scale)``: shape of ``x`` in int8, and ``[..., 1]`` float32.
+    Dims: ``hidden_size``.
+    """
+    wide = _wide(x)
+    peak = wide.abs().amax(-1, keepdim=True)
+    scale = torch.where(peak > 0, peak / 127, 1.0)
+    return _saturated((wide / scale).round()), scale
+
+
+@custom_op(
+    "quantize_int8_per_token_asymmetric",
+    cases=quantize_int8_per_token_asymmetric_cases,
+    tolerance=Tolerance(roundings=0),
+    sample=quantize_int8_per_token_asymmetric_sample,
+    batched=("x",),
+)
+def quantize_int8_per_token_asymmetric(
+    x: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize every row of ``x`` with a scale and a zero point of its own.
+
+    low = min(min(x_t), 0), high = max(max(x_t), 0); scale = (high - low) / 255, 1 for a row of
+    zeros; zero_point = round(-128 - low / scale); q = clamp(round(x / scale) + zero_point, -128,
+    127). The range includes 0, which is therefore represented exactly, by a code of int8.
+
+    Args:
+        x: ``[..., H]``, any float dtype, finite.
+    Returns: ``(q, scale, zero_point)``: shape of ``x`` in int8, ``[..., 1]`` float32, and
+        ``[..., 1]`` int32.
+    Dims: ``hidden_size``.
+    """
+    wide = _wide(x)
+    low = wide.amin(-1, keepdim=True).clamp(max=0)
+    high = wide.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 255, 1.0)
+    zero_point = (-128 - low / scale).round()
+    return _saturated((wide / scale).round() + zero_point), scale, zero_point.to(torch.int32)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _saturated(rounded: torch.Tensor) -> torch.Tensor:
+    return rounded.clamp(-128, 127).to(torch.int8)

@@ -1,0 +1,291 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Microscaling formats: blocks of a row that share a scale of 8 bits. H hidden size.
+
+Two e2m1 elements stand in a byte, the first one in the low nibble. M rows and C blocks of a row
+have M x C scales, which ``tile_scales`` puts in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.float8_operands import decoded
+from interposer_ops._triton.rounding import divided
+from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops._triton.small_floats import (
+    clamped,
+    e2m1_codes,
+    e2m1_numbers,
+    fp8_codes,
+    fp8_memory,
+    to_fp8,
+    unpacked,
+)
+
+__all__ = [
+    "dequantize_mxfp4_triton",
+    "dequantize_nvfp4_triton",
+    "quantize_mxfp4_triton",
+    "quantize_mxfp8_triton",
+    "quantize_nvfp4_triton",
+    "tile_scales_triton",
+]
+
+_MX_BLOCK, _NV_BLOCK = 32, 16
+
+
+def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_mxfp8``."""
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = _scales_of(x, _MX_BLOCK, torch.uint8)
+    _quantize(x, fp8_memory(q), scales, None, _MX_BLOCK, "mxfp8")
+    return q, scales
+
+
+def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_mxfp4``."""
+    q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
+    scales = _scales_of(x, _MX_BLOCK, torch.uint8)
+    _quantize(x, q.view(torch.int32), scales, None, _MX_BLOCK, "mxfp4")
+    return q, scales
+
+
+def quantize_nvfp4_triton(
+    x: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_nvfp4``."""
+    q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
+    scales = _scales_of(x, _NV_BLOCK, torch.float8_e4m3fn)
+    # As bytes on every architecture: there are few, and what was stored is read again.
+    words = q.view(torch.int32)
+    _quantize(x, words, scales.view(torch.uint8), global_scale, _NV_BLOCK, "nvfp4")
+    return q, scales
+
+
+def dequantize_mxfp4_triton(
+    packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute ``dequantize_mxfp4``."""
+    return _dequantized(packed, scales, None, out_dtype, _MX_BLOCK)
+
+
+def dequantize_nvfp4_triton(
+    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute ``dequantize_nvfp4``."""
+    return _dequantized(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
+
+
+def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
+    """Compute ``tile_scales``."""
+    num_rows, num_columns = scales.shape
+    tile_rows, tile_columns = -(-num_rows // rows_per_tile), -(-num_columns // 4)
+    shape = (tile_rows, tile_columns, 4 * rows_per_tile)
+    tiles = torch.empty(shape, dtype=scales.dtype, device=scales.device)
+    if tiles.numel() == 0:
+        return tiles
+    tile = row_tile("tile_scales", scales.device, 4 * rows_per_tile)
+    lanes = min(rows_per_tile, 32)
+    _tile_scales[(tile.row_blocks(tile_rows * tile_columns),)](
+        scales.view(torch.uint8),
+        tiles.view(torch.uint8),
+        num_rows,
+        tile_rows * tile_columns,
+        scales.stride(0),
+        scales.stride(1),
+        NUM_COLUMNS=num_columns,
+        TILE_COLUMNS=tile_columns,
+        ROWS_PER_TILE=rows_per_tile,
+        LANES=lanes,
+        TILES=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return tiles
+
+
+def _scales_of(x: torch.Tensor, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    shape = (*x.shape[:-1], x.shape[-1] // block_size)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _quantize(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    block_size: int,
+    kind: str,
+) -> None:
+    if x.numel() == 0:
+        return
+    rows = as_rows(x)
+    tile = row_tile("microscaling", x.device, block_size)
+    _quantize_blocks[(tile.row_blocks(scales.numel()),)](
+        rows,
+        q,
+        scales,
+        global_scale,
+        scales.numel(),
+        rows.stride(0),
+        PER_ROW=scales.shape[-1],
+        KIND=kind,
+        BLOCK=block_size,
+        ROWS=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _dequantized(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    block_size: int,
+) -> torch.Tensor:
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    y = torch.empty(shape, dtype=out_dtype, device=codes.device)
+    if y.numel() == 0:
+        return y
+    rows, row_scales = as_rows(codes), as_rows(scales)
+    tile = row_tile("microscaling", codes.device, block_size)
+    _dequantize_blocks[(tile.row_blocks(scales.numel()),)](
+        rows,
+        row_scales,
+        global_scale,
+        y,
+        scales.numel(),
+        rows.stride(0),
+        row_scales.stride(0),
+        PER_ROW=scales.shape[-1],
+        BLOCK=block_size,
+        ROWS=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+@triton.jit
+def _quantize_blocks(
+    x,
+    q,
+    scales,
+    global_scale,
+    num_blocks,
+    x_stride,
+    PER_ROW: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Treat every block as a row of its own; the result and its scales are dense."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = block < num_blocks
+    x += (block // PER_ROW) * x_stride + (block % PER_ROW) * BLOCK
+    if KIND == "mxfp8":
+        column = tl.arange(0, BLOCK)[None, :]
+        value = tl.load(x + column, mask=there, other=0.0).to(tl.float32)
+        peak = tl.max(tl.abs(value), axis=1, keep_dims=True)
+        scale, factor = _mx_scale(peak, 8)
+        code = to_fp8(clamped(value * factor, 448.0), q.dtype.element_ty, 3, 7, False)
+        tl.store(q + block * BLOCK + column, code, mask=there)
+    else:
+        # Eight elements, which one thread fetches, make a word.
+        word = tl.arange(0, BLOCK // 8)[None, :]
+        nibble = tl.arange(0, 8)[None, None, :]
+        place = (x + 8 * word)[:, :, None] + nibble
+        value = tl.load(place, mask=there[:, :, None], other=0.0).to(tl.float32)
+        peak = tl.max(tl.max(tl.abs(value), axis=2), axis=1, keep_dims=True)
+        if KIND == "mxfp4":
+            scale, factor = _mx_scale(peak, 2)
+            quotient = value * factor[:, :, None]
+        else:
+            common = tl.load(global_scale)
+            scale, divisor = _nv_scale(peak, common)
+            quotient = divided(value * common, divisor[:, :, None])
+        code = tl.sum(e2m1_codes(quotient) << (4 * nibble), axis=2)
+        tl.store(q + block * (BLOCK // 8) + word, code, mask=there)
+    tl.store(scales + block, scale, mask=there)
+
+
+@triton.jit
+def _mx_scale(peak, LARGEST_EXPONENT: tl.constexpr):
+    """Return the scale 2^e as its biased exponent in uint8, and 2^-e in float32."""
+    # The exponent of the peak as it stands in a float32: 0 for zero and subnormal numbers.
+    exponent = (peak.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.maximum(exponent - LARGEST_EXPONENT, 0)
+    # Exact, and a normal number, as the biased exponent is at most 252.
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return exponent.to(tl.uint8), factor
+
+
+@triton.jit
+def _nv_scale(peak, global_scale):
+    """Return the scale as a code of float8_e4m3fn, and what elements are divided by for it."""
+    code = fp8_codes(tl.minimum(divided(peak * global_scale, 6.0), 448.0), 3, 7, False)
+    stored = decoded(code, "e4m3").to(tl.float32)
+    # A scale that came to zero makes zeros of its elements, with their signs.
+    return code, tl.where(stored > 0, stored, float("inf"))
+
+
+@triton.jit
+def _dequantize_blocks(
+    codes,
+    scales,
+    global_scale,
+    y,
+    num_blocks,
+    codes_stride,
+    scales_stride,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Treat every block as a row of its own; the scales are e8m0, or e4m3 with a global one."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = block < num_blocks
+    row, number = block // PER_ROW, block % PER_ROW
+    pair = tl.arange(0, BLOCK // 2)[None, :]
+    source = codes + row * codes_stride + number * (BLOCK // 2)
+    element = e2m1_numbers(unpacked(tl.load(source + pair, mask=there, other=0), ROWS, BLOCK))
+    code = tl.load(scales + row * scales_stride + number, mask=there, other=0)
+    if global_scale is not None:
+        scale = divided(decoded(code, "e4m3").to(tl.float32), tl.load(global_scale))
+    else:
+        exponent = code.to(tl.int32)
+        # 2^-127 is subnormal.
+        bits = tl.where(exponent == 0, 0x400000, exponent << 23)
+        scale = tl.where(exponent == 255, float("nan"), bits.to(tl.float32, bitcast=True))
+    column = tl.arange(0, BLOCK)[None, :]
+    tl.store(y + block * BLOCK + column, (element * scale).to(y.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _tile_scales(
+    scales,
+    tiles,
+    num_rows,
+    num_tiles,
+    row_stride,
+    column_stride,
+    NUM_COLUMNS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    ROWS_PER_TILE: tl.constexpr,
+    LANES: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Fetch what stands at each place of some tiles."""
+    tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
+    place = tl.arange(0, 4 * ROWS_PER_TILE)[None, :]
+    groups: tl.constexpr = ROWS_PER_TILE // LANES
+    inner = (place // 4) % groups * LANES + place // (4 * groups)
+    row = tile // TILE_COLUMNS * ROWS_PER_TILE + inner
+    column = tile % TILE_COLUMNS * 4 + place % 4
+    inside = (row < num_rows) & (column < NUM_COLUMNS)
+    source = scales + row * row_stride + column * column_stride
+    value = tl.load(source, mask=inside, other=0)
+    tl.store(tiles + tile * (4 * ROWS_PER_TILE) + place, value, mask=tile < num_tiles)

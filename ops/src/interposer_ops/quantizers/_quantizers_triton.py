@@ -1,0 +1,206 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Quantizers with a scale for each row, or for each block of a row. H hidden size, B block size."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rounding import divided, quantized, rounded
+from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
+
+__all__ = [
+    "quantize_fp8_blocks_triton",
+    "quantize_fp8_per_token_triton",
+    "quantize_int8_per_token_asymmetric_triton",
+    "quantize_int8_per_token_triton",
+]
+
+_INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
+
+
+def quantize_fp8_per_token_triton(
+    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_fp8_per_token``."""
+    return _quantized_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
+
+
+def quantize_fp8_blocks_triton(
+    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_fp8_blocks``."""
+    return _quantized_fp8(x, block_size, out_dtype, None, power_of_two_scales)
+
+
+def quantize_int8_per_token_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_int8_per_token``."""
+    return _quantized_int8(x, None)
+
+
+def quantize_int8_per_token_asymmetric_triton(
+    x: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute ``quantize_int8_per_token_asymmetric``."""
+    zero_points = torch.empty((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
+    return *_quantized_int8(x, zero_points), zero_points
+
+
+def _quantized_fp8(
+    x: torch.Tensor,
+    block_size: int,
+    out_dtype: torch.dtype,
+    scale_limit: float | None,
+    power_of_two_scales: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_blocks = -(-x.shape[-1] // max(block_size, 1))
+    q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    scales = torch.empty((*x.shape[:-1], num_blocks), dtype=torch.float32, device=x.device)
+    if x.numel():
+        format_ = fp8_format(out_dtype)
+        memory = fp8_memory(q)
+        _launch(x, memory, scales, None, block_size, scale_limit, format_, power_of_two_scales)
+    return q, scales
+
+
+def _quantized_int8(
+    x: torch.Tensor, zero_points: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    if x.numel():
+        _launch(x, q, scales, zero_points, x.shape[-1], None, _INT8, False)
+    return q, scales
+
+
+def _launch(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    block_size: int,
+    scale_limit: float | None,
+    format_: Fp8Format,
+    power_of_two_scales: bool,
+) -> None:
+    rows = as_rows(x)
+    num_rows, width = rows.shape
+    per_row = scales.shape[-1]
+    block_size = min(block_size, width)
+    tile = row_tile("quantize", x.device, block_size)
+    _quantize_blocks[(tile.row_blocks(num_rows * per_row),)](
+        rows,
+        q,
+        scales,
+        zero_points,
+        num_rows * per_row,
+        rows.stride(0),
+        scale_limit,
+        format_.largest,
+        WIDTH=width,
+        BLOCK=block_size,
+        PER_ROW=per_row,
+        POWER_OF_TWO=power_of_two_scales,
+        MANTISSA=format_.mantissa,
+        BIAS=format_.bias,
+        UNSIGNED_ZERO=format_.unsigned_zero,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _quantize_blocks(
+    x,
+    q,
+    scales,
+    zero_points,
+    num_blocks,
+    x_stride,
+    scale_limit,
+    largest,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    UNSIGNED_ZERO: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Treat every block as a row of its own."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = block < num_blocks
+    first = (block % PER_ROW) * BLOCK
+    size = tl.minimum(WIDTH - first, BLOCK)
+    column = tl.arange(0, COLUMNS)[None, :]
+    dtype: tl.constexpr = q.dtype.element_ty
+    x += (block // PER_ROW) * x_stride + first
+    q += (block // PER_ROW) * WIDTH + first
+    if COLUMNS >= BLOCK:
+        inside = there & (column < size)
+        value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        seen = tl.abs(value) if zero_points is None else value
+        low = tl.min(seen, axis=1, keep_dims=True)
+        high = tl.max(seen, axis=1, keep_dims=True)
+        scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
+        code = quantized(value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO)
+        tl.store(q + column, code, mask=inside)
+    else:
+        lows = tl.zeros([ROWS, COLUMNS], tl.float32)
+        highs = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, BLOCK, COLUMNS):
+            place = start + column
+            value = tl.load(x + place, mask=there & (place < size), other=0.0).to(tl.float32)
+            seen = tl.abs(value) if zero_points is None else value
+            lows = tl.minimum(lows, seen)
+            highs = tl.maximum(highs, seen)
+        low = tl.min(lows, axis=1, keep_dims=True)
+        high = tl.max(highs, axis=1, keep_dims=True)
+        scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
+        for start in range(0, BLOCK, COLUMNS):
+            place = start + column
+            inside = there & (place < size)
+            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+            code = quantized(
+                value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO
+            )
+            tl.store(q + place, code, mask=inside)
+    tl.store(scales + block, scale, mask=there)
+    if zero_points is not None:
+        tl.store(zero_points + block, zero_point.to(tl.int32), mask=there)
+
+
+@triton.jit
+def _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO: tl.constexpr):
+    """Return the scales of blocks, and their zero points where they have any, both in float32."""
+    zero_point = tl.zeros_like(high)
+    if zero_points is None:
+        scale = tl.where(high > 0, divided(high, largest), 1.0)
+        if POWER_OF_TWO:
+            scale = _raised(scale)
+        if scale_limit is not None:
+            scale = tl.minimum(scale, scale_limit)
+    else:
+        low = tl.minimum(low, 0.0)
+        high = tl.maximum(high, 0.0)
+        scale = tl.where(high > low, divided(high - low, 255.0), 1.0)
+        zero_point = rounded(-128.0 - tl.div_rn(low, scale))
+    return scale, zero_point
+
+
+@triton.jit
+def _raised(scale):
+    """Return the smallest powers of two that are not below ``scale``; 1 for what came to zero."""
+    bits = scale.to(tl.int32, bitcast=True)
+    raised = (bits + 0x7FFFFF) & 0x7F800000
+    # The bits of a subnormal number count units of 2^-149, so that they are raised themselves.
+    count = bits.to(tl.float32).to(tl.int32, bitcast=True)
+    count = ((count + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True).to(tl.int32)
+    raised = tl.where(bits < 0x800000, count, raised)
+    return tl.where(bits == 0, 1.0, raised.to(tl.float32, bitcast=True))

@@ -1,0 +1,220 @@
+"""Cases of weights that are rounded to integers. O output features, I input features, G inputs."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops.quantizers._quantizer_inputs_cases import (
+    clear_of_boundaries,
+    peaked,
+    signed_choice,
+)
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
+
+__all__ = [
+    "quantize_weight_int4_asymmetric_cases",
+    "quantize_weight_int4_cases",
+    "quantize_weight_int8_cases",
+]
+
+_TIES = "ties"
+# Around what the largest magnitudes of groups lie; float16 ends at 65504.
+_NUMBERS = {"": 0.1, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}
+_EVEN = {  # O, I, G
+    "groups of 32": (33, 128, 32),
+    "groups of 128": (5, 512, 128),
+    "one scale per row": (7, 96, 96),
+    "odd groups": (9, 90, 15),
+    "groups of a vector and a rest": (3, 120, 24),
+    "one pair": (1, 2, 2),
+    "pairs": (4, 6, 2),
+    "no rows": (0, 64, 32),
+    "wide": (2, 4096, 4096),
+}
+_ANY = {
+    **_EVEN,
+    "odd width": (5, 127, 127),
+    "one number": (1, 1, 1),
+}
+_SIGNS = {"": 0, "not negative": 1, "not positive": -1}
+# A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
+# three roundings, for each of which the bound of a sum allows twice as much.
+_SCALE_ROUNDINGS = 3
+# More than these roundings come to, so that what is stored in 16 bits is the same.
+_NEAR = 2.0**-20
+_LARGEST = 7.5  # of four bits, in units of the scale
+
+
+def _int8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    return _symmetric(point, dtype, 127.5, generator)
+
+
+def _int4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    return _symmetric(point, dtype, _LARGEST, generator)
+
+
+def _symmetric(
+    point: Point, dtype: torch.dtype, largest: float, generator: torch.Generator
+) -> Case:
+    """Return a case of weights whose largest magnitudes are ``largest`` scales.
+
+    That of a group is positive, and saturates: a negative one is a tie but for what is lost when
+    the scale is rounded, so that sensible kernels differ.
+    """
+    rows, width, group = point["weight"]
+    blocks = rows, width // group, group
+    if point["numbers"] == _TIES:
+        halves = torch.arange(int(largest), dtype=torch.float64) + 0.5
+        groups = signed_choice(halves, blocks, generator)
+        peaks = torch.full(blocks[:-1], largest, dtype=torch.float64)
+        exponents = torch.randint(-9, 1, blocks[:-1], generator=generator)
+        groups = torch.ldexp(_positive_peaks(groups, peaks, generator), exponents.unsqueeze(-1))
+        weight = groups.to(dtype)
+    else:
+        factors = 1 + 7 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
+        # What is rounded to the dtype decides the scale.
+        peaks = (point["numbers"] * factors).to(dtype).double()
+        peaks = _clear_of_midpoints(peaks, largest, point["scale dtype"])
+        groups = _positive_peaks(peaked(blocks, peaks, generator), peaks, generator)
+        scale = (peaks / largest).to(point["scale dtype"]).double()
+        scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+        weight = groups.to(dtype)
+        weight = clear_of_boundaries(
+            weight,
+            weight.double() / scale,
+            lambda q: q.round().clamp(-largest - 0.5, largest - 0.5),
+        )
+    arguments = {
+        "weight": weight.flatten(1),
+        "group_size": group,
+        "scale_dtype": point["scale dtype"],
+    }
+    scale_dtype = str(point["scale dtype"]).removeprefix("torch.")
+    dims: Dims = {**_sizes(point), "scale_dtype": scale_dtype}
+    return _bounded(Case("", arguments, dims), peak(weight) / largest)
+
+
+def _int4_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (rows, width, group), sign = point["weight"], point["sign"]
+    blocks = rows, width // group, group
+    if point["numbers"] == _TIES:
+        # Zero points are even or odd; 15 steps exactly, so that the scale is a power of two.
+        low = -8.0 + 3 * torch.randint(0, 2, blocks[:-1], generator=generator)
+        groups = signed_choice(torch.arange(5, dtype=torch.float64) + 0.5, blocks, generator)
+        groups[..., 0], groups[..., -1] = low, low + 15
+        exponents = torch.randint(-9, 1, blocks[:-1], generator=generator)
+        weight = torch.ldexp(groups, exponents.unsqueeze(-1)).to(dtype)
+    else:
+        factors = 1 + 7 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
+        weight = peaked(blocks, point["numbers"] * factors, generator).to(dtype)
+        weight = _cleared(weight.abs() * sign if sign else weight)
+    arguments = {"weight": weight.flatten(1), "group_size": group}
+    return _bounded(Case("", arguments, _sizes(point)), peak(weight) / _LARGEST)
+
+
+def _cleared(weight: torch.Tensor) -> torch.Tensor:
+    """Return groups with zeros where a quotient or a zero point is near a boundary."""
+    wide = weight.double()
+    low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 15, 1.0)
+    offset = low / scale
+    # A group without negative numbers has a zero point that is known.
+    near = (offset - offset.floor() - 0.5).abs() < 2.0**-8
+    weight = weight.masked_fill(near & (weight < 0), 0.0)
+    wide = weight.double()
+    low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = (-8 - low / scale).round()
+    # The ends of the range stay, for they decide the scale; so does what is nearest to them.
+    kept = (weight == low) | (weight == high)
+    shifted = wide / scale + zero
+    margin = 2.0**-16 * (1 + zero.abs() + (wide / scale).abs())
+    changed = (shifted - margin).round() != (shifted + margin).round()
+    return torch.where(kept, weight, weight.masked_fill(changed, 0.0))
+
+
+def _clear_of_midpoints(
+    peaks: torch.Tensor, largest: float, scale_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return peaks whose scales are powers of two where a small error of a scale changes it."""
+    scale = peaks / largest
+    near = (scale * (1 - _NEAR)).to(scale_dtype) != (scale * (1 + _NEAR)).to(scale_dtype)
+    if scale_dtype == torch.float32:  # errors of its own roundings are allowed for
+        return peaks
+    power = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+    return torch.where(near, largest * power, peaks)
+
+
+def _positive_peaks(
+    groups: torch.Tensor, peaks: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Return groups of which no number but one is as large as the peak, which is positive."""
+    place = torch.randint(0, groups.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
+    smaller = torch.where(groups.abs() < peaks.unsqueeze(-1), groups, 0.0)
+    return smaller.scatter(-1, place, peaks.unsqueeze(-1))
+
+
+def _sizes(point: Point) -> dict[str, int]:
+    rows, width, group = point["weight"]
+    return {"in_features": width, "out_features": rows, "num_groups": width // group}
+
+
+def _bounded(case: Case, largest_scale: float) -> Case:
+    return Case(
+        case.label,
+        case.arguments,
+        case.dims,
+        reduction=_SCALE_ROUNDINGS,
+        magnitude=largest_scale,
+    )
+
+
+_SCALE_DTYPES = Axis("scale dtype", {"": torch.float32, "bfloat16 scales": torch.bfloat16})
+
+quantize_weight_int8_cases = CaseSpace(
+    _int8,
+    Axis("weight", _ANY),
+    Axis("numbers", _NUMBERS),
+    _SCALE_DTYPES,
+    strided={"weight": "rows"},
+    crossed={
+        "weight": ("groups of 32", "odd groups", "odd width"),
+        "numbers": ("", _TIES),
+        "scale dtype": ("bfloat16 scales",),
+    },
+    alone={"weight": ("no rows",)},
+)
+"""Groups of different magnitudes, the largest anywhere, with scales of 32 and of 16 bits; ties."""
+
+quantize_weight_int4_cases = CaseSpace(
+    _int4,
+    Axis("weight", _EVEN),
+    Axis("numbers", _NUMBERS),
+    _SCALE_DTYPES,
+    strided={"weight": "rows"},
+    crossed={
+        "weight": ("groups of 32", "odd groups", "groups of a vector and a rest"),
+        "numbers": ("", _TIES),
+        "scale dtype": ("bfloat16 scales",),
+    },
+    alone={"weight": ("no rows",)},
+)
+"""Groups of different magnitudes, the largest anywhere, with scales of 32 and of 16 bits; ties."""
+
+quantize_weight_int4_asymmetric_cases = CaseSpace(
+    _int4_asymmetric,
+    Axis("weight", _EVEN),
+    Axis("numbers", _NUMBERS),
+    Axis("sign", _SIGNS),
+    strided={"weight": "rows"},
+    crossed={
+        "weight": ("groups of 32", "odd groups", "groups of a vector and a rest"),
+        "numbers": ("", _TIES),
+        "sign": ("", "not negative"),
+    },
+    alone={"weight": ("no rows",)},
+    # Zeros have no sign, and groups with ties two.
+    valid=lambda point, _: not (point["sign"] and point["numbers"] in (_TIES, 0.0)),
+)
+"""Groups around zero and on one side of it; ties, where zero points are odd, and zeros."""

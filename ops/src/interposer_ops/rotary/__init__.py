@@ -1,0 +1,44 @@
+"""Rotary position embeddings, and their tables.
+
+Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_ops.rotary._rope_scaling import ROPE_TYPES, rotary_frequencies, rotary_table
+    from interposer_ops.rotary._rotary import (
+        rotary_embedding,
+        rotary_embedding_interleaved,
+        rotary_tables,
+    )
+    from interposer_ops.rotary._rotary_sections import multimodal_rotary_embedding
+
+__all__ = [
+    "ROPE_TYPES",
+    "multimodal_rotary_embedding",
+    "rotary_embedding",
+    "rotary_embedding_interleaved",
+    "rotary_frequencies",
+    "rotary_table",
+    "rotary_tables",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_ops.rotary._rope_scaling": "ROPE_TYPES rotary_frequencies rotary_table",
+        "interposer_ops.rotary._rotary": (
+            "rotary_embedding rotary_embedding_interleaved rotary_tables"
+        ),
+        "interposer_ops.rotary._rotary_sections": "multimodal_rotary_embedding",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

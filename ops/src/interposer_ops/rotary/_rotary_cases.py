@@ -1,0 +1,102 @@
+"""Cases of the rotary embedding. T tokens, N heads, K kv heads, D head size, R rotated size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
+
+__all__ = [
+    "HEADS",
+    "TOKENS",
+    "rotary_case",
+    "rotary_embedding_cases",
+    "rotary_embedding_interleaved_cases",
+    "rotary_embedding_sample",
+]
+
+TOKENS = {"many tokens": 33, "one token": 1, "no tokens": 0}
+HEADS = {"": (4, 2), "one kv head": (8, 1), "odd head counts": (5, 3), "one head": (1, 1)}  # N, K
+_SIZES = {  # D, R
+    "": (64, 64),
+    "head size 80": (80, 80),
+    "head size 128": (128, 128),
+    "head size 256": (256, 256),
+    "smallest": (2, 2),
+    "partial": (64, 16),
+    "partial of head size 80": (80, 32),
+    "partial, odd half": (20, 6),
+}
+# YaRN and LongRoPE scale both tables, so that their squares don't add to 1.
+_FACTORS = {"": 1.0, "scaled tables": 1.4}
+
+
+def _rotary(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (heads, kv_heads), (head_size, rotary_size) = point["heads"], point["size"]
+    query = normal((point["tokens"], heads, head_size), dtype, generator)
+    key = normal((point["tokens"], kv_heads, head_size), dtype, generator)
+    angles = uniform((point["tokens"], rotary_size // 2), torch.float32, generator, 0, 100)
+    return rotary_case(query, key, angles, point["factor"])
+
+
+def _space() -> CaseSpace:
+    return CaseSpace(
+        _rotary,
+        Axis("tokens", TOKENS),
+        Axis("heads", HEADS),
+        Axis("size", _SIZES),
+        Axis("factor", _FACTORS),
+        strided={"query": "outer", "key": "outer", "cos": "offset", "sin": "offset"},
+        special={
+            "query": ("infinities", "NaN", "subnormals", "negative zeros"),
+            "key": ("infinities", "NaN", "subnormals", "negative zeros"),
+        },
+        crossed={
+            "tokens": ("many tokens",),
+            "heads": ("", "odd head counts"),
+            "size": ("", "partial", "head size 80"),
+            "factor": ("",),
+        },
+        alone={"tokens": ("no tokens",)},
+        # Sizes and heads are no different by a factor.
+        valid=lambda point, _: not point.labels["factor"] or not point.labels["heads"],
+    )
+
+
+rotary_embedding_cases = _space()
+"""Whole and partial rotation of several numbers of heads, also cut out of one projection."""
+
+rotary_embedding_interleaved_cases = _space()
+"""The same as of ``rotary_embedding``."""
+
+
+def rotary_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return 16 heads and 4 kv heads cut out of one projection; the dims do not count them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, 16 + 4 + 4, int(dims["head_size"]))
+    query, key, _ = normal_numbers(shape, dtype, generator).split((16, 4, 4), dim=1)
+    half = int(dims["rotary_size"]) // 2
+    angles = uniform((num_tokens, half), torch.float32, generator, 0, 100)
+    return rotary_case(query, key, angles, label=f"{num_tokens} tokens")
+
+
+def rotary_case(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    angles: torch.Tensor,
+    factor: float = 1.0,
+    label: str = "",
+) -> Case:
+    """Return the case of tables of ``angles``, ``[..., R / 2]``."""
+    largest = factor * max(peak(query), peak(key))
+    return Case(
+        label,
+        {"query": query, "key": key, "cos": factor * angles.cos(), "sin": factor * angles.sin()},
+        {"head_size": query.shape[-1], "rotary_size": 2 * angles.shape[-1]},
+        reduction=2,
+        magnitude=2 * largest,
+        # The two products cancel where the result is small.
+        rounded=largest,
+    )

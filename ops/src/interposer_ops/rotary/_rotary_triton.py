@@ -1,0 +1,188 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Rotary position embedding of query and key in one launch, by one position or by three.
+
+T tokens, N heads, K kv heads, D head size, R rotated size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rows import row_tile
+
+__all__ = [
+    "multimodal_rotary_embedding_triton",
+    "rotary_embedding_interleaved_triton",
+    "rotary_embedding_triton",
+]
+
+
+def rotary_embedding_triton(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``rotary_embedding``."""
+    return _rotated(query, key, cos, sin)
+
+
+def rotary_embedding_interleaved_triton(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``rotary_embedding_interleaved``."""
+    return _rotated(query, key, cos, sin, pairs=True)
+
+
+def multimodal_rotary_embedding_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sections: list[int],
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``multimodal_rotary_embedding``."""
+    time, height, width = sections
+    layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
+    return _rotated(query, key, cos, sin, layout=layout)
+
+
+def _rotated(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: bool = False,
+    layout: tuple[str, int, int] = ("one", 0, 0),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return query and key rotated.
+
+    Args:
+        pairs: whether neighbours turn, not halves.
+        layout: how positions share the frequencies. There is but ``one``; or three have ``parts``,
+            the first two of which end at the numbers; or ``thirds`` of them in turn, up to the
+            numbers for the second and third, beyond which all are the first one's.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, half = key.shape[1], cos.shape[-1]
+    turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    turned_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    if num_tokens == 0:
+        return turned, turned_key
+    tile = row_tile("rotary", query.device, head_size)
+    query_blocks = tile.row_blocks(num_tokens * num_heads)
+    _rotate[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
+        query,
+        key,
+        cos,
+        sin,
+        turned,
+        turned_key,
+        num_tokens,
+        query.stride(0),
+        key.stride(0),
+        cos.stride(-2),
+        sin.stride(-2),
+        cos.stride(0),
+        sin.stride(0),
+        query_blocks,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=half,
+        HEAD_SIZE=head_size,
+        PAIRS=pairs,
+        LAYOUT=layout[0],
+        END=layout[1],
+        OTHER_END=layout[2],
+        ROWS=tile.rows,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return turned, turned_key
+
+
+@triton.jit
+def _rotate(
+    query,
+    key,
+    cos,
+    sin,
+    turned,
+    turned_key,
+    num_tokens,
+    query_stride,
+    key_stride,
+    cos_stride,
+    sin_stride,
+    cos_position_stride,
+    sin_position_stride,
+    query_blocks,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    END: tl.constexpr,
+    OTHER_END: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    if LAYOUT != "one":
+        angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        if LAYOUT == "parts":
+            position = (angle >= END).to(tl.int64) + (angle >= OTHER_END).to(tl.int64)
+        else:
+            third = (angle % 3).to(tl.int64)
+            end = tl.where(third == 1, END, OTHER_END)
+            position = tl.where(angle < end, third, 0)
+        cos += position * cos_position_stride
+        sin += position * sin_position_stride
+    block = tl.program_id(0)
+    if block < query_blocks:
+        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        token = row // NUM_HEADS
+        source = query + token * query_stride + (row % NUM_HEADS) * HEAD_SIZE
+        target = turned + row * HEAD_SIZE
+        c, s = cos + token * cos_stride, sin + token * sin_stride
+        _rotate_rows(source, target, c, s, token < num_tokens, HALF, HEAD_SIZE, PAIRS)
+    else:
+        row = (block - query_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        token = row // NUM_KV_HEADS
+        source = key + token * key_stride + (row % NUM_KV_HEADS) * HEAD_SIZE
+        target = turned_key + row * HEAD_SIZE
+        c, s = cos + token * cos_stride, sin + token * sin_stride
+        _rotate_rows(source, target, c, s, token < num_tokens, HALF, HEAD_SIZE, PAIRS)
+
+
+@triton.jit
+def _rotate_rows(
+    source,
+    target,
+    cos,
+    sin,
+    there,
+    HALF: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Turn one head in each row of a column of pointers."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    if HALF > 0:
+        angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+        inside = there & (angle < HALF)
+        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+        if PAIRS:
+            first = 2 * angle
+            second = first + 1
+        else:
+            first = angle
+            second = HALF + angle
+        a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + first, (a * c - b * s).to(dtype), mask=inside)
+        tl.store(target + second, (b * c + a * s).to(dtype), mask=inside)
+    if 2 * HALF < HEAD_SIZE:
+        place = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
+        inside = there & (place < HEAD_SIZE)
+        tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)

@@ -1,0 +1,264 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Logits that are scaled, ruled out and favoured. B sequences, V vocabulary, M listed tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rows import as_rows, row_tile
+
+__all__ = [
+    "apply_logit_bias_triton",
+    "apply_penalties_triton",
+    "apply_temperature_triton",
+    "apply_token_bitmask_triton",
+    "suppress_tokens_until_triton",
+]
+
+
+def apply_penalties_triton(
+    logits: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    output_counts: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Compute ``apply_penalties``."""
+    y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if y.numel() == 0:
+        return y
+    rows, mask, counts = as_rows(logits), as_rows(prompt_mask), as_rows(output_counts)
+    num_rows, vocab_size = rows.shape
+    tile = row_tile("logits", y.device, vocab_size)
+    _penalties[(tile.row_blocks(num_rows), tile.column_blocks(vocab_size))](
+        rows,
+        mask,
+        counts,
+        repetition,
+        presence,
+        frequency,
+        y,
+        num_rows,
+        rows.stride(0),
+        mask.stride(0),
+        counts.stride(0),
+        VOCAB_SIZE=vocab_size,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def apply_temperature_triton(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Compute ``apply_temperature``."""
+    y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if y.numel() == 0:
+        return y
+    rows = as_rows(logits)
+    num_rows, vocab_size = rows.shape
+    tile = row_tile("logits", y.device, vocab_size)
+    _tempered[(tile.row_blocks(num_rows), tile.column_blocks(vocab_size))](
+        rows,
+        temperature,
+        y,
+        num_rows,
+        rows.stride(0),
+        VOCAB_SIZE=vocab_size,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def apply_token_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+    """Compute ``apply_token_bitmask``."""
+    y = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if y.numel() == 0:
+        return y
+    rows, words = as_rows(logits), as_rows(bitmask)
+    num_rows, vocab_size = rows.shape
+    tile = row_tile("logits", y.device, vocab_size)
+    _allowed[(tile.row_blocks(num_rows), tile.column_blocks(vocab_size))](
+        rows,
+        words,
+        y,
+        num_rows,
+        rows.stride(0),
+        words.stride(0),
+        VOCAB_SIZE=vocab_size,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def apply_logit_bias_triton(
+    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Compute ``apply_logit_bias``: a copy, of which the listed tokens are changed."""
+    y = logits.clone(memory_format=torch.contiguous_format)
+    _change_listed(y, token_ids, as_rows(values), None, None)
+    return y
+
+
+def suppress_tokens_until_triton(
+    logits: torch.Tensor, steps: torch.Tensor, min_tokens: torch.Tensor, stop_ids: torch.Tensor
+) -> torch.Tensor:
+    """Compute ``suppress_tokens_until``: a copy, of which the listed tokens are changed."""
+    y = logits.clone(memory_format=torch.contiguous_format)
+    _change_listed(y, stop_ids, None, steps, min_tokens)
+    return y
+
+
+def _change_listed(
+    y: torch.Tensor,
+    token_ids: torch.Tensor,
+    values: torch.Tensor | None,
+    steps: torch.Tensor | None,
+    min_tokens: torch.Tensor | None,
+) -> None:
+    """Add ``values`` to the listed tokens, or rule them out where ``steps`` are too few."""
+    if y.numel() == 0 or token_ids.numel() == 0:
+        return
+    listed = as_rows(token_ids)
+    num_rows, length = listed.shape
+    tile = row_tile("listed_tokens", y.device, length)
+    _change[(tile.row_blocks(num_rows), tile.column_blocks(length))](
+        y,
+        listed,
+        values,
+        steps,
+        min_tokens,
+        num_rows,
+        length,
+        listed.stride(0),
+        0 if values is None else values.stride(0),
+        VOCAB_SIZE=y.shape[1],
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _penalties(
+    logits,
+    prompt_mask,
+    output_counts,
+    repetition,
+    presence,
+    frequency,
+    y,
+    num_rows,
+    stride,
+    mask_stride,
+    counts_stride,
+    VOCAB_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = row < num_rows
+    inside = there & (column < VOCAB_SIZE)
+    factor = tl.load(repetition + row, mask=there, other=1.0).to(tl.float32)
+    once = tl.load(presence + row, mask=there, other=0.0).to(tl.float32)
+    each = tl.load(frequency + row, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    prompted = tl.load(prompt_mask + row * mask_stride + column, mask=inside, other=0) != 0
+    count = tl.load(output_counts + row * counts_stride + column, mask=inside, other=0)
+    generated = count > 0
+    divided = tl.div_rn(value, tl.zeros_like(value) + factor)
+    repeated = tl.where(value > 0, divided, value * factor)
+    value = tl.where(prompted | generated, repeated, value)
+    value -= once * generated.to(tl.float32)
+    value -= each * count.to(tl.float32)
+    tl.store(y + row * VOCAB_SIZE + column, value, mask=inside)
+
+
+@triton.jit
+def _tempered(
+    logits,
+    temperature,
+    y,
+    num_rows,
+    stride,
+    VOCAB_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = row < num_rows
+    inside = there & (column < VOCAB_SIZE)
+    divisor = tl.load(temperature + row, mask=there, other=1.0).to(tl.float32)
+    divisor = tl.where(divisor > 0, divisor, 1.0)
+    value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.div_rn(value, tl.zeros_like(value) + divisor)
+    tl.store(y + row * VOCAB_SIZE + column, value, mask=inside)
+
+
+@triton.jit
+def _allowed(
+    logits,
+    bitmask,
+    y,
+    num_rows,
+    stride,
+    mask_stride,
+    VOCAB_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < VOCAB_SIZE)
+    word = tl.load(bitmask + row * mask_stride + column // 32, mask=inside, other=0)
+    is_allowed = ((word >> (column % 32)) & 1) != 0
+    # What is ruled out need not be read.
+    source = logits + row * stride + column
+    value = tl.load(source, mask=inside & is_allowed, other=0.0).to(tl.float32)
+    value = tl.where(is_allowed, value, float("-inf"))
+    tl.store(y + row * VOCAB_SIZE + column, value.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _change(
+    y,
+    token_ids,
+    values,
+    steps,
+    min_tokens,
+    num_rows,
+    length,
+    stride,
+    values_stride,
+    VOCAB_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    there = row < num_rows
+    listed = there & (place < length)
+    token = tl.load(token_ids + row * stride + place, mask=listed, other=-1).to(tl.int64)
+    listed = listed & (token >= 0)
+    target = y + row * VOCAB_SIZE + token
+    if values is not None:
+        value = tl.load(target, mask=listed, other=0.0).to(tl.float32)
+        value += tl.load(values + row * values_stride + place, mask=listed, other=0.0)
+    else:
+        step = tl.load(steps + row, mask=there, other=0)
+        listed = listed & (step < tl.load(min_tokens + row, mask=there, other=0))
+        value = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+    tl.store(target, value.to(y.dtype.element_ty), mask=listed)

@@ -1,0 +1,44 @@
+"""Log probabilities of chosen and of likely tokens. Dimensions: B sequences, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_ops.sampling._logprobs_cases import token_logprobs_cases, token_logprobs_sample
+
+__all__ = ["token_logprobs"]
+
+
+@custom_op(
+    "token_logprobs",
+    cases=token_logprobs_cases,
+    tolerance=Tolerance(roundings=4),
+    sample=token_logprobs_sample,
+    batched=("logits", "tokens"),
+)
+def token_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log probability and the rank of one token per row, and those likeliest.
+
+    logprob = logits - logsumexp(logits), in float32 or wider. Tokens are ranked by their logits,
+    so that no rounding decides; the lowest id comes first among equals.
+
+    Args:
+        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
+            rows may lie apart.
+        tokens: ``[B]`` int64.
+        num_top: how many of the likeliest tokens to return, from 0 to V.
+    Returns: ``(logprobs, ranks, top_logprobs, top_ids)``: ``[B]`` float32 (float64 for float64
+        ``logits``), natural logs; ``[B]`` int64, 1 and the number of tokens that are likelier;
+        ``[B, num_top]`` of the dtype of ``logprobs``, descending; ``[B, num_top]`` int64.
+    Dims: vocab_size, num_top.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = wide.logsumexp(-1, keepdim=True)
+    chosen = wide.gather(-1, tokens[:, None])
+    ranks = (wide > chosen).sum(-1) + 1
+    ordered, order = wide.sort(dim=-1, descending=True, stable=True)
+    top = ordered[:, :num_top] - total
+    return (chosen - total).squeeze(-1), ranks, top, order[:, :num_top].contiguous()

@@ -1,0 +1,72 @@
+"""Cases of log probabilities. Dimensions: B sequences, V vocabulary.
+
+Ids are compared exactly: logits are equal, or differ by 1/64 at least.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
+
+__all__ = ["token_logprobs_cases", "token_logprobs_sample"]
+
+_STEP = 1 / 64
+
+
+def _logprobs(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    logits = _stepped(random_logits(point["logits"], point["shape"], dtype, generator))
+    rows, vocab_size = logits.shape
+    tokens = torch.randint(vocab_size, (rows,), generator=generator)
+    match point["token"]:
+        case "likeliest":
+            tokens = logits.argmax(-1)
+        case "last":
+            tokens = torch.full((rows,), vocab_size - 1)
+    return _case(logits, tokens, min(point["top"], vocab_size))
+
+
+token_logprobs_cases = CaseSpace(
+    _logprobs,
+    Axis("shape", LOGIT_SHAPES),
+    Axis("top", {"": 5, "no others": 0, "one other": 1, "twenty others": 20}),
+    Axis("logits", LOGITS),
+    Axis("token", {"": "any", "likeliest token": "likeliest", "last token": "last"}),
+    strided={"logits": "rows", "tokens": "offset"},
+    crossed={"shape": ("many rows", "odd vocabulary"), "token": ("",), "top": ("",)},
+    alone={"shape": ("no rows", "one token")},
+    valid=lambda point, _: (
+        (point["shape"] != (2, 32000) or not (point.labels["logits"] or point.labels["token"]))
+        and not (point.labels["token"] and point.labels["top"])
+    ),
+)
+"""Chosen tokens of any rank, ties and ruled out tokens among the likeliest."""
+
+
+def token_logprobs_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return one row of logits for every sequence of a typical step."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rows(num_tokens), int(dims["vocab_size"]))
+    logits = _stepped(random_logits("random", shape, dtype, generator))
+    tokens = torch.randint(shape[1], shape[:1], generator=generator)
+    return _case(logits, tokens, int(dims["num_top"]), f"{num_tokens} tokens")
+
+
+def _stepped(logits: torch.Tensor) -> torch.Tensor:
+    """Round to multiples of the step; of float16 and bfloat16, those above 1 and 4 are anyway."""
+    return ((logits.float() / _STEP).round() * _STEP).to(logits.dtype)
+
+
+def _case(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, label: str = "") -> Case:
+    """Return the case of sums of exponentials, the largest of which is 1.
+
+    The logarithm of the sum takes on its relative error, V roundings; a logit is added to it.
+    """
+    vocab_size = logits.shape[1]
+    arguments = {"logits": logits, "tokens": tokens, "num_top": num_top}
+    dims = {"vocab_size": vocab_size, "num_top": num_top}
+    # The spread of the logits is what an exponent may be rounded in.
+    magnitude = 1 + 2 * peak(logits) / vocab_size
+    return Case(label, arguments, dims, reduction=vocab_size + 4, magnitude=magnitude)

@@ -1,0 +1,164 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Log probabilities in two launches: of each part of a row, then of the row.
+
+B sequences, V vocabulary, C parts of a row, N likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops.sampling._noise_triton import natural_log
+
+__all__ = ["token_logprobs_triton"]
+
+
+def token_logprobs_triton(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute ``token_logprobs``; the likeliest of a row are among those of its parts."""
+    num_rows, vocab_size = logits.shape
+    device, wide = logits.device, torch.float32
+    logprobs = torch.empty(num_rows, dtype=wide, device=device)
+    ranks = torch.empty(num_rows, dtype=torch.int64, device=device)
+    top_logprobs = torch.empty(num_rows, num_top, dtype=wide, device=device)
+    top_ids = torch.empty(num_rows, num_top, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return logprobs, ranks, top_logprobs, top_ids
+    rows = as_rows(logits)
+    tile = row_tile("vocabulary", device, vocab_size)
+    parts = tile.column_blocks(vocab_size)
+    slots = triton.next_power_of_2(num_top) if num_top else 0
+    peaks, totals = torch.empty(2, num_rows, parts, dtype=wide, device=device)
+    likelier = torch.empty(num_rows, parts, dtype=torch.int32, device=device)
+    best = torch.empty(num_rows, parts, slots, dtype=wide, device=device)
+    found = torch.empty(num_rows, parts, slots, dtype=torch.int32, device=device)
+    _judge_parts[(num_rows, parts)](
+        rows,
+        tokens,
+        peaks,
+        totals,
+        likelier,
+        best,
+        found,
+        rows.stride(0),
+        num_top,
+        VOCAB_SIZE=vocab_size,
+        SLOTS=slots,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    tile = row_tile("parts", device, parts * max(slots, 1))
+    _judge_rows[(num_rows,)](
+        rows,
+        tokens,
+        peaks,
+        totals,
+        likelier,
+        best,
+        found,
+        logprobs,
+        ranks,
+        top_logprobs,
+        top_ids,
+        rows.stride(0),
+        parts,
+        num_top,
+        VOCAB_SIZE=vocab_size,
+        SLOTS=slots,
+        PARTS=triton.next_power_of_2(parts),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return logprobs, ranks, top_logprobs, top_ids
+
+
+@triton.jit
+def _judge_parts(
+    logits,
+    tokens,
+    peaks,
+    totals,
+    likelier,
+    best,
+    found,
+    stride,
+    num_top,
+    VOCAB_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = row * tl.num_programs(1) + tl.program_id(1)
+    inside = column < VOCAB_SIZE
+    logits += row * stride
+    value = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.where(inside, value, float("-inf"))
+    chosen = tl.load(logits + tl.load(tokens + row)).to(tl.float32)
+    peak = tl.max(value)
+    power = tl.exp(value - tl.where(peak == float("-inf"), 0.0, peak))
+    tl.store(peaks + part, peak)
+    tl.store(totals + part, tl.sum(power))
+    tl.store(likelier + part, tl.sum((value > chosen).to(tl.int32)))
+    if SLOTS > 0:
+        left = inside
+        for turn in range(num_top):
+            # The column beyond the last where nothing is left.
+            largest = tl.max(tl.where(left, value, float("-inf")))
+            token = tl.min(tl.where(left & (value == largest), column, VOCAB_SIZE))
+            tl.store(best + part * SLOTS + turn, largest)
+            tl.store(found + part * SLOTS + turn, token)
+            left = left & (column != token)
+
+
+@triton.jit
+def _judge_rows(
+    logits,
+    tokens,
+    peaks,
+    totals,
+    likelier,
+    best,
+    found,
+    logprobs,
+    ranks,
+    top_logprobs,
+    top_ids,
+    stride,
+    num_parts,
+    num_top,
+    VOCAB_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    place = row * num_parts + part
+    peak = tl.load(peaks + place, mask=part < num_parts, other=float("-inf"))
+    total = tl.load(totals + place, mask=part < num_parts, other=0.0)
+    count = tl.load(likelier + place, mask=part < num_parts, other=0)
+    highest = tl.max(peak)
+    mass = highest + natural_log(tl.sum(total * tl.exp(peak - highest)))
+    chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(logprobs + row, chosen - mass)
+    tl.store(ranks + row, (tl.sum(count) + 1).to(tl.int64))
+    if SLOTS > 0:
+        candidate = tl.arange(0, PARTS * SLOTS)
+        given = (candidate // SLOTS < num_parts) & (candidate % SLOTS < num_top)
+        place = row * num_parts * SLOTS + candidate
+        value = tl.load(best + place, mask=given, other=float("-inf"))
+        token = tl.load(found + place, mask=given, other=VOCAB_SIZE)
+        left = token < VOCAB_SIZE
+        for turn in range(num_top):
+            largest = tl.max(tl.where(left, value, float("-inf")))
+            winner = tl.min(tl.where(left & (value == largest), token, VOCAB_SIZE))
+            tl.store(top_logprobs + row * num_top + turn, largest - mass)
+            # Nothing is found among NaNs, and no token is beyond all of them.
+            known = tl.minimum(winner, VOCAB_SIZE - 1).to(tl.int64)
+            tl.store(top_ids + row * num_top + turn, known)
+            left = left & (token != winner)

@@ -1,0 +1,192 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+"""Drawing tokens, in two launches: the best token of each part of a row, then that of the row.
+
+B sequences, V vocabulary, C parts of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops.sampling._noise_triton import gumbel_noise, natural_log, stream_key
+from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
+
+__all__ = ["gumbel_argmax_triton", "sample_tokens_triton"]
+
+
+def gumbel_argmax_triton(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
+) -> torch.Tensor:
+    """Compute ``gumbel_argmax``; each part of a row is tempered from its own largest logit."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    _draw(logits, temperature, None, None, None, seeds, steps, tokens, None)
+    return tokens
+
+
+def sample_tokens_triton(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``sample_tokens``; one more launch finds what top-k, top-p and min-p keep."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _draw(logits, temperature, top_k, top_p, min_p, seeds, steps, tokens, logprobs)
+    return tokens, logprobs
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor | None,
+) -> None:
+    if logits.numel() == 0:
+        return
+    rows = as_rows(logits)
+    num_rows, vocab_size = rows.shape
+    limits = None
+    if temperature is None:
+        min_p = None
+    elif not (top_k is None and top_p is None and min_p is None):
+        limits = limits_of(rows, temperature, top_k, top_p)
+    tile = row_tile("vocabulary", rows.device, vocab_size)
+    parts = tile.column_blocks(vocab_size)
+    figures = torch.empty(3, num_rows, parts, dtype=torch.float32, device=rows.device)
+    scores, peaks, totals = figures
+    found = torch.empty(num_rows, parts, dtype=torch.int32, device=rows.device)
+    _best_of_parts[(num_rows, parts)](
+        rows,
+        temperature,
+        None if limits is None else limits.peaks,
+        None if limits is None else limits.farthest,
+        min_p,
+        seeds,
+        steps,
+        scores,
+        found,
+        peaks,
+        None if logprobs is None else totals,
+        rows.stride(0),
+        VOCAB_SIZE=vocab_size,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    tile = row_tile("parts", rows.device, parts)
+    _best_of_rows[(num_rows,)](
+        rows,
+        temperature,
+        scores,
+        found,
+        peaks,
+        None if logprobs is None else totals,
+        tokens,
+        logprobs,
+        rows.stride(0),
+        parts,
+        VOCAB_SIZE=vocab_size,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit
+def _best_of_parts(
+    logits,
+    temperature,
+    row_peaks,
+    farthest,
+    min_p,
+    seeds,
+    steps,
+    scores,
+    found,
+    peaks,
+    totals,
+    stride,
+    VOCAB_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part = row * tl.num_programs(1) + tl.program_id(1)
+    inside = column < VOCAB_SIZE
+    value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.where(inside, value, float("-inf"))
+    peak = tl.load(row_peaks + row) if row_peaks is not None else tl.max(value)
+    # A part without any possible token has no peak to subtract.
+    difference = value - tl.where(peak == float("-inf"), 0.0, peak)
+    tl.store(peaks + part, peak)
+    if totals is not None:
+        tl.store(totals + part, tl.sum(tl.exp(difference)))
+    score = difference
+    if temperature is not None:
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            score = tl.div_rn(difference, tl.zeros_like(difference) + heat)
+        if row_peaks is not None:
+            is_kept = distance_bits(score) <= tl.load(farthest + row).to(tl.uint32)
+            if min_p is not None:
+                is_kept = is_kept & (score >= natural_log(tl.load(min_p + row)))
+            score = tl.where(is_kept, score, float("-inf"))
+        if heat > 0:
+            score += gumbel_noise(stream_key(tl.load(seeds + row), tl.load(steps + row)), column)
+    best = tl.max(score)
+    tl.store(scores + part, best)
+    # A NaN is equal to nothing: the last token stands in, so that none is beyond all of them.
+    tl.store(found + part, tl.min(tl.where(inside & (score == best), column, VOCAB_SIZE - 1)))
+
+
+@triton.jit
+def _best_of_rows(
+    logits,
+    temperature,
+    scores,
+    found,
+    peaks,
+    totals,
+    tokens,
+    logprobs,
+    stride,
+    num_parts,
+    VOCAB_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, COLUMNS)
+    there = part < num_parts
+    place = row * num_parts + part
+    score = tl.load(scores + place, mask=there, other=float("-inf"))
+    token = tl.load(found + place, mask=there, other=0)
+    peak = tl.load(peaks + place, mask=there, other=float("-inf"))
+    highest = tl.max(peak)
+    # Infinities of either sign are not to be subtracted from each other.
+    lower = tl.where(peak == float("-inf"), float("-inf"), peak - highest)
+    shift = lower
+    if temperature is not None:
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            shift = tl.div_rn(lower, tl.zeros_like(lower) + heat)
+    score += shift
+    best = tl.max(score)
+    winner = tl.min(tl.where(there & (score == best), token, VOCAB_SIZE - 1)).to(tl.int64)
+    tl.store(tokens + row, winner)
+    if totals is not None:
+        total = tl.load(totals + place, mask=there, other=0.0)
+        mass = natural_log(tl.sum(total * tl.exp(lower)))
+        chosen = tl.load(logits + row * stride + winner).to(tl.float32)
+        tl.store(logprobs + row, chosen - (highest + mass))

@@ -1,0 +1,61 @@
+"""Cases of capped logits. T tokens, V vocabulary size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
+
+__all__ = ["logits_softcap_cases", "logits_softcap_sample"]
+
+_SHAPES = {
+    "many rows": (17, 129),
+    "one row": (1, 1000),
+    "odd width": (3, 127),
+    "one element": (1, 1),
+    "wide": (2, 8193),
+    "no rows": (0, 64),
+}
+# Of the logits, in units of the cap: in the linear part, at its end, where tanh is 1.
+_SCALES = {"": 1.0, "small": 1e-2, "large": 30.0, "zeros": 0.0}
+
+
+def _softcap(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    logits = normal(point["shape"], dtype, generator, point["scale"] * point["cap"])
+    return _case(logits, point["cap"], "")
+
+
+logits_softcap_cases = CaseSpace(
+    _softcap,
+    Axis("shape", _SHAPES),
+    Axis("scale", _SCALES),
+    Axis("cap", {"": 30.0, "cap of 50": 50.0, "cap of 1": 1.0}),
+    strided={"logits": "rows"},
+    special={"logits": ("infinities", "NaN", "subnormals", "negative zeros")},
+    crossed={"shape": ("many rows", "odd width"), "scale": ("",)},
+    alone={"shape": ("no rows",)},
+    valid=lambda point, _: not (point.labels["scale"] == "zeros" and point.labels["cap"]),
+)
+"""Logits well below, about and far beyond the cap."""
+
+
+def logits_softcap_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return the logits of T tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, int(dims["vocab_size"]))
+    logits = normal_numbers(shape, dtype, generator, deviation=10.0)
+    return _case(logits, 30.0, f"{num_tokens} tokens")
+
+
+def _case(logits: torch.Tensor, cap: float, label: str) -> Case:
+    # Quotient and product are rounded once, and tanh is right to a few units of the last place:
+    # in all eight half units of the largest result.
+    return Case(
+        label,
+        {"logits": logits, "cap": cap},
+        {"vocab_size": logits.shape[1]},
+        reduction=4,
+        magnitude=min(cap, peak(logits)),
+    )

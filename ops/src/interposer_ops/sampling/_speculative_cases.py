@@ -1,0 +1,284 @@
+"""Cases of the verification of drafts. B sequences, S drafted tokens at most, V vocabulary.
+
+Tokens are compared exactly: no uniform number stands near the edge of acceptance, and each draw's
+winner stands clear of the second. What is not to be read is NaN, or a token that does not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interposer import Case, Dims
+from interposer_ops.sampling._logits_cases import num_rows
+from interposer_ops.sampling._margins_cases import clearly_won
+from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
+from interposer_testing.cases import Axis, CaseSpace, Point
+
+__all__ = [
+    "greedy_verify_cases",
+    "greedy_verify_sample",
+    "rejection_sample_cases",
+    "rejection_sample_sample",
+]
+
+# B, S, V.
+_SHAPES = {
+    "many rows": (9, 4, 65),
+    "one row": (1, 3, 64),
+    "one draft": (5, 1, 33),
+    "many drafts": (3, 9, 40),
+    "one token": (2, 2, 1),
+    "wide": (2, 2, 8000),
+    "no rows": (0, 2, 16),
+}
+_NUM_DRAFT = {"": "any", "all drafted": "all", "none drafted": "none"}
+_EDGE = 1e-5  # of probabilities, which float32 rounds by 6e-8
+_NOWHERE = 2**40  # a token that does not exist
+
+
+def _greedy(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    rows, drafts, vocab_size = point["shape"]
+    logits = torch.randint(-40, 40, (rows, drafts + 1, vocab_size), generator=generator) / 8
+    if point["logits"] == "tied":
+        logits = logits.round().clamp(-1, 1)
+    logits = logits.to(dtype)
+    best = logits[:, :-1].argmax(-1)
+    if point["logits"] == "tied":
+        # Others that are as likely as the first are not what greedy decoding takes.
+        last = vocab_size - 1 - logits[:, :-1].flip(-1).argmax(-1)
+        best = torch.where(torch.rand(best.shape, generator=generator) < 0.3, last, best)
+    drafted = _guessed(best, point["quality"], vocab_size, generator)
+    num_draft = _counts(point["drafted"], rows, drafts, generator)
+    return _greedy_case(drafted, logits, num_draft)
+
+
+_QUALITY = {"": 0.6, "right drafts": 1.0, "wrong drafts": 0.0}
+
+greedy_verify_cases = CaseSpace(
+    _greedy,
+    Axis("shape", {**_SHAPES, "wide": (2, 3, 8000)}),
+    Axis("drafted", _NUM_DRAFT),
+    Axis("quality", _QUALITY),
+    Axis("logits", {"": "any", "tied": "tied"}),
+    strided={"draft_tokens": "rows", "target_logits": "rows", "num_draft": "offset"},
+    crossed={
+        "shape": ("many rows", "many drafts"),
+        "drafted": ("", "all drafted"),
+        "quality": ("", "right drafts"),
+        "logits": ("",),
+    },
+    alone={"shape": ("no rows", "one token")},
+    valid=lambda point, _: point["drafted"] != "none" or not point.labels["quality"],
+)
+"""Drafts that are right, wrong and right for a while, ties, fewer drafts than there is room."""
+
+
+def _rejection(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    return _clear_case(
+        point["shape"], point["drafted"], point["drafts"], point["target"], dtype, generator
+    )
+
+
+rejection_sample_cases = CaseSpace(
+    _rejection,
+    Axis("shape", _SHAPES),
+    Axis("drafted", _NUM_DRAFT),
+    Axis(
+        "drafts",
+        {
+            "": "likely",
+            "certain drafts": "certain",
+            "poor drafts": "poor",
+            "drafts from the target": "same",
+        },
+    ),
+    Axis("target", {"": "dense", "truncated": "truncated"}),
+    strided={
+        "draft_tokens": "rows",
+        "draft_probs": "rows",
+        "target_probs": "rows",
+        "num_draft": "offset",
+        "seeds": "offset",
+        "steps": "offset",
+    },
+    crossed={
+        "shape": ("many rows",),
+        "drafted": ("", "all drafted"),
+        "drafts": ("", "certain drafts"),
+        "target": ("",),
+    },
+    alone={"shape": ("no rows", "one token")},
+    valid=lambda point, _: point["drafted"] != "none" or point["drafts"] in ("likely", "certain"),
+)
+"""Drafts from a distribution near the target's, far from it, the same, and from none."""
+
+
+def greedy_verify_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return rows of which six drafts in ten are right."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, drafts = num_rows(num_tokens), int(dims["num_draft_tokens"])
+    vocab_size = int(dims["vocab_size"])
+    logits = torch.randn(rows, drafts + 1, vocab_size, generator=generator).to(dtype)
+    drafted = _guessed(logits[:, :-1].argmax(-1), 0.6, vocab_size, generator)
+    num_draft = torch.full((rows,), drafts)
+    return _greedy_case(drafted, logits, num_draft, f"{num_tokens} tokens")
+
+
+def rejection_sample_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return rows whose drafts come from a distribution near the target's."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_rows(num_tokens), int(dims["num_draft_tokens"]), int(dims["vocab_size"]))
+    kind = "certain" if dims["certain_drafts"] else "likely"
+    label = f"{num_tokens} tokens"
+    return _clear_case(shape, "all", kind, "dense", dtype, generator, label)
+
+
+def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> torch.Tensor:
+    match kind:
+        case "all":
+            return torch.full((rows,), drafts)
+        case "none":
+            return torch.zeros(rows, dtype=torch.int64)
+    return torch.randint(drafts + 1, (rows,), generator=generator)
+
+
+def _guessed(
+    best: torch.Tensor, quality: float, vocab_size: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Return ``best`` with a share of ``quality`` left as it is, and other tokens elsewhere."""
+    right = torch.rand(best.shape, generator=generator) < quality
+    return torch.where(right, best, (best + 1) % vocab_size)
+
+
+def _greedy_case(
+    drafted: torch.Tensor, logits: torch.Tensor, num_draft: torch.Tensor, label: str = ""
+) -> Case:
+    unread = torch.arange(drafted.shape[1]) >= num_draft[:, None]
+    arguments = {
+        "draft_tokens": drafted.masked_fill(unread, _NOWHERE),
+        "target_logits": logits,
+        "num_draft": num_draft,
+    }
+    dims = {"vocab_size": logits.shape[2], "num_draft_tokens": drafted.shape[1]}
+    return Case(label, arguments, dims, reduction=0)
+
+
+def _clear_case(
+    shape: tuple[int, int, int],
+    counts: str,
+    kind: str,
+    target_kind: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    rows, drafts, vocab_size = shape
+    num_draft = _counts(counts, rows, drafts, generator)
+    drawn = [
+        _clear_row(shape[1:], num_draft[row : row + 1], kind, target_kind, dtype, generator)
+        for row in range(rows)
+    ] or [_row(shape[1:], num_draft, kind, target_kind, dtype, generator, rows=0)]
+    arguments: dict[str, Any] = {
+        name: None if part is None else torch.cat([row[name] for row in drawn])
+        for name, part in drawn[0].items()
+    }
+    unread = torch.arange(drafts) >= num_draft[:, None]
+    arguments["draft_tokens"] = arguments["draft_tokens"].masked_fill(unread, _NOWHERE)
+    if arguments["draft_probs"] is not None:
+        probs = arguments["draft_probs"]
+        arguments["draft_probs"] = probs.masked_fill(unread[..., None], torch.nan)
+    dims = {
+        "vocab_size": vocab_size,
+        "num_draft_tokens": drafts,
+        "certain_drafts": kind == "certain",
+    }
+    return Case(label, arguments, dims, reduction=0)
+
+
+def _clear_row(
+    shape: tuple[int, int],
+    num_draft: torch.Tensor,
+    kind: str,
+    target_kind: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    while True:
+        row = _row(shape, num_draft, kind, target_kind, dtype, generator)
+        if _is_clear(**row):
+            return row
+
+
+def _row(
+    shape: tuple[int, int],
+    num_draft: torch.Tensor,
+    kind: str,
+    target_kind: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    rows: int = 1,
+) -> dict[str, Any]:
+    drafts, vocab_size = shape
+    logits = 2 * torch.randn(rows, drafts + 1, vocab_size, generator=generator)
+    near = 0.3 * torch.randn(rows, drafts, vocab_size, generator=generator)
+    match kind:
+        case "poor":
+            draft_logits = -logits[:, :-1]
+        case "same":
+            draft_logits = logits[:, :-1]
+        case _:
+            draft_logits = logits[:, :-1] + near
+    if target_kind == "truncated":
+        middle = logits.median(-1, keepdim=True).values
+        logits = logits.masked_fill(logits < middle, float("-inf"))
+    target_probs = logits.softmax(-1).to(dtype)
+    if kind == "same":
+        draft_probs = target_probs[:, :-1].clone()
+    else:
+        draft_probs = draft_logits.softmax(-1).to(dtype)
+    tokens = torch.zeros(rows, drafts, dtype=torch.int64)
+    if rows:
+        flat = draft_probs.float().flatten(0, 1)
+        tokens = torch.multinomial(flat, 1, generator=generator).view(rows, drafts)
+    return {
+        "draft_tokens": tokens,
+        "draft_probs": None if kind == "certain" else draft_probs,
+        "target_probs": target_probs,
+        "num_draft": num_draft,
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        "steps": torch.randint(10_000, (rows,), generator=generator),
+    }
+
+
+def _is_clear(
+    draft_tokens: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    num_draft: torch.Tensor,
+    seeds: torch.Tensor,
+    steps: torch.Tensor,
+) -> bool:
+    """Say whether small errors change no acceptance and no draw of one row that may count."""
+    target = target_probs[0].double()
+    places, vocab_size = target.shape
+    count = int(num_draft)
+    at = seeds.expand(places), steps + torch.arange(places)
+    uniform = uniform_noise(*at, vocab_size + 1)[:, vocab_size].double()
+    noise = gumbel_noise(*at, vocab_size, torch.float64)
+    for place in range(count):
+        token = int(draft_tokens[0, place])
+        chance = 1.0 if draft_probs is None else float(draft_probs[0, place, token])
+        edge = float(uniform[place]) * chance - float(target[place, token])
+        if abs(edge) < _EDGE * max(chance, 1e-3):
+            return False
+        if edge < 0:
+            continue
+        rest = target[place].clone()
+        if draft_probs is None:
+            rest[token] = 0
+        else:
+            rest = (rest - draft_probs[0, place].double()).clamp(min=0)
+        return bool(clearly_won((rest.log() + noise[place])[None]))
+    return bool(clearly_won((target[count].log() + noise[count])[None]))

@@ -1,0 +1,68 @@
+"""The portable Triton kernels as platforms use them: where they run, how they are compiled.
+
+Every name is loaded on first use: without triton, what judges is there all the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_ops._triton.availability import (
+        INTERPRETER,
+        MOST_SPLIT_ROWS,
+        judge,
+        judge_package,
+        judge_split,
+    )
+    from interposer_ops._triton.build import Build
+    from interposer_ops._triton.builds import BUILDS
+    from interposer_ops._triton.parameters import assumed
+    from interposer_ops._triton.records import triton_records
+    from interposer_ops.linear._split_linear_triton import fp8_linear_split, linear_split
+    from interposer_ops.quantized_linear._microscaled_linear_triton import (
+        mxfp8_linear_triton,
+        nvfp4_linear_triton,
+    )
+    from interposer_ops.quantized_linear._scaled_linear_triton import fp8_block_linear_triton
+
+__all__ = [
+    "BUILDS",
+    "INTERPRETER",
+    "MOST_SPLIT_ROWS",
+    "Build",
+    "assumed",
+    "fp8_block_linear_triton",
+    "fp8_linear_split",
+    "judge",
+    "judge_package",
+    "judge_split",
+    "linear_split",
+    "mxfp8_linear_triton",
+    "nvfp4_linear_triton",
+    "triton_records",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_ops._triton.availability": (
+            "INTERPRETER MOST_SPLIT_ROWS judge judge_package judge_split"
+        ),
+        "interposer_ops._triton.build": "Build",
+        "interposer_ops._triton.builds": "BUILDS",
+        "interposer_ops._triton.parameters": "assumed",
+        "interposer_ops._triton.records": "triton_records",
+        "interposer_ops.linear._split_linear_triton": "fp8_linear_split linear_split",
+        "interposer_ops.quantized_linear._microscaled_linear_triton": (
+            "mxfp8_linear_triton nvfp4_linear_triton"
+        ),
+        "interposer_ops.quantized_linear._scaled_linear_triton": "fp8_block_linear_triton",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__
