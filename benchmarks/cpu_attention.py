@@ -23,7 +23,7 @@ from interposer import (
 )
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import AttentionEntry
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import CPUPlatform
 from interposer_ops.devices.host_memory import cache_memory
 
 __all__ = ["CACHES", "AttentionWork", "attention_requests", "backends"]

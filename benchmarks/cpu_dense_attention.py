@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from interposer_cpu.native_dense import latent_attention_decode, ragged_attention
+from interposer_cpu._kernels.dense import latent_attention_decode, ragged_attention
 
 _LATENT, _ROTARY, _PAGE = 512, 64, 64
 _FAR_BYTES = 64_000_000  # more than any cache holds

@@ -24,7 +24,10 @@ from typing import Any
 
 import torch
 
-from interposer_cpu import native, native_activations, native_experts, native_linear
+from interposer_cpu import native
+from interposer_cpu._kernels import activations as native_activations
+from interposer_cpu._kernels import experts as native_experts
+from interposer_cpu._kernels import linear as native_linear
 from interposer_ops.experts import fused_experts_in_turn, fused_experts_mxfp4_in_turn
 from interposer_ops.quantizers import quantize_mxfp4
 

@@ -32,8 +32,8 @@ from interposer import (
     current_registry,
 )
 from interposer.records import load_target
-from interposer_cpu.attention import SdpaBackend
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import CPUPlatform
+from interposer_cpu._attention import SdpaBackend
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import PagedBackend
 

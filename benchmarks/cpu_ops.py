@@ -28,7 +28,7 @@ from cpu_roofs import READ_BYTES, Roofs, measured_roofs
 from interposer import CustomOp, Kernel, Registry, Request, current_registry
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import load_target
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import CPUPlatform
 
 Call = Callable[[], object]
 ROWS = (1, 2, 4, 8, 32, 512)

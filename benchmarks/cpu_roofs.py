@@ -20,7 +20,7 @@ import torch
 
 from interposer import Kernel, Request, current_registry
 from interposer.records import load_target
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import CPUPlatform
 
 __all__ = ["MODEL_WEIGHTS", "ModelWork", "Roofs", "linear_kernels", "measured_roofs"]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from interposer_cpu import native_routing, native_sampling
+from interposer_cpu._kernels import routing as native_routing
+from interposer_cpu._kernels import sampling as native_sampling
 from interposer_ops.experts import grouped_topk, topk_softmax
 from interposer_ops.sampling import apply_penalties, sample_tokens
 

@@ -40,8 +40,7 @@ from interposer import (
     place,
 )
 from interposer.records import Kernel, load_target
-from interposer_models.decoder import CausalLM
-from interposer_models.decoder_config import DecoderConfig
+from interposer_models import CausalLM, DecoderConfig
 from interposer_ops.layers.norm import RMSNorm
 
 COUNT = 100

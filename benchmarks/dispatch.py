@@ -25,8 +25,7 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer_models.decoder import CausalLM
-from interposer_models.decoder_config import DecoderConfig
+from interposer_models import CausalLM, DecoderConfig
 from interposer_ops.layers.norm import RMSNorm
 
 IMPORT = """

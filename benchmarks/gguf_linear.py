@@ -19,9 +19,11 @@ from itertools import cycle
 import torch
 from torch.nn import functional
 
-from interposer_gguf import kernels, native_library, native_linear
-from interposer_gguf.block_formats import FORMATS, BlockFormat
-from interposer_gguf.cases import random_rows
+from interposer_gguf import _kernels as kernels
+from interposer_gguf import _native_library as native_library
+from interposer_gguf import _native_linear as native_linear
+from interposer_gguf._block_formats import FORMATS, BlockFormat
+from interposer_gguf._cases import random_rows
 
 SHAPES = ((4096, 4096), (1024, 3072))  # O, I
 TOKENS = (1, 4, 32)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree
 
-from interposer_gguf import checkpoint
+from interposer_gguf import _checkpoint as checkpoint
 from interposer_models import LanguageModel, SamplingParams, load
 
 CONTEXT, STEPS = 128, 256

@@ -27,8 +27,7 @@ import torch
 
 from gpu_clock import Clock, Roofs, accelerator_placement, measured_roofs
 from interposer import Config, Placement
-from interposer_models import SamplingParams, load
-from interposer_models.decoder_config import DecoderConfig
+from interposer_models import DecoderConfig, SamplingParams, load
 
 Run = Callable[[list[list[int]], int], tuple[float, float, list[list[int]]]]
 """Prompts and new tokens to seconds of prefill, seconds of decode, and the new tokens."""

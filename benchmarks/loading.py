@@ -32,9 +32,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from interposer_models import LanguageModel
-from interposer_models.checkpoint import Checkpoint
-from interposer_models.loader import load, plan
+from interposer_models import Checkpoint, LanguageModel, load, plan
 
 MIB = 2**20
 BUFFER_BYTES = 8 * MIB

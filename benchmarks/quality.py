@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from interposer_models import load
-from interposer_models.quantizing.quantizer import quantize
+from interposer_models import load, quantize
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "models" / "stdlib-lm"

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from interposer import Capability, Device, current_registry
 from interposer.records import load_target
-from interposer_models.decoder_config import DecoderConfig
+from interposer_models import DecoderConfig
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SHAPE: dict[str, Any] = {

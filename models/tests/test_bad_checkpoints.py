@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from interposer.errors import CheckpointError, UnknownNameError, UnsupportedModelError
 from interposer_models import load
-from interposer_models.tokenizer import TextTokenizer
+from interposer_models._tokenizer import TextTokenizer
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

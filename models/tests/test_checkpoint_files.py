@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from interposer import CheckpointEntry, CheckpointFile, Config, explain, hookimpl, register
 from interposer.errors import CheckpointError, PluginError
 from interposer_models import load
-from interposer_models.loader import plan
+from interposer_models._loader import plan
 from interposer_ops.layers.linear import Linear
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"

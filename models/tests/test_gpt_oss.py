@@ -22,12 +22,12 @@ from transformers.utils.quantization_config import Mxfp4Config
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
-from interposer_models.decoder_config import DecoderConfig
-from interposer_models.loader import plan
-from interposer_models.quantizing.quantizer import quantize
+from interposer_models._decoder.config import DecoderConfig
+from interposer_models._loader import plan
+from interposer_models._quantizing.quantizer import quantize
 from interposer_ops.layers.experts import Experts
 from interposer_ops.quantizers import quantize_mxfp4
-from interposer_quantization.mxfp4_experts import Mxfp4Experts
+from interposer_quantization import Mxfp4Experts
 
 MXFP4 = {
     "quant_method": "mxfp4",

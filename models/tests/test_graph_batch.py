@@ -13,10 +13,10 @@ import torch
 
 from interposer import AttentionBatch
 from interposer.errors import ConfigError
-from interposer_models.batch import StepBatch
-from interposer_models.decode_graphs import DecodeGraphs
-from interposer_models.graph_batch import GraphBatch
-from interposer_models.graph_buckets import Bucket, GraphBuckets
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.decode_graphs import DecodeGraphs
+from interposer_models._engine.graph_batch import GraphBatch
+from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
 from interposer_ops.attention import paged_attention
 from interposer_ops.caches import reshape_and_cache
 

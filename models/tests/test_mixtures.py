@@ -17,9 +17,9 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from interposer import Config, explain
 from interposer.errors import CheckpointError
 from interposer_models import load
-from interposer_models.decoder_config import DecoderConfig
-from interposer_models.loader import plan
-from interposer_models.quantizing.quantizer import quantize
+from interposer_models._decoder.config import DecoderConfig
+from interposer_models._loader import plan
+from interposer_models._quantizing.quantizer import quantize
 from interposer_ops.layers.experts import Experts
 
 SIZES: dict[str, Any] = {

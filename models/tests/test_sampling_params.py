@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
-from interposer_models.sampling_params import SamplingParams
+from interposer_models._engine.sampling_params import SamplingParams
 
 RANGES = {
     "max_new_tokens": "an integer of at least 1",

@@ -21,8 +21,8 @@ from interposer import (
 )
 from interposer.errors import CheckpointError
 from interposer.records import load_target
-from interposer_models.tensor_places import places_of
-from interposer_models.weights import Weights
+from interposer_models._checkpoint.tensor_places import places_of
+from interposer_models._checkpoint.weights import Weights
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.plugin import interposer_records

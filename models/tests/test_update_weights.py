@@ -18,7 +18,7 @@ from torch import nn
 from interposer import Config
 from interposer.errors import CheckpointError, RequestError
 from interposer_models import LanguageModel, load
-from interposer_models.renewal import Renewal
+from interposer_models._checkpoint.weight_update import Renewal
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.linear import Linear
 

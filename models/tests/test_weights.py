@@ -26,9 +26,9 @@ from interposer import (
 )
 from interposer.errors import CheckpointError
 from interposer_models import load
-from interposer_models.checkpoint import Checkpoint
-from interposer_models.loader import Plan, plan
-from interposer_models.weights import Weights
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.weights import Weights
+from interposer_models._loader import Plan, plan
 from interposer_ops.layers.linear import Linear, MergedLinear
 
 Tensors = dict[str, torch.Tensor]

@@ -20,10 +20,9 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import load
-from interposer_models.loader import plan
+from interposer_models import load, plan
 from interposer_ops.layers.linear import Linear, PlainLinear
-from interposer_quantization.auto_round import AutoRound
+from interposer_quantization._auto_round.scheme import AutoRound
 
 WRITTEN = Path(__file__).parent / "auto_round_checkpoints"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization import awq_config, gptq_config
-from interposer_quantization.auto_round import INC, AutoRound
-from interposer_quantization.auto_round_config import Settings, Stored
+from interposer_quantization._auto_round.config import Settings, Stored
+from interposer_quantization._auto_round.scheme import INC, AutoRound
+from interposer_quantization._awq import config as awq_config
+from interposer_quantization._gptq import config as gptq_config
 
 PLAIN: dict[str, Any] = {
     "quant_method": "auto-round",

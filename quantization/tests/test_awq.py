@@ -25,8 +25,8 @@ from interposer import Capability, Config, Device, Resolver, Site, current_regis
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer_models import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
-from interposer_quantization.awq import AWQ
-from interposer_quantization.awq_config import Settings
+from interposer_quantization._awq.config import Settings
+from interposer_quantization._awq.scheme import AWQ
 from interposer_testing import conformance
 
 SOURCE = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"

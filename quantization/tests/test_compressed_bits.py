@@ -10,7 +10,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import (  # type: ign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interposer_quantization.compressed_bits import number_of_words, unpack_bits
+from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
 
 
 def test_long_rows_are_unpacked_in_parts() -> None:

@@ -16,11 +16,11 @@ from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
-from interposer_quantization.compressed_examples import compressed_tensors_examples
-from interposer_quantization.compressed_packed_linear import PackedIntLinear
-from interposer_quantization.compressed_stored import Inputs
-from interposer_quantization.compressed_tensors import CompressedTensors
-from interposer_quantization.compressed_w4a8_linear import W4A8Linear
+from interposer_quantization._compressed_tensors.examples import compressed_tensors_examples
+from interposer_quantization._compressed_tensors.packed_linear import PackedIntLinear
+from interposer_quantization._compressed_tensors.scheme import CompressedTensors
+from interposer_quantization._compressed_tensors.stored import Inputs
+from interposer_quantization._compressed_tensors.w4a8_linear import W4A8Linear
 from interposer_testing import conformance
 
 Settings = Mapping[str, Any]

@@ -41,7 +41,7 @@ from interposer_models import load
 from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_ops.quantizers import quantize_int8_per_token
-from interposer_quantization.compressed_tensors import CompressedTensors
+from interposer_quantization._compressed_tensors.scheme import CompressedTensors
 
 # The library warns in its own log of any format but the one that it would take.
 logger.disable("compressed_tensors")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization.compressed_tensors_config import Settings
+from interposer_quantization._compressed_tensors.config import Settings
 
 
 def written(

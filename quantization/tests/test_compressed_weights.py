@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer_ops.layers.linear import Linear
-from interposer_quantization.compressed_tensors import CompressedTensors
+from interposer_quantization._compressed_tensors.scheme import CompressedTensors
 
 Tensors = dict[str, torch.Tensor]
 

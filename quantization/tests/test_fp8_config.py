@@ -11,8 +11,8 @@ from transformers import FbgemmFp8Config, FineGrainedFP8Config
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization.fp8 import FbgemmFp8, Fp8
-from interposer_quantization.fp8_config import FbgemmSettings, Fp8Settings
+from interposer_quantization._fp8.config import FbgemmSettings, Fp8Settings
+from interposer_quantization._fp8.scheme import FbgemmFp8, Fp8
 
 # As the writers of published checkpoints state them.
 DEEPSEEK_V3 = {

@@ -11,8 +11,8 @@ import torch
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear, MergedLinear
-from interposer_quantization.examples import fbgemm_fp8_examples, fp8_examples
-from interposer_quantization.fp8 import FbgemmFp8, Fp8
+from interposer_quantization._examples import fbgemm_fp8_examples, fp8_examples
+from interposer_quantization._fp8.scheme import FbgemmFp8, Fp8
 from interposer_testing import check_scheme, conformance
 
 EXAMPLES: list[tuple[type[Fp8 | FbgemmFp8], Mapping[str, Any]]] = [

@@ -26,8 +26,8 @@ from interposer import Capability, Config, Device, Resolver, Site, current_regis
 from interposer.errors import CheckpointError, ConfigError, NoCandidateError, UnknownNameError
 from interposer_models import load
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
-from interposer_quantization.gptq import GPTQ
-from interposer_quantization.gptq_config import Settings
+from interposer_quantization._gptq.config import Settings
+from interposer_quantization._gptq.scheme import GPTQ
 from interposer_testing import conformance
 
 SOURCE = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"

@@ -21,11 +21,10 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, load
-from interposer_models.loader import plan
+from interposer_models import LanguageModel, load, plan
 from interposer_ops.layers.linear import Linear
-from interposer_quantization.examples import modelopt_examples
-from interposer_quantization.modelopt import ModelOpt
+from interposer_quantization._examples import modelopt_examples
+from interposer_quantization._modelopt.scheme import ModelOpt
 from interposer_testing import conformance
 
 WRITTEN = Path(__file__).parent / "modelopt_checkpoints"

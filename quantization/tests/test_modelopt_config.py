@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization.fp8_linear import Fp8TensorLinear
-from interposer_quantization.modelopt import ModelOpt
-from interposer_quantization.modelopt_blocks import MxFp8Linear, NvFp4Linear
-from interposer_quantization.modelopt_channels import Fp8ChannelLinear
-from interposer_quantization.modelopt_config import Settings, Stored
-from interposer_quantization.modelopt_input_scale import ScaledInputLinear
-from interposer_quantization.modelopt_weights import (
+from interposer_quantization._fp8.linear import Fp8TensorLinear
+from interposer_quantization._modelopt.blocks import MxFp8Linear, NvFp4Linear
+from interposer_quantization._modelopt.channels import Fp8ChannelLinear
+from interposer_quantization._modelopt.config import Settings, Stored
+from interposer_quantization._modelopt.input_scale import ScaledInputLinear
+from interposer_quantization._modelopt.scheme import ModelOpt
+from interposer_quantization._modelopt.weights import (
     Fp8BlockWeightLinear,
     Int8WeightLinear,
     NvFp4WeightLinear,

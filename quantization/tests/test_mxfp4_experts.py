@@ -17,8 +17,8 @@ from interposer import Config, ExpertsSpec, Resolver, Site, current_registry, pl
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer_ops.experts import fused_experts
 from interposer_ops.quantizers import dequantize_mxfp4
-from interposer_quantization.mxfp4 import Mxfp4
-from interposer_quantization.mxfp4_experts import Mxfp4Experts
+from interposer_quantization._mxfp4.experts import Mxfp4Experts
+from interposer_quantization._mxfp4.scheme import Mxfp4
 
 PREFIX = "model.layers.3.mlp.experts"
 # In float64, so that the order of adding up does not show.

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models import load
-from interposer_models.loader import plan
+from interposer_models import load, plan
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
-from interposer_quantization.online_fp8 import OnlineFp8, online_fp8_examples
+from interposer_quantization._online.fp8 import OnlineFp8, online_fp8_examples
 from interposer_testing import conformance
 
 MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError
-from interposer_models import LanguageModel, load
-from interposer_models.loader import plan
+from interposer_models import LanguageModel, load, plan
 from interposer_ops.layers.embedding import Embedding, LMHead, PlainEmbedding
 from interposer_ops.layers.linear import PlainLinear
-from interposer_quantization.online_fp8 import OnlineFp8
-from interposer_quantization.online_integers import OnlineInt4
+from interposer_quantization._online.fp8 import OnlineFp8
+from interposer_quantization._online.integers import OnlineInt4
 
 MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"
 WEIGHTS = "model.safetensors"

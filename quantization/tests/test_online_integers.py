@@ -16,17 +16,15 @@ from safetensors.torch import load_file, save_file
 from interposer import Config, QuantizationScheme, Resolver, Site, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
 from interposer.records import SchemeEntry, load_target
-from interposer_models import load
-from interposer_models.loader import plan
-from interposer_models.quantizing.quantizer import quantize
+from interposer_models import load, plan, quantize
 from interposer_ops.layers.linear import Linear, MergedLinear, PlainLinear
-from interposer_quantization.online_integers import (
+from interposer_quantization._online.integers import (
     online_int4_examples,
     online_int8_examples,
     online_w4a8_examples,
 )
 from interposer_quantization.plugin import interposer_records
-from interposer_quantization.writing.schemes import SCHEMES
+from interposer_quantization.writing._schemes import SCHEMES
 from interposer_testing import conformance
 
 MODEL = Path(__file__).parents[2] / "examples/models/stdlib-lm"

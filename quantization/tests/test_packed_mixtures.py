@@ -18,7 +18,7 @@ from interposer import explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
 from interposer_ops.layers.experts import Experts
-from interposer_quantization.int_packing import AWQ_ORDER, pack_words
+from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from loguru import logger
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization.writing.integer_formats import IntegerFormat
-from interposer_quantization.writing.schemes import SCHEMES, quantization_config, weight_format
-from interposer_quantization.writing.second_order import (
+from interposer_quantization.writing._integer_formats import IntegerFormat
+from interposer_quantization.writing._schemes import SCHEMES, quantization_config, weight_format
+from interposer_quantization.writing._second_order import (
     Curvature,
     SecondMoments,
     second_order_rounded,
 )
-from interposer_quantization.writing.weight_format import Grid, WeightFormat, tensor_peak
+from interposer_quantization.writing._weight_format import Grid, WeightFormat, tensor_peak
 
 # The library warns in its own log of any format but the one that it would take.
 logger.disable("compressed_tensors")

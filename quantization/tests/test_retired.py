@@ -7,8 +7,8 @@ import pytest
 from interposer import Config, Resolver, SchemeEntry, current_registry, place
 from interposer.errors import UnknownNameError
 from interposer.tooling import check_records
+from interposer_quantization._retired import INSTEAD_OF
 from interposer_quantization.plugin import interposer_records
-from interposer_quantization.retired import INSTEAD_OF
 
 RETIRED = [(name, method) for method, names in INSTEAD_OF.items() for name in sorted(names)]
 

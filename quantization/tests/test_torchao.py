@@ -19,11 +19,10 @@ from tokenizers import Tokenizer, models
 
 from interposer import Case, Config, Resolver, Site, Tolerance, current_registry, explain, place
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError
-from interposer_models import load
-from interposer_models.loader import plan
+from interposer_models import load, plan
 from interposer_ops.layers.linear import Linear, PlainLinear
-from interposer_quantization.torchao import TorchAo
-from interposer_quantization.torchao_examples import torchao_examples
+from interposer_quantization._torchao.examples import torchao_examples
+from interposer_quantization._torchao.scheme import TorchAo
 from interposer_testing import conformance
 
 WRITTEN = Path(__file__).parent / "torchao_checkpoints"

@@ -24,7 +24,7 @@ from interposer import (
 from interposer.errors import ConfigError
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.quantized_linear import w8a16_linear
-from interposer_quantization.compressed_tensors import CompressedTensors
+from interposer_quantization._compressed_tensors.scheme import CompressedTensors
 
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))
 

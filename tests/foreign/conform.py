@@ -22,8 +22,7 @@ import torch
 
 from interposer import Config, current_registry
 from interposer.records import Kernel
-from interposer_cpu import native
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import CPUPlatform, native
 from interposer_models import load
 from interposer_testing import conformance
 

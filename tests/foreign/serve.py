@@ -31,6 +31,18 @@ def num_tasks() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def native_linear() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function and the preparation of the compiled kernel for ``linear``."""
+    from interposer import Kernel, current_registry
+
+    registry = current_registry()
+    for candidate in registry.candidates("kernel", "linear"):
+        record = candidate.record
+        if candidate.name == "linear_native" and isinstance(record, Kernel):
+            return registry.load(candidate, record.target), registry.load(candidate, record.prepare)
+    raise LookupError("there is no kernel linear_native")
+
+
 def doors() -> dict[str, float]:
     """Return errors of a product: of the library's function, torch's op, and what is compiled.
 
@@ -38,19 +50,19 @@ def doors() -> dict[str, float]:
     """
     import torch
 
-    from interposer_cpu import native_linear
-
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(300, 256, generator=generator)
     x = torch.randn(5, 256, generator=generator)
     bias = torch.randn(300, generator=generator)
     expected = x.double() @ weight.double().T + bias
     bound = 257 * 2**-24 * (x.double().abs() @ weight.double().abs().T + bias.abs())
-    constants = native_linear.pack(weight, bias)
+    linear, pack = native_linear()
+    constants = pack(weight, bias)
     packed, num_outputs = constants["weight"]
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        return native_linear.linear(x, (packed, num_outputs), None)
+        found: torch.Tensor = linear(x, (packed, num_outputs), None)
+        return found
 
     registered = torch.empty(5, 300)
     torch.ops.interposer_cpu.linear_out(registered, x, packed, packed)
@@ -69,16 +81,15 @@ def threads() -> dict[str, Any]:
     """
     import torch
 
-    from interposer_cpu import native_linear
-
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 256, generator=generator)
-    packed = native_linear.pack(torch.randn(2048, 256, generator=generator), None)["weight"]
+    linear, pack = native_linear()
+    packed = pack(torch.randn(2048, 256, generator=generator), None)["weight"]
     results, tasks = list[torch.Tensor](), list[int]()
     for count in (1, NUM_THREADS):
         torch.set_num_threads(count)
-        results.append(native_linear.linear(x, packed, None))
+        results.append(linear(x, packed, None))
         tasks.append(num_tasks())
     torch.set_num_threads(1)
     return {"more": tasks[1] - tasks[0], "equal": torch.equal(*results)}

@@ -26,7 +26,7 @@ import torch
 from interposer import Choice, Config, Registry, Resolver, Site, current_registry, place
 from interposer.errors import FOREIGN_ERRORS, InterposerError
 from interposer.tooling import Lock, installed_distributions
-from interposer_models.loader import plan
+from interposer_models import plan
 from interposer_ops.caches import reshape_and_cache
 from interposer_ops.layers.norm import RMSNorm
 

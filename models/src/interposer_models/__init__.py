@@ -1,34 +1,53 @@
-"""Load language models from Hugging Face checkpoints and run them on the platform in force."""
+"""Load language models from Hugging Face checkpoints and run them on the platform in force.
+
+Every name is loaded on first use, so that the commands print help without torch.
+"""
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from interposer.tooling import lazy_attributes
+
 if TYPE_CHECKING:
-    from interposer_models.language_model import Completion, Delta, LanguageModel
-    from interposer_models.loader import load
-    from interposer_models.sampling_params import SamplingParams
+    from interposer_models._checkpoint.checkpoint import Checkpoint
+    from interposer_models._decoder.config import DecoderConfig
+    from interposer_models._decoder.decoder import CausalLM
+    from interposer_models._engine.sampling_params import SamplingParams
+    from interposer_models._language_model import Completion, Delta, LanguageModel
+    from interposer_models._loader import Plan, load, plan
+    from interposer_models._quantizing.quantizer import quantize
+    from interposer_models._tokenizer import TextTokenizer
 
-__all__ = ["Completion", "Delta", "LanguageModel", "SamplingParams", "load"]
+__all__ = [
+    "CausalLM",
+    "Checkpoint",
+    "Completion",
+    "DecoderConfig",
+    "Delta",
+    "LanguageModel",
+    "Plan",
+    "SamplingParams",
+    "TextTokenizer",
+    "load",
+    "plan",
+    "quantize",
+]
 
-# Loaded on first use, so that the commands of this distribution can print help without torch.
-_HOMES = {
-    "Completion": "language_model",
-    "Delta": "language_model",
-    "LanguageModel": "language_model",
-    "SamplingParams": "sampling_params",
-    "load": "loader",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'interposer_models' has no attribute {name!r}")
-    value = getattr(import_module(f"interposer_models.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_models._checkpoint.checkpoint": "Checkpoint",
+        "interposer_models._decoder.config": "DecoderConfig",
+        "interposer_models._decoder.decoder": "CausalLM",
+        "interposer_models._engine.sampling_params": "SamplingParams",
+        "interposer_models._language_model": "Completion Delta LanguageModel",
+        "interposer_models._loader": "Plan load plan",
+        "interposer_models._quantizing.quantizer": "quantize",
+        "interposer_models._tokenizer": "TextTokenizer",
+    },
+)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return __all__

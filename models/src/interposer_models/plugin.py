@@ -10,7 +10,7 @@ from interposer.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from interposer import Config, Placement
-    from interposer_models.loader import Plan
+    from interposer_models._loader import Plan
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -24,6 +24,6 @@ def interposer_plan(
     quantization: str | Mapping[str, Any] | None,
 ) -> Plan:
     """Return the plan of a Hugging Face model directory."""
-    from interposer_models.loader import Plan
+    from interposer_models._loader import Plan
 
     return Plan(path, dtype, config, placement, quantization)

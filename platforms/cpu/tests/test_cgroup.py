@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from interposer_cpu.cgroup import MemoryLimit, cpu_limit, memory_limits
+from interposer_cpu._cgroup import MemoryLimit, cpu_limit, memory_limits
 
 GIB = 1 << 30
 

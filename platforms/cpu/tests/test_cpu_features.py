@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interposer_cpu.features import (
+from interposer_cpu._features import (
     architecture,
     features,
     formats,

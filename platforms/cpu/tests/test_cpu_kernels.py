@@ -16,8 +16,12 @@ from interposer import (
     current_registry,
 )
 from interposer.records import load_target
-from interposer_cpu import activations, linear, norms, plugin, rotary
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import _activations as activations
+from interposer_cpu import _linear as linear
+from interposer_cpu import _norms as norms
+from interposer_cpu import _rotary as rotary
+from interposer_cpu import plugin
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.activations import silu_and_mul
 from interposer_ops.linear import linear as linear_op
 from interposer_ops.norms import fused_add_rms_norm, rms_norm

@@ -9,9 +9,10 @@ import torch
 
 from interposer import Capability, Config, Device, Platform, Verdict, place
 from interposer.errors import MissingMemberError
-from interposer_cpu import host, native
-from interposer_cpu.features import architecture
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import _host as host
+from interposer_cpu import native
+from interposer_cpu._features import architecture
+from interposer_cpu._platform import CPUPlatform
 
 PROVIDED = {
     "peak_memory_bytes",
@@ -28,7 +29,7 @@ PROVIDED = {
 BIND = """
 import json, os, sys
 import torch
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu._platform import CPUPlatform
 
 torch.set_num_threads(2)
 torch.mm(torch.ones(512, 512), torch.ones(512, 512))  # starts the pool of threads
@@ -66,7 +67,7 @@ present, features = json.loads(sys.argv[2])
 if not present:
     sys.modules["interposer_cpu._native"] = None
 from interposer import Capability
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu._platform import CPUPlatform
 
 class Old(CPUPlatform):
     def capability(self, device):
@@ -78,7 +79,7 @@ REDUCE = """
 import sys
 import torch
 import torch.distributed as distributed
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu._platform import CPUPlatform
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group(

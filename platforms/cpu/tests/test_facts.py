@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from interposer_cpu import facts, host, native
+from interposer_cpu import _facts as facts
+from interposer_cpu import _host as host
+from interposer_cpu import native
 
 GIB = 1 << 30
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from interposer import Memory
-from interposer_cpu import host
+from interposer_cpu import _host as host
 
 GIB = 1 << 30
 

@@ -21,8 +21,8 @@ from interposer import (
     current_registry,
 )
 from interposer_cpu import native
-from interposer_cpu.native_attention import NativeBackend
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu._kernels.attention import NativeBackend
+from interposer_cpu._platform import CPUPlatform
 from interposer_testing import (
     attention_specs,
     check_attention,

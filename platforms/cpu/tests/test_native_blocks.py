@@ -15,9 +15,12 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer_cpu import native, native_blocks, native_decoder_block, native_linear
-from interposer_cpu.native_blocks import NativeGatedMLP, NativeSelfAttention
-from interposer_cpu.native_rows import TYPES
+from interposer_cpu import native
+from interposer_cpu._kernels import blocks as native_blocks
+from interposer_cpu._kernels import decoder_block as native_decoder_block
+from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
+from interposer_cpu._kernels.rows import TYPES
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_testing import layer_trials

@@ -23,9 +23,11 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer_cpu import native, native_linear, native_quantizers
-from interposer_cpu.native_attention import NativeBackend
-from interposer_cpu.native_decoder_block import NativeDecoderBlock
+from interposer_cpu import native
+from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu._kernels import quantizers as native_quantizers
+from interposer_cpu._kernels.attention import NativeBackend
+from interposer_cpu._kernels.decoder_block import NativeDecoderBlock
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP

@@ -23,9 +23,10 @@ from interposer import (
     Site,
     current_registry,
 )
-from interposer_cpu import native, native_dense
-from interposer_cpu.native_rows_attention import NativeRowsBackend
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import native
+from interposer_cpu._kernels import dense as native_dense
+from interposer_cpu._kernels.rows_attention import NativeRowsBackend
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.attention import ragged_attention, ragged_attention_with_lse
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_testing import (

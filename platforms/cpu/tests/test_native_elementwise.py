@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from interposer import Case, Config, current_registry
-from interposer_cpu import (
-    native,
-    native_activations,
-    native_heads,
-    native_norms,
-    native_quantizers,
-)
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import native
+from interposer_cpu._kernels import activations as native_activations
+from interposer_cpu._kernels import heads as native_heads
+from interposer_cpu._kernels import norms as native_norms
+from interposer_cpu._kernels import quantizers as native_quantizers
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.norms import fused_add_rms_norm, layer_norm, rms_norm
 from interposer_testing import Trial, check_kernel, conformance

@@ -11,8 +11,9 @@ import torch
 
 from interposer import Case, Config, CustomOp, Request, current_registry
 from interposer.errors import RequestError
-from interposer_cpu import native, native_experts
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import native
+from interposer_cpu._kernels import experts as native_experts
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.experts import (
     fused_experts,
     fused_experts_fp8,

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from interposer_cpu import native
+from interposer_cpu._platform import CPUPlatform
 from interposer_cpu.native import BESIDE, LEVELS, NEEDS, levels_of
-from interposer_cpu.platform import CPUPlatform
 
 # One worker builds, so that the others need not.
 pytestmark = [pytest.mark.xdist_group("native levels"), pytest.mark.timeout(1800)]

@@ -8,9 +8,10 @@ import torch
 
 from interposer import Capability, Config, Request, current_registry
 from interposer.errors import ConfigError
-from interposer_cpu import native, native_linear
-from interposer_cpu.features import architecture
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import native
+from interposer_cpu._features import architecture
+from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.quantizers import unpack_nibbles
 from interposer_testing import Trial, conformance
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from interposer_cpu import native, native_rounding
+from interposer_cpu import native
+from interposer_cpu._kernels import rounding as native_rounding
 from interposer_ops import quantizers
 
 # Without a compiler the plugin works too, but has none of what is tested here.

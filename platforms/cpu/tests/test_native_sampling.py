@@ -11,8 +11,10 @@ import torch
 
 from interposer import Config, current_registry
 from interposer.errors import RequestError
-from interposer_cpu import native, native_routing, native_sampling
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu import native
+from interposer_cpu._kernels import routing as native_routing
+from interposer_cpu._kernels import sampling as native_sampling
+from interposer_cpu._platform import CPUPlatform
 from interposer_ops.experts import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_testing import Trial, conformance

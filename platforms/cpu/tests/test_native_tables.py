@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from interposer import Config, Resolver, Site, current_registry, place
-from interposer_cpu import native, native_linear, native_tables
-from interposer_cpu.native_tables import pack_table, pack_w4a16_table, pack_w8a16_table
+from interposer_cpu import native
+from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu._kernels import tables as native_tables
+from interposer_cpu._kernels.tables import pack_table, pack_w4a16_table, pack_w8a16_table
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.layers.embedding import Embedding, LMHead
 

@@ -17,9 +17,9 @@ from interposer import (
     current_registry,
 )
 from interposer.tooling import Plugins
-from interposer_cpu.attention import SdpaBackend
-from interposer_cpu.attention_plan import Decode, Decodes, Plan, Prompt
-from interposer_cpu.platform import CPUPlatform
+from interposer_cpu._attention import SdpaBackend
+from interposer_cpu._attention_plan import Decode, Decodes, Plan, Prompt
+from interposer_cpu._platform import CPUPlatform
 
 NUM_PAGES = 96
 CAPABILITY = Capability("x86_64")

@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.library:
         replace_library(options.library)
-    from interposer_cpu import native  # what it loads was chosen above
+    from interposer_cpu import native
 
     native.force_level(options.level)
     report = verify("interposer-cpu", quick=options.quick)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from interposer_cuda.abilities import bandwidth_bytes_per_s, capability_of, fixed_features
-from interposer_cuda.architectures import architecture_of
-from interposer_cuda.driver import CUDADevice
+from interposer_cuda._hardware.abilities import bandwidth_bytes_per_s, capability_of, fixed_features
+from interposer_cuda._hardware.architectures import architecture_of
+from interposer_cuda._hardware.driver import CUDADevice
 
 H100 = CUDADevice(
     name="NVIDIA H100 80GB HBM3",

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from interposer import Capability, Request
-from interposer_cuda import grouped_experts
-from interposer_cuda.grouped_linear import grouped_linear as grouped_linear_grouped_mm
+from interposer_cuda import _grouped_experts as grouped_experts
+from interposer_cuda._grouped_linear import grouped_linear as grouped_linear_grouped_mm
 from interposer_ops.experts import fused_experts
 from interposer_ops.linear import grouped_linear
 from interposer_testing import check_kernel

@@ -10,10 +10,10 @@ import torch
 
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer_cuda.driver import Answer, CUDADevice
-from interposer_cuda.host_mapping import mapped
-from interposer_cuda.platform import CUDAPlatform
-from interposer_cuda.system import look
+from interposer_cuda._hardware.driver import Answer, CUDADevice
+from interposer_cuda._hardware.host_mapping import mapped
+from interposer_cuda._hardware.system import look
+from interposer_cuda._platform import CUDAPlatform
 
 DEVICE = CUDADevice(
     "NVIDIA H100 80GB HBM3",

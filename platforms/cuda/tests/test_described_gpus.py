@@ -20,9 +20,9 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer_cuda.abilities import bandwidth_features, fixed_features
-from interposer_cuda.architectures import architecture_of
-from interposer_cuda.platform import CUDAPlatform
+from interposer_cuda._hardware.abilities import bandwidth_features, fixed_features
+from interposer_cuda._hardware.architectures import architecture_of
+from interposer_cuda._platform import CUDAPlatform
 from interposer_cuda.plugin import interposer_records
 
 FOLDER = Path(interposer_cuda.__file__).parent / "devices"

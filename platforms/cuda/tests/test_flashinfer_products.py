@@ -17,7 +17,7 @@ from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Request
 from interposer.records import Kernel
-from interposer_cuda import flashinfer_products as products
+from interposer_cuda._flashinfer import products
 from interposer_cuda.plugin import interposer_records
 from interposer_ops import triton as portable
 from interposer_ops.quantized_linear import fp8_block_linear, mxfp8_linear, nvfp4_linear

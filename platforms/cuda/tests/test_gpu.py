@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from interposer import AttentionSpec, Config, Resolver, Site, current_registry, place
-from interposer_cuda.flash_attention_2 import FlashAttention2Backend
-from interposer_cuda.platform import CUDAPlatform
+from interposer_cuda._flash_attention.version_2 import FlashAttention2Backend
+from interposer_cuda._platform import CUDAPlatform
 from interposer_ops.attention import FlexBackend
 from interposer_testing import TrialGroup, attention_specs, check_attention
 

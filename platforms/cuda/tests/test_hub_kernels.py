@@ -20,8 +20,9 @@ from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import Capability, Config, Device, Request, Resolver, Site, current_registry
 from interposer.records import Kernel
-from interposer_cuda import hub_cache, hub_kernels
-from interposer_cuda.hub_cache import ACTIVATION, LAYER_NORM, HubKernel
+from interposer_cuda._hub import cache as hub_cache
+from interposer_cuda._hub import kernels as hub_kernels
+from interposer_cuda._hub.cache import ACTIVATION, LAYER_NORM, HubKernel
 from interposer_cuda.plugin import interposer_records
 from interposer_ops import activations, norms
 from interposer_testing import check_kernel

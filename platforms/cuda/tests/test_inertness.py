@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interposer_cuda.system import look
+from interposer_cuda._hardware.system import look
 
 MODEL = Path(__file__).parents[3] / "examples/models/stdlib-lm"
 pytestmark = pytest.mark.skipif(
@@ -59,8 +59,8 @@ def test_explanations_differ_by_refusals_alone() -> None:
     "statement",
     [
         "import interposer_cuda.plugin",
-        "import interposer_cuda.platform",
-        "from interposer_cuda.platform import CUDAPlatform; assert not CUDAPlatform.probe()",
+        "import interposer_cuda._platform",
+        "from interposer_cuda._platform import CUDAPlatform; assert not CUDAPlatform.probe()",
         "import interposer; interposer.place()",
         f"import interposer; interposer.explain({str(MODEL)!r}, 'h100')",
     ],

@@ -70,8 +70,8 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from interposer_cuda import driver, system
-from interposer_cuda.presence import Presence
-from interposer_cuda.torch_build import TorchBuild
+from interposer_cuda._hardware.presence import Presence
+from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer.tooling import variables
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
@@ -448,7 +448,7 @@ def test_the_platform_lists_what_the_driver_shows(workstation: Machine) -> None:
     workstation.install(GPU(peers=[1]), GPU())
     program = """
 import json, os, torch
-from interposer_cuda.platform import CUDAPlatform
+from interposer_cuda._platform import CUDAPlatform
 found = [(d.torch_device, d.name, d.capability.architecture) for d in CUDAPlatform().devices()]
 print(json.dumps([found, torch.cuda.is_initialized(), os.getpid()]))
 """

@@ -29,10 +29,13 @@ from interposer import (
     current_registry,
 )
 from interposer.errors import RequestError
-from interposer_cuda import flashinfer_latent
-from interposer_cuda.flash_attention_2 import FlashAttention2Backend, FlashAttention2GatheredBackend
-from interposer_cuda.flash_attention_3 import FlashAttention3Backend
-from interposer_cuda.flashinfer_attention import FlashInferBackend
+from interposer_cuda._flash_attention.version_2 import (
+    FlashAttention2Backend,
+    FlashAttention2GatheredBackend,
+)
+from interposer_cuda._flash_attention.version_3 import FlashAttention3Backend
+from interposer_cuda._flashinfer import latent as flashinfer_latent
+from interposer_cuda._flashinfer.attention import FlashInferBackend
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import random_projections, typical_step

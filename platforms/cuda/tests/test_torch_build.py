@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interposer_cuda.torch_build import TorchBuild
+from interposer_cuda._hardware.torch_build import TorchBuild
 
 
 @pytest.mark.parametrize(

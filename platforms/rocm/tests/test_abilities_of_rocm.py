@@ -10,11 +10,11 @@ from platforms.rocm.tests.made_up_machine import Machine, Node
 
 from interposer import NumericsPolicy
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer_rocm import system
-from interposer_rocm.abilities import capability_of, fixed_features
-from interposer_rocm.architectures import KNOWN, GfxVersion, architecture_of
-from interposer_rocm.platform import ROCmPlatform
-from interposer_rocm.torch_build import TorchBuild
+from interposer_rocm._hardware import system
+from interposer_rocm._hardware.abilities import capability_of, fixed_features
+from interposer_rocm._hardware.architectures import KNOWN, GfxVersion, architecture_of
+from interposer_rocm._hardware.torch_build import TorchBuild
+from interposer_rocm._platform import ROCmPlatform
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,14 @@ from interposer.records import Kernel, load_target
 from interposer_ops.cases import bounded_case, routed, shape_of, spread
 from interposer_ops.experts import fused_experts, fused_experts_fp8
 from interposer_ops.latent_attention import latent_attention_decode
-from interposer_rocm import aiter_library
-from interposer_rocm.aiter_experts import fused_experts as fused_experts_aiter
-from interposer_rocm.aiter_experts import prepare
-from interposer_rocm.aiter_flash import AiterFlashBackend
-from interposer_rocm.aiter_fp8_experts import prepare as prepare_fp8
-from interposer_rocm.aiter_latent import latent_attention_decode as latent_attention_decode_aiter
-from interposer_rocm.aiter_library import AiterError, inquire, refresh, require
-from interposer_rocm.aiter_package import aiter_version, judge_device, judge_flash
+from interposer_rocm._aiter import library as aiter_library
+from interposer_rocm._aiter.experts import fused_experts as fused_experts_aiter
+from interposer_rocm._aiter.experts import prepare
+from interposer_rocm._aiter.flash import AiterFlashBackend
+from interposer_rocm._aiter.fp8_experts import prepare as prepare_fp8
+from interposer_rocm._aiter.latent import latent_attention_decode as latent_attention_decode_aiter
+from interposer_rocm._aiter.library import AiterError, inquire, refresh, require
+from interposer_rocm._aiter.package import aiter_version, judge_device, judge_flash
 from interposer_rocm.plugin import interposer_records
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.cases import normal
@@ -427,7 +427,7 @@ def test_a_pinned_backend_says_what_failed(tmp_path: Path, use: Any) -> None:
 def test_latent_attention_takes_what_the_hardware_does(
     architecture: str, changes: dict[str, Any], expected: str, working: Path, use: Any
 ) -> None:
-    from interposer_rocm.aiter_package import judge_latent
+    from interposer_rocm._aiter.package import judge_latent
 
     use(working)
     dims: dict[str, Any] = {

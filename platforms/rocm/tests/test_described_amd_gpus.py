@@ -20,11 +20,11 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer_rocm.abilities import capability_of
-from interposer_rocm.architectures import GfxVersion, architecture_of
-from interposer_rocm.platform import ROCmPlatform
+from interposer_rocm._hardware.abilities import capability_of
+from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
+from interposer_rocm._hardware.topology import GPU
+from interposer_rocm._platform import ROCmPlatform
 from interposer_rocm.plugin import interposer_records
-from interposer_rocm.topology import GPU
 
 FOLDER = Path(interposer_rocm.__file__).parent / "devices"
 RECORDS = interposer_records()

@@ -14,9 +14,9 @@ from platforms.rocm.tests.fake_aiter import WORKING, install
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import NoCandidateError
-from interposer_rocm import flash_attention
-from interposer_rocm.flash_attention import FlashAttentionBackend
-from interposer_rocm.flash_attention_judge import flash_attention_version, judge
+from interposer_rocm import _flash_attention as flash_attention
+from interposer_rocm._flash_attention import FlashAttentionBackend
+from interposer_rocm._flash_attention_judge import flash_attention_version, judge
 from interposer_testing import attention_specs, check_attention
 
 PARTS = {"interposer-ops", "interposer-rocm"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from interposer_rocm.system import look
+from interposer_rocm._hardware.system import look
 
 MODEL = Path(__file__).parents[3] / "examples/models/stdlib-lm"
 pytestmark = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def test_only_refusals_are_added() -> None:
     [
         "import interposer_rocm.plugin",
         "from interposer_rocm import aiter_flash, aiter_latent, platform, scaled_products",
-        "from interposer_rocm.platform import ROCmPlatform; assert not ROCmPlatform.probe()",
+        "from interposer_rocm._platform import ROCmPlatform; assert not ROCmPlatform.probe()",
         "import interposer; interposer.place()",
         f"import interposer; interposer.explain({str(MODEL)!r}, 'mi300x')",
     ],

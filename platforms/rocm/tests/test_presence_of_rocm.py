@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from platforms.rocm.tests.made_up_machine import Machine, Node
 
-from interposer_rocm.presence import Presence
-from interposer_rocm.system import System, look
-from interposer_rocm.topology import Topology
-from interposer_rocm.torch_build import TorchBuild
+from interposer_rocm._hardware.presence import Presence
+from interposer_rocm._hardware.system import System, look
+from interposer_rocm._hardware.topology import Topology
+from interposer_rocm._hardware.torch_build import TorchBuild
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, as the driver does")
 HIP = TorchBuild("2.13.0+rocm7.0", "7.0.51831", targets=("gfx90a", "gfx942", "gfx1100"))
@@ -199,9 +199,9 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from interposer.tooling import variables
-from interposer_rocm.presence import Presence
-from interposer_rocm.system import look
-from interposer_rocm.torch_build import TorchBuild
+from interposer_rocm._hardware.presence import Presence
+from interposer_rocm._hardware.system import look
+from interposer_rocm._hardware.torch_build import TorchBuild
 
 build = TorchBuild("2.13.0+rocm7.0", "7.0", targets=("gfx942",))
 verdict = Presence(look(Path(sys.argv[1])), build, variables()).judge()

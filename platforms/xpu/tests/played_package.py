@@ -13,7 +13,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from interposer_xpu.kernel_package import SCHEMAS
+from interposer_xpu._packages.kernel_package import SCHEMAS
 
 __all__ = ["installed", "wheel"]
 

@@ -13,10 +13,10 @@ import interposer_xpu
 from interposer import DeviceDescription, Request, explain
 from interposer.records import DeviceEntry, Kernel, PlatformEntry, load_target, resource_path
 from interposer.requires import Requires
-from interposer_xpu.abilities import capability_of
-from interposer_xpu.architectures import architecture_of, packed
-from interposer_xpu.level_zero import XPUDevice
-from interposer_xpu.platform import XPUPlatform
+from interposer_xpu._hardware.abilities import capability_of
+from interposer_xpu._hardware.architectures import architecture_of, packed
+from interposer_xpu._hardware.level_zero import XPUDevice
+from interposer_xpu._platform import XPUPlatform
 from interposer_xpu.plugin import interposer_records
 
 FOLDER = Path(interposer_xpu.__file__).parent / "devices"

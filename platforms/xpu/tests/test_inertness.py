@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from interposer_xpu.system import look
+from interposer_xpu._hardware.system import look
 
 MODEL = Path(__file__).parents[3] / "examples/models/stdlib-lm"
 pytestmark = pytest.mark.skipif(bool(look().nodes), reason="needs a machine without a GPU of Intel")
@@ -59,11 +59,12 @@ def test_explanations_differ_by_refusals_alone() -> None:
     "statement",
     [
         "import interposer_xpu.plugin",
-        "import interposer_xpu.platform",
-        "from interposer_xpu.platform import XPUPlatform; assert not XPUPlatform.probe()",
+        "import interposer_xpu._platform",
+        "from interposer_xpu._platform import XPUPlatform; assert not XPUPlatform.probe()",
         "import interposer; interposer.place()",
-        "import interposer_xpu.experts, interposer_xpu.extension, interposer_xpu.routing",
-        "import interposer_xpu.fp8_linear, interposer_xpu.weight_only_linear",
+        "import interposer_xpu._experts, interposer_xpu._routing",
+        "import interposer_xpu._packages.extension",
+        "import interposer_xpu._fp8_linear, interposer_xpu._weight_only_linear",
         f"import interposer; interposer.explain({str(MODEL)!r}, 'b580')",
     ],
 )

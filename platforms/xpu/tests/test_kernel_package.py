@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from interposer_xpu.kernel_package import SCHEMAS, USES
-from interposer_xpu.optional_packages import ended, numbers
+from interposer_xpu._packages.kernel_package import SCHEMAS, USES
+from interposer_xpu._packages.optional_packages import ended, numbers
 
 HERE = Path(__file__).parent
 PLAYED = runpy.run_path(str(HERE / "played_package.py"))

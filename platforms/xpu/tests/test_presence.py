@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from interposer_xpu.architectures import packed
+from interposer_xpu._hardware.architectures import packed
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc, to compile a driver"),
@@ -48,8 +48,8 @@ import json, os, sys
 from pathlib import Path
 from interposer.tooling import variables
 from interposer_xpu import level_zero, system
-from interposer_xpu.presence import Presence
-from interposer_xpu.torch_build import TorchBuild
+from interposer_xpu._hardware.presence import Presence
+from interposer_xpu._hardware.torch_build import TorchBuild
 
 root, build, wanted = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 # Of the platform's own limit a busy machine may need more.
@@ -256,7 +256,7 @@ def test_a_file_that_is_closed_to_the_user_is_told(workstation: Machine) -> None
 
 
 def test_a_closed_file_among_others_is_no_hindrance() -> None:
-    from interposer_xpu.system import System
+    from interposer_xpu._hardware.system import System
 
     nodes = ("/dev/dri/renderD128", "/dev/dri/renderD129")
     assert System(Path("/"), nodes, nodes[:1]).judge()

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from interposer.errors import ConfigError, PluginError, UnknownNameError
-from interposer_xpu import host_mapping, level_zero, triton_backend
-from interposer_xpu.architectures import packed
-from interposer_xpu.level_zero import Answer, XPUDevice
-from interposer_xpu.platform import XPUPlatform
-from interposer_xpu.system import look
-from interposer_xpu.torch_build import TorchBuild
-from interposer_xpu.visibility import shown
+from interposer_xpu import _triton_backend as triton_backend
+from interposer_xpu._hardware import host_mapping, level_zero
+from interposer_xpu._hardware.architectures import packed
+from interposer_xpu._hardware.level_zero import Answer, XPUDevice
+from interposer_xpu._hardware.system import look
+from interposer_xpu._hardware.torch_build import TorchBuild
+from interposer_xpu._hardware.visibility import shown
+from interposer_xpu._platform import XPUPlatform
 
 DEVICE = XPUDevice(
     *("Intel(R) Arc(TM) B580 Graphics", "uuid", 0xE20B, packed(20, 1, 4), False, 20, 160),
@@ -84,7 +85,7 @@ def test_the_backend_of_triton_is_looked_for(
         place.mkdir(parents=True)
         (place / "compiler.py").write_text("raise SystemExit('was imported')")
     (tmp_path / "triton/__init__.py").write_text("raise SystemExit('was imported')")
-    program = "from interposer_xpu.triton_backend import judge; print(judge().reason)"
+    program = "from interposer_xpu._triton_backend import judge; print(judge().reason)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"PYTHONPATH": str(tmp_path)},

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from interposer import Capability, Case, Config, Device, Resolver, Site, current_registry, explain
-from interposer_example_norm import kernels
-from interposer_example_norm.layers import ExampleNorm
+from interposer_example_norm import _kernels as kernels
+from interposer_example_norm._layers import ExampleNorm
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_testing import check_kernel, conformance
@@ -58,7 +58,7 @@ def test_replacement_keeps_the_signature() -> None:
 def test_model_code_gets_the_replacement_and_the_kernels() -> None:
     layer = RMSNorm(site(), 64, 1e-5)
     assert type(layer) is ExampleNorm
-    assert layer.norm.__module__ == layer.add_norm.__module__ == "interposer_example_norm.kernels"
+    assert layer.norm.__module__ == layer.add_norm.__module__ == "interposer_example_norm._kernels"
 
 
 def test_layer_computes_what_the_reference_does() -> None:
@@ -73,7 +73,7 @@ def test_layer_computes_what_the_reference_does() -> None:
 
 def test_printed_layer_names_its_kernels() -> None:
     printed = str(RMSNorm(site(), 64, 1e-5))
-    kernels = "interposer_example_norm.kernels"
+    kernels = "interposer_example_norm._kernels"
     assert printed == (
         f"ExampleNorm(64, eps=1e-05, kernels: {kernels}.rms_norm, {kernels}.fused_add_rms_norm)"
     )

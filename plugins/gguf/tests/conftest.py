@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from interposer_gguf.block_formats import FORMATS
-from interposer_gguf.cases import random_rows
+from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._cases import random_rows
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHIPPED = EXAMPLES / "models" / "stdlib-lm"

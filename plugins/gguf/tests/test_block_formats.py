@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer.errors import UnknownNameError
-from interposer_gguf import kernels
-from interposer_gguf.block_formats import FORMATS, BlockFormat, format_named
-from interposer_gguf.cases import gguf_linear_sample, random_rows
-from interposer_gguf.linear import gguf_linear
+from interposer_gguf import _kernels as kernels
+from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
+from interposer_gguf._cases import gguf_linear_sample, random_rows
+from interposer_gguf._linear import gguf_linear
 from interposer_ops.cases import w4a16_linear_sample, w8a16_linear_sample
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_testing import check_kernel

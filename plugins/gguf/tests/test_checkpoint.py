@@ -14,8 +14,8 @@ from torch.utils import _pytree
 
 from interposer import Config, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError, UnsupportedModelError
-from interposer_gguf.checkpoint import GGUFCheckpoint
-from interposer_gguf.scheme import GGUF
+from interposer_gguf._checkpoint import GGUFCheckpoint
+from interposer_gguf._scheme import GGUF
 from interposer_models import LanguageModel, load
 from interposer_ops.layers.linear import Linear
 

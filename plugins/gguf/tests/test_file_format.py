@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from interposer.errors import CheckpointError, UnsupportedModelError
-from interposer_gguf.checkpoint import GGUFCheckpoint
-from interposer_gguf.file_format import GGUFFile
+from interposer_gguf._checkpoint import GGUFCheckpoint
+from interposer_gguf._file_format import GGUFFile
 
 HUGE = 2**63 - 1
 
@@ -162,10 +162,10 @@ from collections import Counter
 from pathlib import Path
 import torch
 from interposer.errors import InterposerError
-from interposer_models.decoder_config import DecoderConfig
-from interposer_models.loader import plan
-from interposer_models.tokenizer import TextTokenizer
-from interposer_gguf.checkpoint import GGUFCheckpoint
+from interposer_models import DecoderConfig
+from interposer_models import plan
+from interposer_models import TextTokenizer
+from interposer_gguf._checkpoint import GGUFCheckpoint
 
 original, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 content, rng = original.read_bytes(), random.Random(seed)

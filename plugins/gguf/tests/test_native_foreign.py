@@ -11,8 +11,8 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from interposer_gguf.block_formats import FORMATS
-from interposer_gguf.cases import random_rows
+from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._cases import random_rows
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from interposer import Config, Request, Resolver, Site, current_registry, explain
-from interposer_cpu.platform import CPUPlatform
-from interposer_gguf import native_library
-from interposer_gguf.linear import gguf_linear
+from interposer_cpu import CPUPlatform
+from interposer_gguf import _native_library as native_library
+from interposer_gguf._linear import gguf_linear
 
 PROJECT = Path(__file__).parents[1]
 REQUEST = Request("kernel", "gguf_linear", "cpu")

@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interposer_gguf import native_library, native_linear
-from interposer_gguf.block_formats import FORMATS, BlockFormat
-from interposer_gguf.cases import gguf_linear_cases, gguf_linear_sample, random_rows
-from interposer_gguf.linear import gguf_linear
+from interposer_gguf import _native_library as native_library
+from interposer_gguf import _native_linear as native_linear
+from interposer_gguf._block_formats import FORMATS, BlockFormat
+from interposer_gguf._cases import gguf_linear_cases, gguf_linear_sample, random_rows
+from interposer_gguf._linear import gguf_linear
 from interposer_testing import check_kernel
 
 pytestmark = [
@@ -169,8 +170,8 @@ THREADS = """
 import os, re
 import torch
 from interposer_gguf import native_linear
-from interposer_gguf.block_formats import FORMATS
-from interposer_gguf.cases import random_rows
+from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._cases import random_rows
 
 def count():
     return len(os.listdir("/proc/self/task"))

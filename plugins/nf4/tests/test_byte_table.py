@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry, explain
-from interposer_nf4 import byte_table
-from interposer_nf4.codebook_linear import nf4_linear
-from interposer_nf4.codebooks import CODEBOOKS, QuantType
+from interposer_nf4 import _byte_table as byte_table
+from interposer_nf4._codebook_linear import nf4_linear
+from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_testing import check_kernel
 
 DISTRIBUTION = "interposer-nf4"

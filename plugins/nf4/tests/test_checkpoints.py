@@ -26,8 +26,8 @@ from interposer import (
     explain,
 )
 from interposer_models import load
-from interposer_nf4.bitsandbytes import BitsAndBytes
-from interposer_nf4.codebooks import CODEBOOKS, QuantType
+from interposer_nf4._bitsandbytes import BitsAndBytes
+from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_ops.layers.linear import Linear, PlainLinear
 
 FIXTURES = Path(__file__).parent / "fixtures"

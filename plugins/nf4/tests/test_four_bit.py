@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import CheckpointError, ConfigError
-from interposer_nf4.bitsandbytes import BitsAndBytes
-from interposer_nf4.codebooks import CODEBOOKS, QuantType
+from interposer_nf4._bitsandbytes import BitsAndBytes
+from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_ops.layers.linear import Linear, MergedLinear
 
 DEVICE = Device("cpu", "cpu", "test", Capability("any"))

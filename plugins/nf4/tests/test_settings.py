@@ -10,12 +10,12 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_nf4.bitsandbytes import BitsAndBytes
-from interposer_nf4.codebooks import QuantType
-from interposer_nf4.eight_bit import EightBitLinear
-from interposer_nf4.examples import bitsandbytes_examples
-from interposer_nf4.four_bit import FourBitLinear
-from interposer_nf4.settings import EightBit, FourBit, Settings
+from interposer_nf4._bitsandbytes import BitsAndBytes
+from interposer_nf4._codebooks import QuantType
+from interposer_nf4._eight_bit import EightBitLinear
+from interposer_nf4._examples import bitsandbytes_examples
+from interposer_nf4._four_bit import FourBitLinear
+from interposer_nf4._settings import EightBit, FourBit, Settings
 
 FOUR: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 EIGHT: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}

@@ -1,1 +1,25 @@
 """The CPU as a platform: what it can do, and kernels made of torch's own operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_cpu._platform import CPUPlatform
+
+__all__ = [
+    "CPUPlatform",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_cpu._platform": "CPUPlatform",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ import torch
 
 from interposer import Capability, Request, Verdict
 from interposer.errors import ConfigError, nearest_first
-from interposer_cpu.features import architecture
+from interposer_cpu._features import architecture
 
 __all__ = [
     "BESIDE",
@@ -87,7 +87,7 @@ _WRITERS = (
 def _load() -> tuple[ModuleType | None, str]:
     """Return the library, ready for use, or why there is none."""
     try:
-        from interposer_cpu import _native
+        import interposer_cpu._native as _native
     except ModuleNotFoundError:
         return None, (
             "this installation holds no native kernels, as they could not be compiled. "

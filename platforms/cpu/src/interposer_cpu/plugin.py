@@ -163,11 +163,11 @@ def interposer_records() -> list[Record]:
         Kernel(
             "linear",
             f"linear_{technique}",
-            f"interposer_cpu.linear:{function}",
+            f"interposer_cpu._linear:{function}",
             "cpu",
             requires,
-            predicate=f"interposer_cpu.linear:{judge}",
-            prepare=f"interposer_cpu.linear:{prepare}",
+            predicate=f"interposer_cpu._linear:{judge}",
+            prepare=f"interposer_cpu._linear:{prepare}",
             properties=frozenset({"deterministic", "opaque"}),
         )
         for technique, requires, function, judge, prepare in _PACKED
@@ -176,11 +176,11 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_native",
-            f"interposer_cpu.native_linear:{op}",
+            f"interposer_cpu._kernels.linear:{op}",
             "cpu",
             Requires(dtypes=dtypes),
             predicate=f"interposer_cpu.{judge}",
-            prepare=f"interposer_cpu.native_linear:{prepare}",
+            prepare=f"interposer_cpu._kernels.linear:{prepare}",
             score=20.0,
             properties=frozenset({"deterministic", "traceable"}),
             form=_FORM,
@@ -191,11 +191,11 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_native",
-            f"interposer_cpu.native_experts:{op}",
+            f"interposer_cpu._kernels.experts:{op}",
             "cpu",
             Requires(dtypes=dtypes),
             predicate=f"interposer_cpu.{judge}",
-            prepare=f"interposer_cpu.native_experts:pack_{op}",
+            prepare=f"interposer_cpu._kernels.experts:pack_{op}",
             score=20.0,
             properties=frozenset({"deterministic", "traceable"}),
         )
@@ -205,11 +205,11 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_native",
-            f"interposer_cpu.native_tables:{op}",
+            f"interposer_cpu._kernels.tables:{op}",
             "cpu",
             Requires(dtypes=dtypes),
             predicate=f"interposer_cpu.{judge}",
-            prepare=f"interposer_cpu.native_tables:{prepare}",
+            prepare=f"interposer_cpu._kernels.tables:{prepare}",
             score=20.0,
             properties=frozenset({"batch_invariant", "deterministic", "traceable"}),
             form=_FORM,
@@ -234,7 +234,7 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_native",
-            f"interposer_cpu.native_rounding:{op}",
+            f"interposer_cpu._kernels.rounding:{op}",
             "cpu",
             _FLOATS,
             predicate="interposer_cpu.native:judge",
@@ -247,7 +247,7 @@ def interposer_records() -> list[Record]:
         Kernel(
             op,
             f"{op}_native",
-            f"interposer_cpu.native_dense:{op}",
+            f"interposer_cpu._kernels.dense:{op}",
             "cpu",
             _FLOATS,
             predicate=f"interposer_cpu.{judge}",
@@ -269,24 +269,24 @@ def interposer_records() -> list[Record]:
         for layer_id, target in _BLOCKS
     ]
     return [
-        PlatformEntry("cpu", "interposer_cpu.platform:CPUPlatform", score=0.0),
+        PlatformEntry("cpu", "interposer_cpu._platform:CPUPlatform", score=0.0),
         AttentionEntry(
             "native",
-            "interposer_cpu.native_attention:NativeBackend",
+            "interposer_cpu._kernels.attention:NativeBackend",
             "cpu",
             score=20.0,
             properties=frozenset({"deterministic", "batch_invariant"}),
         ),
         AttentionEntry(
             "native_rows",
-            "interposer_cpu.native_rows_attention:NativeRowsBackend",
+            "interposer_cpu._kernels.rows_attention:NativeRowsBackend",
             "cpu",
             score=15.0,
             properties=frozenset({"deterministic", "batch_invariant"}),
         ),
         AttentionEntry(
             "sdpa",
-            "interposer_cpu.attention:SdpaBackend",
+            "interposer_cpu._attention:SdpaBackend",
             "cpu",
             properties=frozenset({"deterministic"}),
         ),

@@ -1,1 +1,25 @@
 """GPUs of NVIDIA as a platform: what they can do, graphs of a step, and kernels of torch's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_cuda._platform import CUDAPlatform
+
+__all__ = [
+    "CUDAPlatform",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_cuda._platform": "CUDAPlatform",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

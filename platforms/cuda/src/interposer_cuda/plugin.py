@@ -29,7 +29,7 @@ def interposer_records() -> list[Record]:
     grouped = Kernel(
         "grouped_linear",
         "grouped_linear_grouped_mm",
-        "interposer_cuda.grouped_linear:grouped_linear",
+        "interposer_cuda._grouped_linear:grouped_linear",
         "cuda",
         Requires(
             architectures=frozenset({"sm_90", "sm_100"}),
@@ -43,15 +43,15 @@ def interposer_records() -> list[Record]:
     experts = Kernel(
         "fused_experts",
         "fused_experts_grouped_mm",
-        "interposer_cuda.grouped_experts:fused_experts",
+        "interposer_cuda._grouped_experts:fused_experts",
         "cuda",
         Requires(
             architectures=frozenset({"sm_90", "sm_100"}),
             dtypes=("bfloat16",),
             dims={"hidden_size": Dim(multiple_of=8), "intermediate_size": Dim(multiple_of=8)},
         ),
-        "interposer_cuda.grouped_experts:judge",
-        "interposer_cuda.grouped_experts:prepare",
+        "interposer_cuda._grouped_experts:judge",
+        "interposer_cuda._grouped_experts:prepare",
         score=6.0,
         properties=frozenset({"opaque"}),
     )
@@ -59,14 +59,14 @@ def interposer_records() -> list[Record]:
     latent = Kernel(
         "latent_attention_decode",
         "latent_attention_decode_flashinfer",
-        "interposer_cuda.flashinfer_latent:latent_attention_decode",
+        "interposer_cuda._flashinfer.latent:latent_attention_decode",
         "cuda",
         Requires(
             _ASYNC,
             dtypes=_NARROW,
             dims={"latent_size": Dim(one_of=(512,)), "rotary_size": Dim(one_of=(64,))},
         ),
-        "interposer_cuda.flashinfer_latent:judge",
+        "interposer_cuda._flashinfer.latent:judge",
         score=_WANTED_ONLY,
         properties=frozenset({"opaque"}),
     )
@@ -77,13 +77,13 @@ def interposer_records() -> list[Record]:
         *_of_flashinfer(),
         *_of_the_hub(),
         latent,
-        PlatformEntry("cuda", "interposer_cuda.platform:CUDAPlatform", driver_files=_DRIVER_FILES),
+        PlatformEntry("cuda", "interposer_cuda._platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
     ]
 
 
 def _of_flashinfer() -> list[Record]:
-    products = "interposer_cuda.flashinfer_products"
+    products = "interposer_cuda._flashinfer.products"
     blackwell = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
     sizes = {name: Dim(multiple_of=32) for name in ("in_features", "out_features")}
     large = {name: Dim(at_least=128, multiple_of=32) for name in sizes}
@@ -123,13 +123,13 @@ def _of_the_hub() -> list[Record]:
         Kernel(
             op,
             f"{op}_hub",
-            f"interposer_cuda.hub_kernels:{op}",
+            f"interposer_cuda._hub.kernels:{op}",
             "cuda",
             Requires(dtypes=_FLOATS, dims=dims),
-            f"interposer_cuda.hub_cache:judge_{repository}",
+            f"interposer_cuda._hub.cache:judge_{repository}",
             score=_WANTED_ONLY,
             properties=frozenset({"opaque"}),
-            confirm=f"interposer_cuda.hub_kernels:confirm_{repository}",
+            confirm=f"interposer_cuda._hub.kernels:confirm_{repository}",
         )
         for op, repository, dims in rows
     ]
@@ -155,28 +155,28 @@ def _attention() -> list[Record]:
         ),
         AttentionEntry(
             "flash_attention_2",
-            "interposer_cuda.flash_attention_2:FlashAttention2Backend",
+            "interposer_cuda._flash_attention.version_2:FlashAttention2Backend",
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
             score=-0.5,
         ),
         AttentionEntry(
             "flash_attention_2_gathered",
-            "interposer_cuda.flash_attention_2:FlashAttention2GatheredBackend",
+            "interposer_cuda._flash_attention.version_2:FlashAttention2GatheredBackend",
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
             score=-0.8,
         ),
         AttentionEntry(
             "flash_attention_3",
-            "interposer_cuda.flash_attention_3:FlashAttention3Backend",
+            "interposer_cuda._flash_attention.version_3:FlashAttention3Backend",
             "cuda",
             Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
             score=-0.5,
         ),
         AttentionEntry(
             "flashinfer",
-            "interposer_cuda.flashinfer_attention:FlashInferBackend",
+            "interposer_cuda._flashinfer.attention:FlashInferBackend",
             "cuda",
             Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
             score=-0.5,

@@ -31,7 +31,7 @@ _OF_ACTIVATIONS = 78
 def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
     return [
-        PlatformEntry("rocm", "interposer_rocm.platform:ROCmPlatform", driver_files=_DRIVER_FILES),
+        PlatformEntry("rocm", "interposer_rocm._platform:ROCmPlatform", driver_files=_DRIVER_FILES),
         # Portable kernels, which read pages where they lie, go before these.
         AttentionEntry(
             "sdpa_gathered",
@@ -55,11 +55,11 @@ def interposer_records() -> list[Record]:
 
 def _products() -> list[Record]:
     """Return what multiplies 8-bit floats: as the hardware has them, and of few rows otherwise."""
-    products = "interposer_rocm.scaled_products"
+    products = "interposer_rocm._scaled_products"
     fnuz = Requires(frozenset({"fp8_fnuz"}), frozenset({"gfx942"}), _FLOATS)
     ocp = Requires(frozenset({"fp8_ocp"}), dtypes=_FLOATS)
     plain = ("interposer_ops.quantized_linear:fp8_linear", f"{products}:fp8_linear_of_halves")
-    split = "interposer_rocm.split_products"
+    split = "interposer_rocm._split_products"
     of_few = (f"{split}:fp8_linear", f"{split}:fp8_linear_of_halves")
     return [
         Kernel(
@@ -68,7 +68,7 @@ def _products() -> list[Record]:
             target,
             "rocm",
             needs,
-            f"interposer_rocm.scaled_products_judge:judge{technique}",
+            f"interposer_rocm._scaled_products_judge:judge{technique}",
             f"{products}:prepare_halves" if format_ else "",
             score=score,
             properties=frozenset({"deterministic", "graph_safe", traced}),
@@ -82,12 +82,12 @@ def _products() -> list[Record]:
 
 
 def _of_libraries() -> list[Record]:
-    package, library = "interposer_rocm.aiter_package", "interposer_rocm.aiter_library"
-    scaled = "interposer_rocm.aiter_fp8_experts"
+    package, library = "interposer_rocm._aiter.package", "interposer_rocm._aiter.library"
+    scaled = "interposer_rocm._aiter.fp8_experts"
     return [
         AttentionEntry(
             "aiter_flash",
-            "interposer_rocm.aiter_flash:AiterFlashBackend",
+            "interposer_rocm._aiter.flash:AiterFlashBackend",
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
@@ -95,16 +95,16 @@ def _of_libraries() -> list[Record]:
         ),
         AttentionEntry(
             "flash_attention",
-            "interposer_rocm.flash_attention:FlashAttentionBackend",
+            "interposer_rocm._flash_attention:FlashAttentionBackend",
             "rocm",
             Requires(dtypes=_OF_16_BITS),
-            "interposer_rocm.flash_attention_judge:judge",
+            "interposer_rocm._flash_attention_judge:judge",
             score=_WANTED_ONLY,
         ),
         Kernel(
             "latent_attention_decode",
             "latent_attention_decode_aiter",
-            "interposer_rocm.aiter_latent:latent_attention_decode",
+            "interposer_rocm._aiter.latent:latent_attention_decode",
             "rocm",
             Requires(dtypes=("bfloat16",)),
             f"{package}:judge_latent",
@@ -115,7 +115,7 @@ def _of_libraries() -> list[Record]:
         Kernel(
             "fused_experts",
             "fused_experts_aiter",
-            "interposer_rocm.aiter_experts:fused_experts",
+            "interposer_rocm._aiter.experts:fused_experts",
             "rocm",
             # Sizes of the tiles that are read at once.
             Requires(
@@ -128,7 +128,7 @@ def _of_libraries() -> list[Record]:
                 },
             ),
             f"{package}:judge_experts",
-            "interposer_rocm.aiter_experts:prepare",
+            "interposer_rocm._aiter.experts:prepare",
             score=_WANTED_ONLY,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_experts",

@@ -14,7 +14,7 @@ _DESCRIBED = ("arc140v", "b580", "max1550")
 # What changes with the driver: verdicts and measurements are kept per driver.
 _DRIVER_FILES = ("/sys/module/i915/srcversion", "/sys/module/xe/srcversion")
 
-_JUDGES = "interposer_xpu.package_judges"
+_JUDGES = "interposer_xpu._packages.package_judges"
 _DPAS = frozenset({"dpas"})
 _NARROW = ("bfloat16", "float16")
 _MULTIPLE = Dim(multiple_of=32)
@@ -29,7 +29,7 @@ def interposer_records() -> list[Record]:
     int4 = Kernel(
         "w4a16_linear",
         "w4a16_linear_int4_gemm",
-        "interposer_xpu.weight_only_linear:w4a16_linear",
+        "interposer_xpu._weight_only_linear:w4a16_linear",
         "xpu",
         Requires(
             _DPAS,
@@ -37,14 +37,14 @@ def interposer_records() -> list[Record]:
             dims=dict.fromkeys(("in_features", "out_features", "group_size"), _MULTIPLE),
         ),
         predicate=f"{_JUDGES}:judge_int4",
-        prepare="interposer_xpu.weight_only_linear:prepare",
+        prepare="interposer_xpu._weight_only_linear:prepare",
         score=20.0,
         properties=_OPAQUE,
     )
     fp8 = Kernel(
         "fp8_linear",
         "fp8_linear_fp8_gemm",
-        "interposer_xpu.fp8_linear:fp8_linear",
+        "interposer_xpu._fp8_linear:fp8_linear",
         "xpu",
         Requires(_DPAS, dtypes=_NARROW),
         predicate=f"{_JUDGES}:judge_fp8",
@@ -55,7 +55,7 @@ def interposer_records() -> list[Record]:
     fp8_weights = Kernel(
         "fp8_linear",
         "fp8_linear_fp8_gemm_w8a16",
-        "interposer_xpu.fp8_linear:fp8_linear_weights",
+        "interposer_xpu._fp8_linear:fp8_linear_weights",
         "xpu",
         Requires(_DPAS, dtypes=_NARROW),
         predicate=f"{_JUDGES}:judge_fp8_weights",
@@ -77,7 +77,7 @@ def interposer_records() -> list[Record]:
     experts = Kernel(
         "fused_experts_mxfp4",
         "fused_experts_mxfp4_grouped_gemm",
-        "interposer_xpu.experts:fused_experts_mxfp4",
+        "interposer_xpu._experts:fused_experts_mxfp4",
         "xpu",
         Requires(
             frozenset({"block_2d_io"}),
@@ -89,7 +89,7 @@ def interposer_records() -> list[Record]:
             },
         ),
         predicate=f"{_JUDGES}:judge_experts",
-        prepare="interposer_xpu.experts:prepare",
+        prepare="interposer_xpu._experts:prepare",
         score=5.0,
         properties=_OPAQUE,
         extra_roundings=3,
@@ -97,7 +97,7 @@ def interposer_records() -> list[Record]:
     routing = Kernel(
         "topk_softmax",
         "topk_softmax_moe",
-        "interposer_xpu.routing:topk_softmax",
+        "interposer_xpu._routing:topk_softmax",
         "xpu",
         Requires(dtypes=("float32", *_NARROW)),
         predicate=f"{_JUDGES}:judge_routing",
@@ -107,10 +107,10 @@ def interposer_records() -> list[Record]:
     norm = Kernel(
         "rms_norm",
         "rms_norm_ipex",
-        "interposer_xpu.extension:rms_norm",
+        "interposer_xpu._packages.extension:rms_norm",
         "xpu",
         Requires(dtypes=("float32", *_NARROW)),
-        predicate="interposer_xpu.extension:judge",
+        predicate="interposer_xpu._packages.extension:judge",
         score=5.0,
         properties=_OPAQUE,
     )
@@ -132,7 +132,7 @@ def interposer_records() -> list[Record]:
     return [
         sdpa,
         flex,
-        PlatformEntry("xpu", "interposer_xpu.platform:XPUPlatform", driver_files=_DRIVER_FILES),
+        PlatformEntry("xpu", "interposer_xpu._platform:XPUPlatform", driver_files=_DRIVER_FILES),
         *(int4, fp8, fp8_weights, experts, routing, norm),
         *(DeviceEntry(name, "xpu", f"interposer_xpu:devices/{name}.json") for name in _DESCRIBED),
     ]

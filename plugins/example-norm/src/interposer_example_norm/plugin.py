@@ -19,7 +19,7 @@ def interposer_records() -> list[Record]:
         Kernel(
             op=op,
             name=f"{op}_example",
-            target=f"interposer_example_norm.kernels:{op}",
+            target=f"interposer_example_norm._kernels:{op}",
             requires=_REQUIRES,
             score=_SCORE,
             properties=frozenset({"deterministic", "traceable"}),
@@ -29,7 +29,7 @@ def interposer_records() -> list[Record]:
     layer = LayerEntry(
         layer_id="rms_norm",
         name="example_norm",
-        target="interposer_example_norm.layers:ExampleNorm",
+        target="interposer_example_norm._layers:ExampleNorm",
         requires=_REQUIRES,
         score=_SCORE,
     )

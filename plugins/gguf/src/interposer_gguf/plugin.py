@@ -28,32 +28,32 @@ _KERNELS: tuple[tuple[str, Mapping[str, Dim], float], ...] = (
 def interposer_records() -> list[Record]:
     """Return the file format, the scheme of its weights, their ops and kernels for the CPU."""
     return [
-        CheckpointEntry(".gguf", "gguf", "interposer_gguf.checkpoint:GGUFCheckpoint"),
+        CheckpointEntry(".gguf", "gguf", "interposer_gguf._checkpoint:GGUFCheckpoint"),
         SchemeEntry(
             "gguf",
             "gguf",
-            "interposer_gguf.scheme:GGUF",
-            examples="interposer_gguf.scheme:examples",
+            "interposer_gguf._scheme:GGUF",
+            examples="interposer_gguf._scheme:examples",
         ),
-        OpEntry("gguf_linear", "interposer_gguf.linear:gguf_linear", _PROMISES),
-        OpEntry("gguf_embedding", "interposer_gguf.embedding:gguf_embedding", _PROMISES),
+        OpEntry("gguf_linear", "interposer_gguf._linear:gguf_linear", _PROMISES),
+        OpEntry("gguf_embedding", "interposer_gguf._embedding:gguf_embedding", _PROMISES),
         Kernel(
             "gguf_linear",
             "gguf_linear_native",
-            "interposer_gguf.native_linear:gguf_linear",
+            "interposer_gguf._native_linear:gguf_linear",
             "cpu",
             Requires(dtypes=("float32", "bfloat16"), dims={"stored_as": _FORMATS}),
-            predicate="interposer_gguf.native_library:judge",
+            predicate="interposer_gguf._native_library:judge",
             score=20.0,
             properties=_OPAQUE,
         ),
         Kernel(
             "gguf_embedding",
             "gguf_embedding_native",
-            "interposer_gguf.native_linear:gguf_embedding",
+            "interposer_gguf._native_linear:gguf_embedding",
             "cpu",
             Requires(dtypes=_FLOATS, dims={"stored_as": _FORMATS}),
-            predicate="interposer_gguf.native_library:judge",
+            predicate="interposer_gguf._native_library:judge",
             score=20.0,
             properties=_OPAQUE,
         ),
@@ -61,7 +61,7 @@ def interposer_records() -> list[Record]:
         Kernel(
             "gguf_linear",
             "gguf_linear_as_stored",
-            "interposer_gguf.kernels:gguf_linear",
+            "interposer_gguf._kernels:gguf_linear",
             "cpu",
             Requires(dtypes=_FLOATS),
             score=8.0,
@@ -71,10 +71,10 @@ def interposer_records() -> list[Record]:
             Kernel(
                 op,
                 f"{op}_by_rows",
-                f"interposer_gguf.kernels:{op}",
+                f"interposer_gguf._kernels:{op}",
                 "cpu",
                 Requires(dtypes=_FLOATS, dims=dims),
-                prepare="interposer_gguf.kernels:in_halves" if op == "gguf_linear" else "",
+                prepare="interposer_gguf._kernels:in_halves" if op == "gguf_linear" else "",
                 score=score,
                 properties=_OPAQUE,
             )

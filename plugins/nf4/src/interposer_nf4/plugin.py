@@ -15,24 +15,24 @@ def interposer_records() -> list[Record]:
     return [
         OpEntry(
             "nf4_linear",
-            "interposer_nf4.codebook_linear:nf4_linear",
+            "interposer_nf4._codebook_linear:nf4_linear",
             frozenset({"deterministic", "graph_safe", "traceable"}),
             emulation="dequantizes, then multiplies floats",
         ),
         Kernel(
             "nf4_linear",
             "nf4_linear_byte_table",
-            "interposer_nf4.byte_table:nf4_linear",
+            "interposer_nf4._byte_table:nf4_linear",
             "cpu",
             Requires(dtypes=("float32", "bfloat16", "float16")),
-            prepare="interposer_nf4.byte_table:prepare",
+            prepare="interposer_nf4._byte_table:prepare",
             # A trace would hold every panel that a large layer is cut into.
             properties=frozenset({"deterministic", "opaque"}),
         ),
         SchemeEntry(
             "bitsandbytes",
             "bitsandbytes",
-            "interposer_nf4.bitsandbytes:BitsAndBytes",
-            examples="interposer_nf4.examples:bitsandbytes_examples",
+            "interposer_nf4._bitsandbytes:BitsAndBytes",
+            examples="interposer_nf4._examples:bitsandbytes_examples",
         ),
     ]

@@ -20,7 +20,7 @@ def interposer_finished(
     facts: Mapping[str, str | int | float | bool],
 ) -> None:
     """Record the span ``interposer.<activity>`` from ``start_ns`` to ``end_ns``."""
-    from interposer_otel import tracing
+    from interposer_otel import _tracing as tracing
 
     described = {f"interposer.{activity}.{name}": value for name, value in facts.items()}
     attributes = {"interposer.subject": subject, **described}
@@ -30,7 +30,7 @@ def interposer_finished(
 @hookimpl
 def interposer_selected(choice: Choice) -> None:
     """Record the event ``interposer.selected``."""
-    from interposer_otel import tracing
+    from interposer_otel import _tracing as tracing
 
     attributes: dict[str, str | int] = {
         "interposer.request": str(choice.request),
@@ -49,7 +49,7 @@ def interposer_selected(choice: Choice) -> None:
 @hookimpl
 def interposer_refused(error: NoCandidateError) -> None:
     """Record the event ``interposer.refused``, an error."""
-    from interposer_otel import tracing
+    from interposer_otel import _tracing as tracing
 
     attributes: dict[str, str | int | tuple[str, ...]] = {
         "interposer.request": error.what,
@@ -62,7 +62,7 @@ def interposer_refused(error: NoCandidateError) -> None:
 @hookimpl
 def interposer_failed(plugin: str, distribution: str, reason: str) -> None:
     """Record the event ``interposer.failed``, an error."""
-    from interposer_otel import tracing
+    from interposer_otel import _tracing as tracing
 
     attributes = {
         "interposer.plugin": plugin,

@@ -1,0 +1,74 @@
+"""Opening what a path names: a model directory, or a file of a format that a plugin reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from interposer import CheckpointFile, Choice, Config, Request, current_registry, select
+from interposer.errors import (
+    FOREIGN_ERRORS,
+    CheckpointError,
+    InterposerError,
+    PluginError,
+    described,
+)
+from interposer.records import CheckpointEntry
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._tokenizer import TextTokenizer
+
+__all__ = ["config_source", "open_checkpoint", "tokenizer_of"]
+
+
+def open_checkpoint(
+    path: str | Path, config: Config
+) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
+    """Return the checkpoint at ``path``, and the choice of who reads it where that is a file.
+
+    Raises:
+        CheckpointError: it does not exist, is corrupt, or nobody reads such files.
+        PluginError: the plugin that reads such files failed.
+    """
+    file = Path(path)
+    if not file.is_file():
+        return Checkpoint.open(file), None
+    registry = current_registry(config)
+    suffix, known = file.suffix.lower(), registry.subjects("checkpoint")
+    if suffix not in known:
+        raise CheckpointError(
+            file,
+            "is not a directory",
+            "give the folder of a downloaded model, or a file that a plugin reads; those that are "
+            f"installed read: {', '.join(known) or 'none'}",
+        )
+    choice = select(Request("checkpoint", suffix), registry.candidates("checkpoint", suffix))
+    chosen = choice.chosen
+    assert isinstance(chosen.record, CheckpointEntry)
+    kind: type[CheckpointFile] = registry.load(chosen, chosen.record.target)
+    try:
+        return kind.open(file), choice
+    except InterposerError:
+        raise
+    except FOREIGN_ERRORS as error:
+        raise PluginError(
+            registry.owner(chosen).name,
+            chosen.origin,
+            f"{file} cannot be opened: {described(error)}",
+            "report it to its authors; it must raise CheckpointError for a corrupt file",
+        ) from error
+
+
+def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
+    """Return the file that the checkpoint's config stands in."""
+    if isinstance(checkpoint, CheckpointFile):
+        return checkpoint.path
+    return checkpoint.path / "config.json"
+
+
+def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
+    """Return the checkpoint's tokenizer.
+
+    Raises: CheckpointError: there is none, or it is not valid.
+    """
+    if isinstance(checkpoint, CheckpointFile):
+        return TextTokenizer.of_json(checkpoint.tokenizer(), checkpoint.path)
+    return TextTokenizer(checkpoint.path)

@@ -1,0 +1,199 @@
+"""Layers that get their weights together, and what they hold before and after.
+
+A layer is kept as it was built, on the meta device, so that its weights can come any number of
+times: when a checkpoint is loaded, and whenever they are renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from interposer import PluggableLayer
+from interposer.errors import CheckpointError
+from interposer_models._checkpoint.tensor_places import TensorPlace
+from interposer_ops.devices import host_memory
+
+__all__ = ["Filling", "LayerGroup", "State", "groups_of"]
+
+State = dict[str, Any]
+"""Attributes of a layer by name, without what every module has besides its parameters."""
+
+L = TypeVar("L", bound=nn.Module)
+
+# Hooks, submodules and the like are the model's, not part of what its weights decide.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_parameters", "_buffers"}
+
+
+class LayerGroup:
+    """Layers that share a parameter, mostly just one: filled and finalized together.
+
+    Attributes:
+        layers: in the order of the model.
+        places: where each of the tensors goes, by the name that checkpoints use.
+    """
+
+    def __init__(
+        self, layers: Iterable[PluggableLayer], places: Iterable[tuple[str, TensorPlace]]
+    ) -> None:
+        self.layers = tuple(layers)
+        self.places = dict(places)
+        self._built = [_mapped(_state(layer), {}) for layer in self.layers]
+
+    def states(self, parameters: dict[int, nn.Parameter]) -> list[State]:
+        """Return what each layer held when it was built, with these parameters instead.
+
+        Args:
+            parameters: by the ``id`` of the one that each replaces, wherever it is referred to.
+        """
+        return [_mapped(built, parameters) for built in self._built]
+
+    def finalize(self, filling: Filling) -> None:
+        """Take over the weights and prepare for inference."""
+        for layer, state in zip(self.layers, self._filled(filling), strict=True):
+            vars(layer).update(state)
+        # The last ones first: a head gives the table up that its embedding shares before that packs
+        # it, so that the plain one is not held besides.
+        for layer in reversed(self.layers):
+            layer.finalize()
+
+    def finalized(self, filling: Filling) -> list[State]:
+        """Return what each layer would hold with these weights; nothing is changed."""
+        copies = [_copied(*pair) for pair in zip(self.layers, self._filled(filling), strict=True)]
+        for copy in reversed(copies):
+            copy.finalize()
+        return [_state(copy) for copy in copies]
+
+    def _filled(self, filling: Filling) -> Iterator[State]:
+        """Yield the states with the parameters of ``filling``, which loses them.
+
+        Nobody but the layer refers to them then, so that they go when it drops them.
+        """
+        states = self.states(filling.parameters)
+        filling.parameters.clear()
+        while states:
+            yield states.pop(0)
+
+    def reset(self) -> None:
+        """Go back to the meta device, as the layers were built."""
+        for layer, state in zip(self.layers, self.states({}), strict=True):
+            for name in _state(layer).keys() - state.keys():
+                del vars(layer)[name]
+            vars(layer).update(state)
+
+
+class Filling:
+    """The parameters of a group in memory, as far as their tensors have come.
+
+    Attributes:
+        parameters: by the ``id`` of the one on the meta device.
+        missing: names of the tensors that have not come.
+        borrows: whether tensors stay as they are until the group is finalized, so that those need
+            no copy which nothing is kept of.
+    """
+
+    def __init__(self, group: LayerGroup, device: str, borrows: bool = False) -> None:
+        self.group = group
+        self.borrows = borrows
+        self.missing = set(group.places)
+        self.parameters: dict[int, nn.Parameter] = {}
+        for place in group.places.values():
+            if id(place.parameter) not in self.parameters:
+                self.parameters[id(place.parameter)] = _allocated(place.parameter, device)
+
+    def put(self, name: str, tensor: torch.Tensor, path: object) -> None:
+        """Copy a tensor to its place, or let it stand there.
+
+        Raises: CheckpointError: it came before, or has the wrong shape or kind of dtype.
+        """
+        if name not in self.missing:
+            raise CheckpointError(path, f"holds the tensor {name!r} twice")
+        place = self.group.places[name]
+        memory = self.parameters[id(place.parameter)]
+        if place.takes_any_form:
+            held = nn.Parameter(tensor.to(memory.device, copy=True), requires_grad=False)
+            self.parameters[id(place.parameter)] = held
+        elif self.borrows and place.can_borrow(tensor, memory.data):
+            self.parameters[id(place.parameter)] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            place.write(name, tensor, memory.data, path)
+        self.missing.remove(name)
+
+    def awaits(self, names: Collection[str] | None) -> bool:
+        """Say whether a tensor is missing that will come, where ``names`` are all; None: any."""
+        places = self.group.places
+        return any(
+            names is None or name in names or not places[name].is_optional for name in self.missing
+        )
+
+    def put_defaults(self) -> None:
+        """Fill what is missing and has a default."""
+        for name in sorted(self.missing):
+            place = self.group.places[name]
+            if place.is_optional:
+                place.write_default(self.parameters[id(place.parameter)].data)
+                self.missing.remove(name)
+
+
+def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) -> list[LayerGroup]:
+    """Return the groups of layers that share parameters, in the order of their first layers."""
+    members: dict[int, list[PluggableLayer]] = {}  # by the id of the group's first layer
+    owners: dict[int, int] = {}
+    for layer in layers:
+        keys = {id(p) for p in layer._parameters.values() if p is not None}
+        first, *others = sorted({owners[key] for key in keys if key in owners}) or [id(layer)]
+        members.setdefault(first, []).append(layer)
+        for other in others:
+            members[first] += members.pop(other)
+        owners |= dict.fromkeys(keys, first)
+        owners |= {key: first for key, owner in owners.items() if owner in others}
+    listed: dict[int, list[tuple[str, TensorPlace]]] = {first: [] for first in members}
+    for name, place in places.items():
+        listed[owners[id(place.parameter)]].append((name, place))
+    return [LayerGroup(each, listed[first]) for first, each in members.items()]
+
+
+def _state(layer: nn.Module) -> State:
+    return {name: held for name, held in vars(layer).items() if name not in _OF_EVERY_MODULE}
+
+
+def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
+    """Return a state with containers of its own and some parameters replaced."""
+
+    def replaced(held: object) -> object:
+        return parameters.get(id(held), held)
+
+    def mapped(held: Any) -> Any:
+        # Most is in no container, or in one of these, which a tree takes ten times as long to see.
+        kind = type(held)
+        if kind is dict:
+            return {key: mapped(value) for key, value in held.items()}
+        if kind is list or kind is tuple:
+            return kind(map(mapped, held))
+        if kind in _pytree.SUPPORTED_NODES or isinstance(held, tuple):
+            return _pytree.tree_map(replaced, held)
+        return replaced(held)
+
+    return {name: mapped(held) for name, held in state.items()}
+
+
+def _copied(layer: L, state: State) -> L:
+    """Return another layer of the same class, which shares nothing that a layer changes."""
+    copy = object.__new__(type(layer))
+    vars(copy).update(_mapped(vars(layer), {}), **state)
+    return copy
+
+
+def _allocated(parameter: nn.Parameter, device: str) -> nn.Parameter:
+    # Of a tensor without memory, empty_like would first import half a second of torch's compiler.
+    if torch.device(device).type == "cpu":
+        empty = host_memory.empty(parameter.shape, parameter.dtype)
+    else:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    memory = nn.Parameter(empty, requires_grad=False)
+    memory.__dict__.update(parameter.__dict__)
+    return memory

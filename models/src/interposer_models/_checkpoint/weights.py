@@ -1,0 +1,210 @@
+"""The weights of a model: loaded from a checkpoint, and exchanged for new ones later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import nn
+
+from interposer import PluggableLayer
+from interposer.errors import CheckpointError
+from interposer_models._checkpoint.layer_group import Filling, LayerGroup, groups_of
+from interposer_models._checkpoint.tensor_places import absent_biases, places_of
+from interposer_models._checkpoint.weight_update import Renewal
+from interposer_ops.devices import host_memory
+
+__all__ = ["Progress", "Weights"]
+
+Progress = Callable[[int], None]
+"""Told the bytes of every tensor that was placed."""
+
+# Some writers store tables that are derived from the config.
+_DERIVED = ("rotary_emb.inv_freq",)
+_LISTED = 5
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class Weights:
+    """Knows the place of every tensor of a model that was built on the meta device.
+
+    Attributes:
+        device: where parameters are allocated.
+    """
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self.device = device
+        layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
+        places, self._tied = places_of(layers)
+        self._absent = absent_biases(layers) - places.keys()
+        self._groups = groups_of(layers, places)
+        self._owners = {name: group for group in self._groups for name in group.places}
+
+    def load(
+        self,
+        tensors: Tensors,
+        path: object,
+        progress: Progress | None = None,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """Fill every layer and finalize it as soon as its tensors are there.
+
+        So the form in which a checkpoint stores weights, and the memory for it, is held for few
+        layers at a time. A tensor must stay as it is until its layer is finalized. Whatever is
+        raised, the model is on the meta device again.
+
+        Args:
+            names: of all tensors that will come, if known: then no layer waits for one that is
+                optional and will not come.
+        Raises: CheckpointError: a tensor is unknown, missing, stored twice, of the wrong shape or
+            kind of dtype, or holds what no weight can be computed with.
+        """
+        try:
+            with host_memory.reused():
+                self._load(tensors, path, progress, names)
+        except BaseException:
+            for group in self._groups:
+                group.reset()
+            raise
+        host_memory.trim()
+
+    @torch.no_grad()
+    def _load(
+        self,
+        tensors: Tensors,
+        path: object,
+        progress: Progress | None,
+        names: Collection[str] | None,
+    ) -> None:
+        fillings: dict[LayerGroup, Filling] = {}
+        waiting = dict.fromkeys(self._groups)
+        for name, tensor in tensors:
+            group = self._owner(name, tensor, path)
+            if group is not None:
+                if group not in waiting:
+                    raise CheckpointError(path, f"holds the tensor {name!r} twice")
+                filling = fillings.get(group)
+                if filling is None:
+                    filling = fillings[group] = Filling(group, self.device, borrows=True)
+                filling.put(name, tensor, path)
+                if not filling.awaits(names):
+                    filling.put_defaults()
+                    group.finalize(filling)
+                    del waiting[group], fillings[group]
+            if progress is not None:
+                progress(tensor.nbytes)
+        missing = [
+            name
+            for group in waiting
+            for name in (fillings[group].missing if group in fillings else group.places)
+            if not group.places[name].is_optional
+        ]
+        if missing:
+            raise CheckpointError(
+                path, f"lacks the tensor {_listed(missing)}", "copy the checkpoint again"
+            )
+        for group in waiting:
+            filling = fillings.pop(group, None) or Filling(group, self.device)
+            filling.put_defaults()
+            group.finalize(filling)
+
+    @torch.no_grad()
+    def update(self, tensors: Tensors, path: object) -> tuple[str, ...]:
+        """Exchange the weights of the layers that ``tensors`` name, all of them or none.
+
+        A layer gets all of its tensors together, those of the layers that it fuses included. What
+        it is to hold is computed first, layer by layer, and held beside the present weights until
+        the last one is there; nothing that can fail comes after that. Where it has the form of
+        what is held, it is written there, so that whoever keeps the operands keeps the right ones.
+
+        Returns: prefixes of layers for which it has another form, so that they got new operands.
+        Raises: CheckpointError: as ``load``, or only some tensors of a layer are given, or none at
+            all. Nothing was changed.
+        """
+        fillings: dict[LayerGroup, Filling] = {}
+        renewals: dict[LayerGroup, Renewal] = {}
+        tied: set[str] = set()
+        for name, tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(path, f"{name!r} is {type(tensor).__name__}, not a tensor")
+            group = self._owner(name, tensor, path)
+            if group is None:
+                tied |= {name} & self._tied.keys()
+                continue
+            if group in renewals:
+                raise CheckpointError(path, f"holds the tensor {name!r} twice")
+            filling = fillings.get(group)
+            if filling is None:
+                filling = fillings[group] = Filling(group, self.device)
+            filling.put(name, tensor.detach(), path)
+            if not filling.missing:
+                renewals[group] = Renewal.of(group, group.finalized(fillings.pop(group)))
+        for group, filling in fillings.items():
+            given = sorted(group.places.keys() - filling.missing)
+            filling.put_defaults()
+            if filling.missing:
+                raise CheckpointError(
+                    path,
+                    f"lacks the tensor {_listed(filling.missing)}, which goes together with "
+                    f"{_listed(given)}",
+                    "give all tensors of these layers in one update",
+                )
+            renewals[group] = Renewal.of(group, group.finalized(filling))
+        self._check_tied(tied, renewals, path)
+        if not renewals:
+            raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
+        _apply(list(renewals.values()))
+        renewed = [renewal for renewal in renewals.values() if renewal.pairs is None]
+        prefixes = tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
+        del renewals, renewed
+        host_memory.trim()
+        return prefixes
+
+    def _owner(self, name: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
+        """Return the group that a tensor belongs to, None if nobody needs it."""
+        group = self._owners.get(name)
+        if group is not None or name in self._tied or name.endswith(_DERIVED):
+            return group
+        if name not in self._absent:
+            raise CheckpointError(
+                path, f"holds the tensor {name!r}, which the model has no place for"
+            )
+        # Writers of GPTQ and AWQ give every layer a bias, of zeros where the model has none.
+        offsets = tensor.bool()
+        if offsets.any():
+            raise CheckpointError(
+                path,
+                f"holds the tensor {name!r}, {int(offsets.sum())} of whose {offsets.numel()} "
+                "numbers are not 0, but the model has no bias there",
+                "correct config.json if the layer has one",
+            )
+        return None
+
+    def _check_tied(
+        self, tied: Iterable[str], renewals: dict[LayerGroup, Renewal], path: object
+    ) -> None:
+        for name in sorted(tied):
+            used = self._tied[name]
+            if self._owners[used] not in renewals:
+                raise CheckpointError(
+                    path, f"holds {name!r}, which is tied to {used!r}", f"give {used!r} instead"
+                )
+
+
+@torch.inference_mode()  # in which tensors of either mode can be written
+def _apply(renewals: list[Renewal]) -> None:
+    try:
+        for renewal in renewals:
+            renewal.apply()
+    except BaseException:
+        # Cut off in the middle, the model would be half the old one and half the new one.
+        for renewal in renewals:
+            renewal.apply()
+        raise
+
+
+def _listed(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return ", ".join(map(repr, known[:_LISTED])) + more

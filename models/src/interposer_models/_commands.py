@@ -1,0 +1,132 @@
+"""The subcommand ``interposer run``.
+
+What is heavy is imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer_tools.options import (
+    AsJson,
+    Dtype,
+    Kernels,
+    Locked,
+    PlatformName,
+    Quantization,
+    policy,
+)
+
+if TYPE_CHECKING:
+    from interposer import Config
+    from interposer_models._language_model import LanguageModel
+
+__all__ = ["run"]
+
+
+def run(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A model directory, or a file that a plugin reads.")
+    ],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with the model, and say how fast it went."""
+    from interposer_models._engine.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    started = time.perf_counter()
+    lm = _load(model_dir, dtype, quantization, policy(kernel, platform, locked))
+    load_s = time.perf_counter() - started
+
+    text: list[str] = []
+    arrivals: list[float] = []
+    token_ids: list[int] = []
+    reason: str | None = None
+    started = time.perf_counter()
+    for delta in lm.stream(prompt, params):
+        arrivals.append(time.perf_counter() - started)
+        text.append(delta.text)
+        token_ids.append(delta.token_id)
+        reason = delta.finish_reason
+        if not as_json:
+            print(delta.text, end="", flush=True)
+
+    figures = {"load_s": load_s, **_speed(arrivals), **_memory(lm)}
+    if as_json:
+        facts = {"text": "".join(text), "token_ids": token_ids, "finish_reason": reason, **figures}
+        print(json.dumps(facts, indent=2))
+    else:
+        print()
+        if reason == "length" and len(token_ids) < max_new_tokens:
+            reason = (
+                f"length: the context of {lm.engine.model.config.max_position_embeddings} is full"
+            )
+        print(_summary(len(token_ids), reason, figures), file=sys.stderr)
+
+
+def _load(path: Path, dtype: str, quantization: str | None, config: Config) -> LanguageModel:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from interposer_models._loader import load
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return load(
+            path,
+            dtype,
+            config=config,
+            max_sequences=1,
+            quantization=quantization,
+            progress=advance,
+        )
+
+
+def _speed(arrivals: list[float]) -> dict[str, float]:
+    """Return seconds to the first token and tokens per second after it."""
+    span = arrivals[-1] - arrivals[0]
+    rate = (len(arrivals) - 1) / span if span > 0 else 0.0
+    return {"time_to_first_token_s": arrivals[0], "tokens_per_second": rate}
+
+
+def _memory(lm: LanguageModel) -> dict[str, int]:
+    placement = lm.placement
+    if not placement.platform.provides("peak_memory_bytes"):
+        return {}
+    peak = placement.platform.peak_memory_bytes(placement.device.torch_device)
+    return {"peak_memory_bytes": peak}
+
+
+def _summary(count: int, reason: object, figures: dict[str, Any]) -> str:
+    parts = [
+        f"{count} tokens ({reason})",
+        f"loaded in {figures['load_s']:.2f} s",
+        f"first token after {figures['time_to_first_token_s'] * 1e3:.0f} ms",
+        f"then {figures['tokens_per_second']:.1f} tokens/s",
+    ]
+    if "peak_memory_bytes" in figures:
+        parts.append(f"peak memory {figures['peak_memory_bytes'] / 2**20:.0f} MiB")
+    return ", ".join(parts)

@@ -1,0 +1,118 @@
+"""Decode steps as graphs: one for each bucket, captured when it is first wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from interposer import Verdict
+from interposer.errors import FOREIGN_ERRORS, ConfigError, GraphError, described
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.graph_batch import GraphBatch
+from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
+from interposer_ops.devices.graphs import judge_compilation
+
+__all__ = ["Capture", "DecodeGraphs", "Step"]
+
+Step = Callable[[StepBatch], torch.Tensor]
+"""From a batch to a row of results per token."""
+
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
+"""``Platform.capture_graph``."""
+
+
+class DecodeGraphs:
+    """Runs a step of one token per sequence through the graph of its bucket.
+
+    Attributes:
+        compiled: accepts, or says why this model runs without graphs though it was to have some:
+            torch.compile has a part in it, which may capture graphs itself.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        capture: Capture,
+        buckets: GraphBuckets,
+        *,
+        page_size: int,
+        spare_pages: Sequence[int],
+        device: str,
+        model: nn.Module | None = None,
+        required: bool = False,
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            step: what is captured; it must read nothing but its arguments and what never moves.
+            capture: of the platform.
+            spare_pages: pages of the cache that no sequence is given, see ``pages_for``.
+            model: what ``step`` calls, to be looked at before each capture.
+            required: what cannot be captured raises.
+        """
+        self.buckets = buckets
+        self.compiled = Verdict.accept()
+        self._step = step
+        self._capture = capture
+        self._memory = (page_size, [*spare_pages], device)
+        self._model = model
+        self._required = required
+        self._graphs: dict[Bucket, tuple[GraphBatch, Callable[[], object]]] = {}
+
+    def __len__(self) -> int:
+        """Return how many graphs are captured."""
+        return len(self._graphs)
+
+    @staticmethod
+    def pages_for(buckets: GraphBuckets, page_size: int) -> int:
+        """Return how many spare pages padding needs."""
+        return -(-buckets.sizes[-1] // page_size)
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Return what ``step`` would, through a graph where one fits.
+
+        What is returned is overwritten by the next step.
+
+        Raises:
+            GraphError: the step cannot be captured.
+            ConfigError: graphs are required, and torch.compile has a part in the model.
+        """
+        paged = batch.attention
+        decodes = paged.max_query_tokens == 1 and len(batch.token_ids) == len(paged.seq_lens)
+        bucket = self.buckets.bucket_for(*paged.page_table.shape) if decodes else None
+        if bucket is None:
+            return self._step(batch)
+        if bucket not in self._graphs:
+            self.compiled = self._judge()
+            if not self.compiled:
+                return self._step(batch)
+            self._graphs[bucket] = self._captured(bucket)
+        held, replay = self._graphs[bucket]
+        count = held.fill(batch)
+        results = replay()
+        assert isinstance(results, torch.Tensor)
+        return results[:count]
+
+    def forget(self) -> None:
+        """Drop all graphs, since what they read has moved; they are captured again when wanted."""
+        self._graphs.clear()
+
+    def _judge(self) -> Verdict:
+        verdict = Verdict.accept() if self._model is None else judge_compilation(self._model)
+        if self._required and not verdict:
+            raise ConfigError(f"graphs='on' was asked for, but {verdict.reason}")
+        return verdict
+
+    def _captured(self, bucket: Bucket) -> tuple[GraphBatch, Callable[[], object]]:
+        held = GraphBatch(bucket, *self._memory)
+        try:
+            replay = self._capture(lambda: self._step(held.step))
+        except FOREIGN_ERRORS as error:
+            raise GraphError(
+                f"a decode step of {bucket.num_sequences} sequences could not be captured, though "
+                f"all that runs in it promises to be graph_safe: {described(error)}. "
+                "Try: Config(graphs='off')"
+            ) from error
+        return held, replay

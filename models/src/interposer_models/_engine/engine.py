@@ -1,0 +1,264 @@
+"""The runner: schedules, computes and samples, one step at a time."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from interposer.errors import RequestError
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.decode_graphs import Capture, DecodeGraphs
+from interposer_models._engine.graph_buckets import GraphBuckets
+from interposer_models._engine.pages import PagePool
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.scheduler import Chunk, Scheduler
+from interposer_models._engine.sequence import Sequence
+from interposer_ops.devices.host_memory import cache_memory
+from interposer_ops.layers.sampler import Sampler, SamplingBatch
+
+__all__ = ["Engine", "Event"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A new token of a sequence, with its natural-log probability."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: float
+
+
+class Engine:
+    """Runs any number of requests over one model and one paged cache. Not thread-safe.
+
+    Attributes:
+        graphs: through which steps that only decode run; None without.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        sampler: Sampler,
+        device: str,
+        *,
+        stop_token_ids: frozenset[int],
+        page_size: int,
+        num_pages: int,
+        max_sequences: int,
+        max_step_tokens: int,
+        capture: Capture | None = None,
+        graphs_required: bool = False,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            capture: of the platform, where decode steps are to be graphs.
+            graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
+        """
+        self.model = model
+        self.sampler = sampler
+        self.device = device
+        self.stop_token_ids = stop_token_ids
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
+        self.backends = [layer.backend for layer in model.attention_layers]
+        self.graphs: DecodeGraphs | None = None
+        spare_pages = range(0)
+        if capture is not None:
+            tokens = min(model.config.max_position_embeddings, num_pages * page_size)
+            # What a graph reads must not move, so that the table has to be whole from the start.
+            model.model.reserve_positions(tokens, device)
+            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(tokens))
+            num_spare = DecodeGraphs.pages_for(buckets, page_size)
+            spare_pages = range(num_pages, num_pages + num_spare)
+            self.graphs = DecodeGraphs(
+                lambda batch: self.forward(batch, None),
+                capture,
+                buckets,
+                page_size=page_size,
+                spare_pages=spare_pages,
+                device=device,
+                model=model,
+                required=graphs_required,
+            )
+        num_pages += len(spare_pages)
+        shared = {
+            backend: iter(backend.kv_layout().allocate(count, num_pages, device, cache_memory))
+            for backend, count in Counter(self.backends).items()
+        }
+        self.caches = [next(shared[backend]) for backend in self.backends]
+        self._ids = itertools.count()
+
+    def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
+        """Queue a request; it joins the batch at the next step that has room.
+
+        Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
+            a new token in the model's context or in the cache.
+        """
+        tokens = self.checked_tokens(prompt)
+        context = self.model.config.max_position_embeddings
+        if len(tokens) >= context:
+            raise RequestError(
+                f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
+                f"hold at least one new token besides. Try: shorten it to {context - 1}"
+            )
+        self.pool.check(min(len(tokens) + params.max_new_tokens, context))
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        sequence = Sequence(next(self._ids), tokens, params, seed)
+        self.scheduler.add(sequence)
+        return sequence
+
+    @property
+    def busy(self) -> bool:
+        """Say whether any request is unfinished."""
+        return self.scheduler.busy
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request early and free what it holds; one that has ended stays as it is."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "cancelled"
+            self.scheduler.remove(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Compute the next step and return its new tokens.
+
+        None come while prompts are computed in chunks, nor when there is nothing to do; ``busy``
+        tells the two apart.
+        """
+        chunks = self.scheduler.next_step()
+        if not chunks:
+            return []
+        batch = StepBatch.build(chunks, self.pool.page_size, self.device)
+        sampled = [chunk for chunk in chunks if chunk.is_last]
+        rows = None  # a step of decodes alone needs every token
+        if len(sampled) < batch.token_ids.shape[0]:
+            rows = batch.attention.query_starts[1:][[chunk.is_last for chunk in chunks]] - 1
+        if rows is None and self.graphs is not None:
+            logits = self.graphs.run(batch)
+        else:
+            logits = self.forward(batch, rows)
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+        return self._sample(sampled, logits) if sampled else []
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Items[int]) -> torch.Tensor:
+        """Return the logits after every token, ``[T, V]`` float32.
+
+        Raises: RequestError: as ``add``, though a full context is allowed.
+        """
+        tokens = self.checked_tokens(token_ids)
+        context = self.model.config.max_position_embeddings
+        if len(tokens) > context:
+            raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
+        sequence = Sequence(next(self._ids), tokens, SamplingParams(), seed=0)
+        self.pool.check(len(sequence))
+        if not self.pool.extend(sequence.pages, len(sequence)):
+            raise RequestError("The cache is full of running requests. Try: finish or cancel some")
+        try:
+            chunk = Chunk(sequence, len(sequence))
+            batch = StepBatch.build([chunk], self.pool.page_size, self.device)
+            return self.forward(batch, None).float()
+        finally:
+            self.pool.release(sequence.pages)
+
+    def forward(self, batch: StepBatch, rows: torch.Tensor | None) -> torch.Tensor:
+        """Return the model's logits for ``batch``; layers that share a backend share its plan."""
+        decoder = self.model.model
+        # A graph has room for whole pages, of which the last may reach beyond the context.
+        needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
+        if needed > len(decoder.cos):
+            decoder.reserve_positions(needed, self.device)
+        plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
+        return self.model(  # type: ignore[no-any-return]
+            batch.token_ids,
+            batch.positions,
+            self.caches,
+            [plans[id(backend)] for backend in self.backends],
+            rows,
+        )
+
+    def checked_tokens(self, token_ids: Items[int]) -> list[int]:
+        """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.
+
+        Whatever Python takes for an index is an integer here, such as those of arrays.
+        """
+        if isinstance(token_ids, bytes) or not hasattr(token_ids, "__iter__"):
+            raise RequestError(
+                f"The prompt is {token_ids!r}, must be a text or a list of token ids"
+            )
+        tokens = [_integer(token_id) for token_id in token_ids]
+        if not tokens:
+            raise RequestError("The prompt is empty. Try: give at least one token")
+        size = self.model.config.vocab_size
+        for token_id in tokens:
+            if not 0 <= token_id < size:
+                raise RequestError(f"Token id {token_id} is outside the vocabulary of {size}")
+        return tokens
+
+    def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
+        sequences = [chunk.sequence for chunk in chunks]
+        tokens, logprobs = self.sampler(logits, self._sampling_batch(sequences))
+        events = []
+        for sequence, token, logprob in zip(
+            sequences, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
+            sequence.output.append(token)
+            sequence.logprobs.append(logprob)
+            self._finish(sequence, token)
+            events.append(Event(sequence, token, logprob))
+        return events
+
+    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        params = [sequence.params for sequence in sequences]
+        if all(p.takes_likeliest for p in params):
+            return SamplingBatch.greedy(len(params), self.device)
+        return SamplingBatch.build(
+            temperature=[p.temperature for p in params],
+            top_k=[p.top_k for p in params],
+            top_p=[p.top_p for p in params],
+            min_p=[p.min_p for p in params],
+            seeds=[sequence.seed for sequence in sequences],
+            steps=[len(sequence.output) for sequence in sequences],
+            repetition=[p.repetition_penalty for p in params],
+            presence=[p.presence_penalty for p in params],
+            frequency=[p.frequency_penalty for p in params],
+            prompts=[sequence.prompt for sequence in sequences],
+            outputs=[sequence.output for sequence in sequences],
+            vocab_size=self.model.config.vocab_size,
+            device=self.device,
+        )
+
+    def _finish(self, sequence: Sequence, token: int) -> None:
+        params = sequence.params
+        if token in params.stop_token_ids or (
+            token in self.stop_token_ids and not params.ignore_eos
+        ):
+            sequence.finish_reason = "stop"
+        elif (
+            len(sequence.output) >= params.max_new_tokens
+            or len(sequence) >= self.model.config.max_position_embeddings
+        ):
+            sequence.finish_reason = "length"
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
+
+
+def _integer(token_id: object) -> int:
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise RequestError(
+        f"Token id {token_id!r} is not an integer. Try: lm.tokenizer.encode(text), or one prompt "
+        "after the other"
+    )

@@ -1,0 +1,43 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from interposer_models._engine.sampling_params import SamplingParams
+
+__all__ = ["FinishReason", "Sequence"]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt, output and cache state of one request.
+
+    Attributes:
+        num_computed: tokens whose keys and values are in the cache.
+        seed: of this request's noise, drawn if the parameters name none.
+        pages: cache pages that it holds, in order.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at positions ``start`` to ``stop - 1`` of prompt and output."""
+        split = len(self.prompt)
+        if start >= split:
+            return self.output[start - split : stop - split]
+        return self.prompt[start:stop] + self.output[: max(0, stop - split)]

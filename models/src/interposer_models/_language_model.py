@@ -1,0 +1,246 @@
+"""The front door: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from interposer import Planned, Verdict
+from interposer.errors import RequestError
+from interposer_models._checkpoint.weights import Weights
+from interposer_models._engine import sequence as sequences
+from interposer_models._engine.engine import Engine
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._tokenizer import Detokenizer, TextTokenizer
+
+__all__ = ["Completion", "Delta", "LanguageModel"]
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a request produced.
+
+    Attributes:
+        token_ids: new tokens, an ending one included.
+        logprobs: natural-log probability of each, after penalties, before temperature and
+            truncation.
+        finish_reason: ``"stop"`` for an end token or stop text, ``"length"`` for a limit.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: sequences.FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next token of a stream, with the text that it completes, perhaps none yet."""
+
+    text: str
+    token_id: int
+    logprob: float
+    finish_reason: sequences.FinishReason | None
+
+
+class LanguageModel:
+    """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights
+    ) -> None:
+        self.engine = engine
+        self.weights = weights
+        self.tokenizer = tokenizer
+        self.resolver = plan.resolver
+        self.placement = plan.placement
+        self.path = plan.path
+        self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
+        self._graphs: Verdict | None = getattr(plan, "graphs", None)
+
+    @property
+    def graphs(self) -> Verdict | None:
+        """Whether decode steps run as graphs; None where nobody asks for it."""
+        running = self.engine.graphs
+        return self._graphs if running is None or running.compiled else running.compiled
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[Completion]:
+        """Return the completion of each prompt, in order; all run as one continuous batch.
+
+        Args:
+            prompts: a text, or a sequence of texts or of lists of token ids.
+            params: for all prompts, or one for each.
+            **settings: fields of ``SamplingParams``, instead of ``params``.
+        Raises: RequestError: a prompt or parameter is unusable; then none was run.
+        """
+        if not hasattr(prompts, "__iter__"):
+            raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
+        texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        chosen = _params(params, settings, len(texts))
+        streams: list[_Stream] = []
+        try:
+            for prompt, own in zip(texts, chosen, strict=True):
+                streams.append(self._start(prompt, own))
+            while not all(stream.ended for stream in streams):
+                self.engine.step()
+                for stream in streams:
+                    self._read(stream)
+        finally:
+            for stream in streams:
+                self.engine.cancel(stream.sequence)
+        return [stream.completion() for stream in streams]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
+    ) -> Iterator[Delta]:
+        """Yield the completion of ``prompt`` token by token; closing the iterator cancels it.
+
+        Raises: RequestError: at the call, before the first token.
+        """
+        deltas = self._deltas(self._start(prompt, _params(params, settings, 1)[0]))
+        next(deltas)  # a generator that never ran would not cancel when it is closed
+        return cast(Iterator[Delta], deltas)
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after every token, ``[T, V]`` float32."""
+        return self.engine.logits(token_ids)
+
+    def update_weights(
+        self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[str, ...]:
+        """Exchange weights for new ones, of all layers or of some; all that are given or none.
+
+        The layers that a tensor belongs to get all of their tensors in one call: the scales and
+        zero points of quantized ones, and those of all layers that run as one product. They are
+        prepared as when they were loaded, and held beside the present ones until the call ends.
+
+        Args:
+            tensors: by the names, and in the formats, of the checkpoint; on any device.
+        Returns: prefixes of layers whose operands could not be written in place, because what is
+            held now has another form. Graphs that were captured with them are captured again.
+        Raises:
+            RequestError: a request is unfinished, and its cache was computed with other weights.
+            CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
+                unusable, or not given though others of its layer are. Nothing was changed.
+        """
+        if self.engine.busy:
+            raise RequestError(
+                "Weights cannot be exchanged while requests are unfinished: their cached keys and "
+                "values belong to the present ones. Try: finish or cancel them first"
+            )
+        items = tensors.items() if isinstance(tensors, Mapping) else tensors
+        moved = self.weights.update(items, f"update of {self.path}")
+        if moved and self.engine.graphs is not None:
+            self.engine.graphs.forget()
+        return moved
+
+    def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
+        if isinstance(prompt, str):
+            # An empty text is no prompt, though a tokenizer may put a special token in front.
+            prompt = self.tokenizer.encode(prompt) if prompt else []
+        return _Stream(self.engine.add(prompt, params), self.tokenizer)
+
+    def _deltas(self, stream: _Stream) -> Iterator[Delta | None]:
+        """Yield None once, then the deltas."""
+        try:
+            yield None
+            while not stream.ended:
+                if not stream.num_unread:
+                    self.engine.step()
+                yield from self._read(stream)
+        finally:
+            self.engine.cancel(stream.sequence)
+
+    def _read(self, stream: _Stream) -> list[Delta]:
+        deltas = []
+        while stream.num_unread and not stream.ended:
+            deltas.append(stream.read())
+        if stream.ended:
+            self.engine.cancel(stream.sequence)
+        return deltas
+
+
+class _Stream:
+    """A reader of a sequence, with the text so far, cut at the first stop text.
+
+    It reads from the sequence, not from a step's events, because any request's step may compute
+    tokens of all others.
+    """
+
+    def __init__(self, sequence: sequences.Sequence, tokenizer: TextTokenizer) -> None:
+        self.sequence = sequence
+        self.text = ""
+        self.stopped = False
+        self._num_read = 0
+        self._sent = 0
+        self._detokenizer = Detokenizer(tokenizer)
+
+    @property
+    def ended(self) -> bool:
+        return self._reason() is not None
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.sequence.output) - self._num_read
+
+    def read(self) -> Delta:
+        """Take the sequence's next token and return what it adds to the text."""
+        token_id = self.sequence.output[self._num_read]
+        logprob = self.sequence.logprobs[self._num_read]
+        self._num_read += 1
+        self.text += self._detokenizer.push(token_id, last=self.ended)
+        found = [at for stop in self.sequence.params.stop if (at := self.text.find(stop)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = True
+        end = len(self.text) if self.ended else self._safe_end()
+        new, self._sent = self.text[self._sent : end], max(self._sent, end)
+        return Delta(new, token_id, logprob, self._reason())
+
+    def completion(self) -> Completion:
+        """Return everything that was produced."""
+        reason = self._reason()
+        assert reason is not None
+        sequence = self.sequence
+        return Completion(self.text, tuple(sequence.output), tuple(sequence.logprobs), reason)
+
+    def _reason(self) -> sequences.FinishReason | None:
+        if self.stopped:
+            return "stop"
+        return None if self.num_unread else self.sequence.finish_reason
+
+    def _safe_end(self) -> int:
+        """Return the end of the text that no stop text can still reach back into."""
+        longest = max(map(len, self.sequence.params.stop), default=1) - 1
+        for length in range(min(longest, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-length:]) for stop in self.sequence.params.stop):
+                return len(self.text) - length
+        return len(self.text)
+
+
+def _params(
+    params: SamplingParams | Sequence[SamplingParams] | None, settings: dict[str, Any], count: int
+) -> list[SamplingParams]:
+    if params is not None and settings:
+        raise RequestError(f"Give either params or single settings, not both: {sorted(settings)}")
+    if params is None:
+        return [SamplingParams(**settings)] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    given = list(params) if isinstance(params, Sequence) else [params]
+    for one in given:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(f"params holds {one!r}, must be SamplingParams, one or a list")
+    if len(given) != count:
+        raise RequestError(f"{len(given)} params were given for {count} prompts")
+    return given

@@ -1,0 +1,230 @@
+"""From a model directory to a model that runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interposer import (
+    Config,
+    Placement,
+    Resolver,
+    Rule,
+    Site,
+    current_registry,
+    effective_config,
+    place,
+)
+from interposer.errors import ConfigError, UnknownNameError
+from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
+from interposer_models._checkpoint.weights import Weights
+from interposer_models._decoder.config import DecoderConfig
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._engine.engine import Engine
+from interposer_models._language_model import LanguageModel
+from interposer_models._online_quantization import quantization_settings
+from interposer_models._tokenizer import stop_tokens
+from interposer_ops.devices.graphs import judge_graphs
+from interposer_ops.layers.sampler import Sampler
+
+__all__ = ["Plan", "load", "plan"]
+
+PAGE_TOKENS = 16
+DTYPES = ("float32", "bfloat16", "float16")
+_SAMPLER = "sampler"
+
+
+class Plan:
+    """A model built on the meta device: every choice is made, no weight is read.
+
+    Attributes:
+        graphs: whether decode steps become graphs; None where nobody asks for it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str | torch.dtype,
+        config: Config,
+        placement: Placement | None = None,
+        quantization: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.checkpoint, opened = open_checkpoint(path, config)
+        self.path = self.checkpoint.path
+        self.quantization = quantization
+        self.decoder = DecoderConfig.parse(self.checkpoint.config, config_source(self.checkpoint))
+        self.placement = placement or place(config)
+        platform, choice = self.placement.platform, self.placement.choice
+        if platform.provides("default_kernels"):
+            defaults = {op: Rule(prefer=(name,)) for op, name in platform.default_kernels().items()}
+            config = config.model_copy(update={"kernels": {**defaults, **config.kernels}})
+        self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
+        self.resolver = Resolver(
+            current_registry(config),
+            self.placement.device,
+            config,
+            trusted=frozenset({choice.chosen.provider}),
+            described=self.placement.described,
+        )
+        self.resolver.record(choice)
+        if opened is not None:
+            self.resolver.record(opened)
+        settings = quantization_settings(
+            quantization, self.decoder.quantization_config, self.resolver.registry, self.path
+        )
+        if settings is not None:
+            self.resolver.choose_scheme(settings)
+        site = Site(self.resolver, "", self.dtype)
+        with torch.device("meta"):
+            self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
+            self.sampler = Sampler(site.at(_SAMPLER), self.decoder.vocab_size)
+        self.resolver.check_places()
+        # Tokens are drawn outside of the graph: how, changes with every request.
+        self.graphs = judge_graphs(self.resolver, self.placement, frozenset({_SAMPLER}))
+
+
+def plan(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    platform: str | None = None,
+    config: Config | None = None,
+    *,
+    quantization: str | Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return what ``load`` would build, without reading weights; ``explain`` takes it as well."""
+    return Plan(path, dtype, _policy(platform, config), quantization=quantization)
+
+
+def load(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    platform: str | None = None,
+    config: Config | None = None,
+    *,
+    quantization: str | Mapping[str, Any] | None = None,
+    cache_tokens: int | None = None,
+    max_sequences: int = 64,
+    max_step_tokens: int = 2048,
+    progress: Callable[[int, int], None] | None = None,
+) -> LanguageModel:
+    """Load a Hugging Face model directory, or a file that a plugin reads, ready to generate.
+
+    Args:
+        dtype: to compute in; ``"auto"`` takes the checkpoint's where the platform offers it, else
+            the platform's preferred one.
+        platform: name of the platform; None leaves it to the selection.
+        config: policy for this model, above every other source.
+        quantization: a method by which plain weights are quantized while they load, such as
+            ``"fp8"``, or its settings with the name as ``quant_method``.
+        cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
+            contexts need, within a quarter of the device's free memory.
+        max_sequences: how many requests run at once; more wait.
+        max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
+        progress: told ``(bytes done, bytes in all)`` while weights load.
+    Raises:
+        CheckpointError: the directory is incomplete or contradicts itself.
+        UnsupportedModelError: nothing here implements the architecture.
+        UnknownNameError: a name is not known; the text lists the known ones.
+        NoCandidateError: nothing that is installed can serve a part of the model.
+        ConfigError: a size is not a positive integer, the cache exceeds the free memory, a
+            quantized checkpoint is to be quantized by another method, or graphs are asked for
+            that cannot be.
+    """
+    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+    if cache_tokens is not None:
+        sizes["cache_tokens"] = cache_tokens
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
+    start = time.time_ns()
+    planned = plan(path, dtype, platform, config, quantization=quantization)
+    if cache_tokens is not None:
+        _check_cache(planned, cache_tokens)
+    required = planned.resolver.config.graphs == "on"
+    if required and planned.graphs is not None and not planned.graphs:
+        raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+    checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
+    tokenizer = tokenizer_of(checkpoint)
+    total, done = checkpoint.num_bytes, 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    weights = Weights(planned.model, device)
+    weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
+    planned.model.finalize(device)
+    if cache_tokens is None:
+        cache_tokens = _cache_tokens(planned, max_sequences)
+    engine = Engine(
+        planned.model,
+        planned.sampler,
+        device,
+        stop_token_ids=stop_tokens(checkpoint.path, checkpoint.config),
+        page_size=PAGE_TOKENS,
+        num_pages=-(-cache_tokens // PAGE_TOKENS),
+        max_sequences=max_sequences,
+        max_step_tokens=max_step_tokens,
+        capture=planned.placement.platform.capture_graph if planned.graphs else None,
+        graphs_required=required,
+    )
+    planned.resolver.registry.plugins.observe(
+        "interposer_finished",
+        activity="load",
+        subject=str(checkpoint.path),
+        start_ns=start,
+        end_ns=time.time_ns(),
+        facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
+    )
+    return LanguageModel(engine, tokenizer, planned, weights)
+
+
+def _policy(platform: str | None, config: Config | None) -> Config:
+    policy = effective_config(config)
+    if platform is None:
+        return policy
+    return policy.model_copy(update={"platform": Rule(pin=platform)})
+
+
+def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
+    offered = placement.platform.dtypes(placement.device.torch_device)
+    name = str(wanted).removeprefix("torch.")
+    if name == "auto":
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in offered}
+        return by_name.get(stored, offered[0])
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", name, (*DTYPES, "auto"))
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype not in offered:
+        listed = [str(d).removeprefix("torch.") for d in offered]
+        where = f"on platform {placement.platform.name!r}"
+        raise UnknownNameError("dtype", name, listed, where=where)
+    return dtype
+
+
+def _cache_tokens(planned: Plan, max_sequences: int) -> int:
+    wanted = max_sequences * planned.decoder.max_position_embeddings
+    return max(PAGE_TOKENS, min(wanted, _tokens_that_fit(planned) // 4))
+
+
+def _tokens_that_fit(planned: Plan) -> int:
+    """Return how many cached tokens would fill all memory that is free on the device."""
+    layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
+    page_bytes = sum(layout.page_bytes() for layout in layouts)
+    device = planned.placement.device.torch_device
+    return planned.placement.platform.memory(device).free_bytes * PAGE_TOKENS // page_bytes
+
+
+def _check_cache(planned: Plan, cache_tokens: int) -> None:
+    fitting = _tokens_that_fit(planned)
+    if cache_tokens > fitting:
+        raise ConfigError(
+            f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
+            f"Try: load(..., cache_tokens={fitting // 4})"
+        )

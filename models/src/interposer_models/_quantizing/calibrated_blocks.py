@@ -1,0 +1,165 @@
+"""Running a model block by block over calibration text, each block quantized before the next runs.
+
+One block is in memory at a time, and the hidden states of all sequences.
+Dimensions: T tokens of a sequence, H hidden size, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from interposer import PluggableLayer
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.sequence import Sequence as Request
+from interposer_models._loader import PAGE_TOKENS, Plan
+from interposer_models._quantizing.tensor_source import TensorSource
+from interposer_ops.devices.host_memory import cache_memory
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.decoder_block import DecoderBlock
+from interposer_ops.layers.linear import Linear
+from interposer_quantization.writing import SecondMoments
+
+__all__ = ["CalibratedBlocks"]
+
+Rounder = Callable[[Mapping[str, torch.Tensor], torch.Tensor], list[torch.Tensor]]
+"""Of the weights ``[O, I]`` of layers that run as one product, by name, and the second moments of
+their inputs ``[I, I]``, returns the float32 weights that they stand for once they are quantized."""
+
+
+class CalibratedBlocks:
+    """The blocks of a plain model in float32, and the hidden states between two of them.
+
+    Args:
+        planned: of dtype float32; its blocks are used up.
+        sequences: token ids, all of one length.
+    """
+
+    def __init__(
+        self, planned: Plan, source: TensorSource, sequences: Sequence[Sequence[int]]
+    ) -> None:
+        self._decoder = planned.model.model
+        self._source = source
+        self._device = planned.placement.device.torch_device
+        num_tokens = len(sequences[0])
+        num_pages = -(-num_tokens // PAGE_TOKENS)
+        request = Request(0, list(sequences[0]), SamplingParams(), 0, pages=list(range(num_pages)))
+        # Positions and places in the cache are the same for all sequences.
+        self._batch = StepBatch.build([Chunk(request, num_tokens)], PAGE_TOKENS, self._device)
+        self._num_pages = num_pages
+        self._decoder.reserve_positions(num_tokens, self._device)
+        self._load(self._decoder.embed_tokens)
+        self._decoder.embed_tokens.finalize()
+        with torch.inference_mode():
+            self._hidden = [
+                self._decoder.embed_tokens(torch.tensor(ids, device=self._device))
+                for ids in sequences
+            ]
+        del self._decoder.embed_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the model has."""
+        return len(self._decoder.layers)
+
+    @torch.inference_mode()
+    def quantize(self, index: int, names: Iterable[str], rounder: Rounder) -> None:
+        """Quantize the layers of a block that are named, in the order in which they run.
+
+        The inputs of each are those that it gets from the ones before it, quantized already. Call
+        it for every block in turn.
+        """
+        block = self._loaded_block(index)
+        quantized = set(names)
+        for layer in [module for module in block.modules() if isinstance(module, Linear)]:
+            parts = _part_names(layer)
+            if parts[0] not in quantized:
+                continue
+            weight, bias = layer.operands
+            moments = SecondMoments(layer.in_features, self._device)
+
+            def observed(
+                x: torch.Tensor,
+                weight: torch.Tensor,
+                bias: torch.Tensor | None,
+                moments: SecondMoments = moments,
+            ) -> torch.Tensor:
+                moments.add(x.flatten(0, -2))
+                return functional.linear(x, weight, bias)
+
+            layer.kernel = observed
+            for hidden in self._hidden:
+                self._run(block, index, hidden)
+            layer.kernel = functional.linear
+            rows = weight.split(list(layer.parts.values()))
+            rounded = rounder(dict(zip(parts, rows, strict=True)), moments.mean())
+            layer.operands = torch.cat(rounded), bias
+        self._advance(block, index)
+
+    @torch.inference_mode()
+    def skip(self, index: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Run a block that was quantized before, whose layers stand for these weights."""
+        block = self._loaded_block(index)
+        for layer in [module for module in block.modules() if isinstance(module, Linear)]:
+            parts = _part_names(layer)
+            if parts[0] in weights:
+                whole = torch.cat([weights[name] for name in parts])
+                layer.operands = whole.to(self._device), layer.operands[1]
+        self._advance(block, index)
+
+    def _loaded_block(self, index: int) -> DecoderBlock:
+        """Return a block whose linear layers compute with plain weights that can be exchanged."""
+        block = self._decoder.layers[index]
+        assert isinstance(block, DecoderBlock)
+        self._load(block)
+        for layer in block.modules():
+            if isinstance(layer, Linear):
+                layer.kernel = functional.linear
+                layer.operands = layer.get_parameter("weight"), layer._parameters["bias"]
+            elif isinstance(layer, PluggableLayer):
+                layer.finalize()
+        return block
+
+    def _advance(self, block: DecoderBlock, index: int) -> None:
+        """Replace the hidden states by those after the block, and free it."""
+        for place, hidden in enumerate(self._hidden):
+            output, residual = self._run(block, index, hidden)
+            self._hidden[place] = residual + output
+        self._decoder.layers[index] = nn.Module()
+
+    def _run(
+        self, block: DecoderBlock, index: int, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
+        (attention,) = (module for module in block.modules() if isinstance(module, Attention))
+        backend = attention.backend
+        (cache,) = backend.kv_layout().allocate(1, self._num_pages, self._device, cache_memory)
+        positions = self._batch.positions
+        cos, sin = self._decoder.cos[positions], self._decoder.sin[positions]
+        plan = backend.plan(self._batch.attention)
+        return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
+
+    def _load(self, module: nn.Module) -> None:
+        """Fill the parameters of all layers in ``module`` from the checkpoint."""
+        for layer in module.modules():
+            if not isinstance(layer, PluggableLayer):
+                continue
+            names = _part_names(layer) if isinstance(layer, Linear) else [layer.prefix]
+            for name, parameter in list(layer._parameters.items()):
+                if parameter is not None:
+                    stored = getattr(parameter, "stored_as", None)
+                    stored_as = [stored] if stored else [f"{full}.{name}" for full in names]
+                    parts = [self._source.read(full) for full in stored_as]
+                    whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+                    loaded = nn.Parameter(whole.to(self._device, parameter.dtype), False)
+                    layer.register_parameter(name, loaded)
+
+
+def _part_names(layer: Linear) -> list[str]:
+    parent = layer.prefix.rpartition(".")[0]
+    return [f"{parent}.{part}" for part in layer.parts]

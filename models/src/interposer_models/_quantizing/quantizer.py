@@ -1,0 +1,175 @@
+"""From a model directory to a quantized copy of it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from interposer import Config
+from interposer.errors import CheckpointError, ConfigError
+from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._loader import plan
+from interposer_models._quantizing.calibration_text import calibration_sequences
+from interposer_models._quantizing.copy_writer import CopyWriter
+from interposer_models._quantizing.layer_selection import (
+    check_groups,
+    layers_of,
+    mixture_patterns,
+    selected,
+)
+from interposer_models._quantizing.rounded_layers import Progress, RoundedLayers
+from interposer_models._quantizing.tensor_source import TensorSource
+from interposer_models._quantizing.work_folder import WorkFolder
+from interposer_models._tokenizer import TextTokenizer
+from interposer_quantization.writing import quantization_config, weight_format
+
+__all__ = ["Quantized", "quantize"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What was written.
+
+    Attributes:
+        num_layers: linear layers that were quantized.
+        num_plain: linear layers that stay plain, besides ``lm_head``.
+    """
+
+    path: Path
+    scheme: str
+    num_layers: int
+    num_plain: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    resumed: bool
+
+
+def quantize(
+    model_dir: str | Path,
+    out_dir: str | Path,
+    scheme: str,
+    *,
+    group_size: int | None = None,
+    asymmetric: bool = False,
+    activations: str | None = None,
+    ignore: Sequence[str] = (),
+    calibrate: str | Path | None = None,
+    act_order: bool = True,
+    restart: bool = False,
+    config: Config | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Write a copy of a model whose linear layers are quantized, as compressed-tensors stores them.
+
+    The copy appears at once, when it is complete. What an interrupted call has done is kept in
+    ``.NAME.unfinished`` beside it, and the same call goes on from there.
+
+    Args:
+        scheme: one of ``interposer_quantization.writing._schemes.SCHEMES``.
+        group_size: of int4 and w4a8, by default 128.
+        asymmetric: int4 and w4a8 with a zero point for each group.
+        activations: ``"int8"`` rounds the inputs of int8 or int4 per token, ``"none"`` leaves
+            them; by default int8 rounds them and int4 does not.
+        ignore: linear layers that stay plain: full names, or ``re:`` and a pattern that matches at
+            the start of a full name. ``lm_head`` always does.
+        calibrate: a text in UTF-8; weights are rounded by GPTQ so that what layers compute on it
+            changes least. None rounds each weight to nearest.
+        act_order: with ``calibrate``, round the columns of the largest inputs first.
+        restart: drop what an interrupted call has done.
+        config: policy by which the model is run on the text.
+        progress: told ``(activity, done, total)``.
+    Raises:
+        CheckpointError: the model directory is incomplete, corrupt or quantized already.
+        UnsupportedModelError: nothing here implements the architecture.
+        UnknownNameError: there is no such scheme or layer.
+        ConfigError: the settings contradict each other or the model; the text is too short.
+        StorageError: the target exists or cannot be written, or an interrupted call had other
+            settings.
+    """
+    started = time.perf_counter()
+    chosen = weight_format(scheme, group_size, asymmetric=asymmetric, activations=activations)
+    checkpoint = Checkpoint.open(model_dir)
+    _check_plain(checkpoint)
+    text = None if calibrate is None else Path(calibrate)
+    settings: dict[str, Any] = {
+        "version": 1,
+        "scheme": scheme,
+        "group_size": chosen.inputs_per_scale,
+        "asymmetric": asymmetric,
+        "activations": activations,
+        "ignore": list(ignore),
+        "calibrate": None if text is None else _digest(text),
+        "act_order": act_order if text is not None else None,
+        "config": _digest(checkpoint.path / "config.json"),
+        "weights": [_identity(shard) for shard in checkpoint.shards],
+    }
+    planned = plan(checkpoint.path, "float32", config=config)
+    layers = layers_of(planned.model)
+    wanted = selected(layers, ignore)
+    check_groups(wanted, chosen, adjustable=scheme in ("int4", "w4a8"))
+    source = TensorSource(checkpoint.shards)
+    rounded = RoundedLayers(source, chosen, wanted, checkpoint.path)
+    writer = CopyWriter(checkpoint, source, rounded)
+    sequences = None
+    if text is not None:
+        sequences = calibration_sequences(
+            text,
+            TextTokenizer(checkpoint.path),
+            planned.decoder.max_position_embeddings,
+            max(layer.in_features for layer in wanted),
+        )
+    folder = WorkFolder.open(Path(out_dir), settings, restart=restart)
+    writer.check_room(folder, rounded.room(folder.layers, planned) if text is not None else 0)
+    told = progress or _silent
+    if sequences is not None:
+        rounded.calibrate(folder.layers, planned, sequences, act_order, told)
+    writer.write_weights(folder, told)
+    plain = [*dict.fromkeys(("lm_head", *ignore, *mixture_patterns(planned.model)))]
+    writer.write_rest(folder, quantization_config(chosen, plain))
+    folder.finish()
+    return Quantized(
+        folder.target,
+        scheme,
+        len(wanted),
+        len(layers) - len(wanted),
+        checkpoint.num_bytes,
+        sum(path.stat().st_size for path in folder.target.glob("*.safetensors")),
+        time.perf_counter() - started,
+        folder.resumed,
+    )
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    for key in ("quantization_config", "compression_config"):
+        found = checkpoint.config.get(key)
+        if found is not None:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise CheckpointError(
+                checkpoint.path,
+                f"is quantized already: {key} in its config.json names {method!r}",
+                "give the model that it was made from",
+            )
+
+
+def _identity(path: Path) -> dict[str, Any]:
+    """Return what tells a file of weights from another one, or from its earlier content."""
+    facts = path.stat()
+    return {"file": path.name, "bytes": facts.st_size, "modified_ns": facts.st_mtime_ns}
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read: {error.strerror or error}. Try: name a file that can"
+        ) from error
+
+
+def _silent(_activity: str, _done: int, _total: int) -> None:
+    pass

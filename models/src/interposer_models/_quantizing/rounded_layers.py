@@ -1,0 +1,185 @@
+"""What each linear layer of a model is quantized to: rounded to nearest, or by calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from interposer.errors import CheckpointError
+from interposer_models._loader import Plan
+from interposer_models._quantizing.calibrated_blocks import CalibratedBlocks
+from interposer_models._quantizing.layer_selection import Layer, layers_of
+from interposer_models._quantizing.shard_file import DTYPE_NAMES, layout_bytes, write_shard
+from interposer_models._quantizing.tensor_source import TensorSource, read_file
+from interposer_quantization.writing import (
+    Curvature,
+    WeightFormat,
+    second_order_rounded,
+    tensor_peak,
+)
+
+__all__ = ["Progress", "RoundedLayers"]
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done and how much there is."""
+
+_DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+class RoundedLayers:
+    """The tensors of every layer that is quantized, found one layer at a time.
+
+    Raises: CheckpointError: the weight of a layer is missing, or has another shape or dtype.
+    """
+
+    def __init__(
+        self, source: TensorSource, chosen: WeightFormat, layers: Sequence[Layer], path: object
+    ) -> None:
+        self._source = source
+        self._chosen = chosen
+        self._layers = {layer.name: layer for layer in layers}
+        self._peaks: dict[str, torch.Tensor] = {}
+        self._calibrated: dict[str, Path] = {}
+        for layer in layers:
+            self._check(layer, path)
+
+    def layer_of(self, tensor: str) -> str | None:
+        """Return the layer whose weight a tensor is, None where it is none or stays plain."""
+        layer = tensor.removesuffix(".weight")
+        return layer if layer != tensor and layer in self._layers else None
+
+    def layout(self, layer: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the dtype's name and the shape of every tensor that will stand for a layer."""
+        stored = self._source.tensors[f"{layer}.weight"]
+        rows, columns = stored.shape
+        return {
+            name: (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in self._chosen.layout((rows, columns), _DTYPES[stored.dtype]).items()
+        }
+
+    def tensors(self, layer: str) -> dict[str, torch.Tensor]:
+        """Return the tensors that stand for a layer.
+
+        Raises: CheckpointError: the weight is not finite.
+        """
+        if layer not in self._calibrated:
+            return self._chosen.rounded(self._weight(layer), self._peak(layer))
+        start = f"{layer}."
+        found = read_file(self._calibrated[layer])
+        return {n.removeprefix(start): t for n, t in found.items() if n.startswith(start)}
+
+    def calibrate(
+        self,
+        folder: Path,
+        planned: Plan,
+        sequences: Sequence[Sequence[int]],
+        act_order: bool,
+        progress: Progress,
+    ) -> None:
+        """Round all weights by GPTQ, block by block, and keep the tensors of each in ``folder``.
+
+        What is there already is taken as it is.
+
+        Raises: CheckpointError: what a layer computes on the text is not finite.
+        """
+        pairs = self._files(folder, planned)
+        self._calibrated = {name: file for file, names in pairs for name in names}
+        if all(file.exists() for file, _ in pairs):
+            return
+        done, total = 0, len(self._layers)
+        progress("calibrating", done, total)
+        blocks = CalibratedBlocks(planned, self._source, sequences)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def rounded(
+            weights: Mapping[str, torch.Tensor], moments: torch.Tensor
+        ) -> list[torch.Tensor]:
+            nonlocal done
+            self._check_finite(weights, moments)
+            curvature = Curvature(moments, act_order=act_order)
+            found = []
+            for name, weight in weights.items():
+                dtype = _DTYPES[self._source.tensors[f"{name}.weight"].dtype]
+                parts = second_order_rounded(
+                    self._chosen, weight.to(dtype), curvature, self._peak(name)
+                )
+                tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+                found.append(self._chosen.read(parts).to(weight.device))
+                done += 1
+                progress("calibrating", done, total)
+            return found
+
+        for index, (file, names) in enumerate(pairs):
+            if file.exists():
+                blocks.skip(index, {name: self._chosen.read(self.tensors(name)) for name in names})
+                done += len(names)
+                progress("calibrating", done, total)
+            else:
+                tensors.clear()
+                blocks.quantize(index, names, rounded)
+                write_shard(file, tensors)
+
+    def room(self, folder: Path, planned: Plan) -> int:
+        """Return how many bytes ``calibrate`` will still put into ``folder``."""
+        missing = [names for file, names in self._files(folder, planned) if not file.exists()]
+        return sum(layout_bytes(self.layout(name)) for names in missing for name in names)
+
+    def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
+        """Return the file of each block, and the layers whose tensors it is to hold."""
+        pairs = []
+        for index, block in enumerate(planned.model.model.layers):
+            names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
+            pairs.append((folder / f"{index}.safetensors", names))
+        return pairs
+
+    def _check_finite(self, weights: Mapping[str, torch.Tensor], moments: torch.Tensor) -> None:
+        for name, weight in weights.items():
+            if not (weight.isfinite().all() and moments.isfinite().all()):
+                raise CheckpointError(
+                    self._source.tensors[f"{name}.weight"].shard,
+                    f"{name} or its inputs on the text are infinite or not a number",
+                    "give a sound checkpoint, or leave --calibrate out",
+                )
+
+    def _weight(self, layer: str) -> torch.Tensor:
+        weight = self._source.read(f"{layer}.weight")
+        if not weight.isfinite().all():
+            shard = self._source.tensors[f"{layer}.weight"].shard
+            raise CheckpointError(
+                shard,
+                f"tensor '{layer}.weight' holds what is infinite or not a number",
+                "copy the checkpoint again",
+            )
+        return weight
+
+    def _peak(self, layer: str) -> torch.Tensor | None:
+        """Return the largest magnitude of all layers that run as one product with this one."""
+        if not self._chosen.shares_tensor_scale:
+            return None
+        product = self._layers[layer].product
+        if product not in self._peaks:
+            members = [name for name, other in self._layers.items() if other.product == product]
+            peaks = [tensor_peak(self._weight(name)) for name in members]
+            self._peaks[product] = torch.stack(peaks).amax(0)
+        return self._peaks[product]
+
+    def _check(self, layer: Layer, path: object) -> None:
+        name = f"{layer.name}.weight"
+        if name not in self._source.tensors:
+            raise CheckpointError(path, f"lacks the tensor {name!r}", "copy the checkpoint again")
+        stored = self._source.tensors[name]
+        if stored.dtype not in _DTYPES:
+            raise CheckpointError(
+                stored.shard,
+                f"tensor {name!r} is stored as {stored.dtype}, which is no plain weight",
+                f"give a model in {', '.join(_DTYPES)}",
+            )
+        expected = (layer.out_features, layer.in_features)
+        if stored.shape != expected:
+            raise CheckpointError(
+                stored.shard,
+                f"tensor {name!r} has shape {list(stored.shape)}, "
+                f"the config asks for {list(expected)}",
+            )

@@ -1,0 +1,128 @@
+"""Text to token ids and back, incrementally too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from interposer.errors import CheckpointError, RequestError
+from interposer_models._checkpoint.checkpoint import read_json
+
+__all__ = ["Detokenizer", "TextTokenizer", "stop_tokens"]
+
+_PARTIAL = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextTokenizer:
+    """The tokenizer of a model directory.
+
+    tokenizer.json is read by the tokenizers library alone; other formats go through
+    transformers, which takes seconds to import.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fast: FastTokenizer | None = None
+        self._slow: Any = None
+        if (path / "tokenizer.json").exists():
+            file = path / "tokenizer.json"
+            self._fast = _fast(lambda: FastTokenizer.from_file(str(file)), file)
+            return
+        from transformers import AutoTokenizer
+
+        try:
+            # Said outright, trust is not asked for on the terminal.
+            self._slow = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # as above, for the other formats
+            raise CheckpointError(
+                path, f"holds no tokenizer: {error}", "add a tokenizer.json"
+            ) from error
+
+    @classmethod
+    def of_json(cls, content: str, path: Path) -> TextTokenizer:
+        """Return the tokenizer that ``content`` of a tokenizer.json describes.
+
+        Args:
+            path: the file that it comes from, for the text of errors.
+        """
+        tokenizer = cls.__new__(cls)
+        tokenizer._fast = _fast(lambda: FastTokenizer.from_str(content), path)
+        tokenizer._slow = None
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
+
+        Raises: RequestError: the text holds half of a surrogate pair, as undecodable bytes do.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"The prompt has {text[error.start]!r} at {error.start}, which is no character. "
+                "Try: decode the text from the encoding that it is in"
+            ) from None
+        if self._fast is not None:
+            return list(self._fast.encode(text).ids)
+        return list(self._slow.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ``token_ids`` without special tokens."""
+        if self._fast is not None:
+            return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:
+    try:
+        tokenizer = read()
+    except Exception as error:  # the library raises bare Exception for any bad file
+        raise CheckpointError(path, f"is not a valid tokenizer: {error}") from error
+    # Settings of a training run; a prompt is taken whole and as it is.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Detokenizer:
+    """Turns a growing list of tokens into a growing text, holding back unfinished characters."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._context = 0
+
+    def push(self, token_id: int, last: bool = False) -> str:
+        """Return the text that ``token_id`` completes; if it is the last, all that is left.
+
+        Tokens are decoded together with the few before them, because a tokenizer may join
+        neighbours in ways that depend on both.
+        """
+        self._tokens.append(token_id)
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        now = self._tokenizer.decode(self._tokens[self._context :])
+        if len(now) <= len(before) or (now.endswith(_PARTIAL) and not last):
+            return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return now[len(before) :]
+
+
+def stop_tokens(path: Path, config: dict[str, Any]) -> frozenset[int]:
+    """Return the ids that end a generation: of generation_config.json, else of config.json."""
+    source = config
+    if (path / "generation_config.json").exists():
+        source = {**config, **read_json(path / "generation_config.json")}
+    value = source.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise CheckpointError(
+            path, f"eos_token_id is {value!r}, must be an integer or a list of them"
+        )
+    return frozenset(ids)

@@ -1,0 +1,165 @@
+"""Decoder attention through torch's fused kernel for scaled dot products.
+
+Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, P pages,
+S page size, L cached tokens that are read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Site,
+    Verdict,
+)
+from interposer_cpu._attention_plan import Decode, Decodes, Plan, Prompt, Span, make_plan
+
+__all__ = ["SdpaBackend"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SdpaBackend(AttentionBackend):
+    """Attend to views of the cache where pages follow each other, to gathered pages elsewhere."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        self._group = spec.num_heads // spec.num_kv_heads
+        # With one query row per kv head, torch's kernel multiplies matrices by vectors, which
+        # takes twice as long in 16 bits as the same product for two rows.
+        self._doubled = self._group == 1 and spec.dtype.itemsize == 2
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders with a plain cache and plain scores."""
+        if spec.dtype not in _DTYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        if spec.softcap is not None:
+            return Verdict.refuse(f"does not cap scores, softcap is {spec.softcap}")
+        return spec.judge_plain_decoder()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, K, P, S, D]``: what one kv head reads lies together."""
+        spec = self.spec
+        page_shape = (2, spec.num_kv_heads, spec.page_size, spec.head_size)
+        return KVCacheLayout(page_shape, 2, (0, 1, 2, 3, 4), spec.cache_dtype)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Return slices, masks and page lists, on the host."""
+        return make_plan(batch, self.spec)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Plan,
+    ) -> torch.Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        _write(cache, key, value, plan)
+        if len(plan.parts) == 1:
+            return self._attend(query, key, value, cache, plan.parts[0])
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for part in plan.parts:
+            rows = part.rows
+            out[rows] = self._attend(query[rows], key[rows], value[rows], cache, part)
+        return out
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        part: Prompt | Decode | Decodes,
+    ) -> torch.Tensor:
+        if isinstance(part, Decode):
+            return self._single_rows(query, *_read(cache, part.span), None)
+        if isinstance(part, Decodes):
+            return self._single_rows(query, *_gather(cache, part), part.mask)
+        if part.causal:
+            count = part.num_sequences
+            keys, values = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in (key, value))
+        else:
+            keys, values = _read(cache, part.span)
+        if part.folded is not None:
+            return self._products(query, keys, values, part.folded)
+        out = functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=part.mask,
+            is_causal=part.causal,
+            scale=self.spec.scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)  # contiguous: the kernel returns tokens before heads
+
+    def _products(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Return attention of ``[B T, N, D]`` over ``[B, K, L, D]`` with scores in float32."""
+        rows = query.unflatten(0, (keys.shape[0], -1)).transpose(1, 2)  # [B, N, T, D]
+        wide = keys.float().flatten(0, 1).transpose(1, 2)  # [B K, D, L]
+        folded = rows.float().reshape(len(wide), -1, query.shape[-1])  # [B K, G T, D]
+        scores = torch.baddbmm(mask, folded, wide, alpha=self.spec.scale)
+        out = torch.bmm(scores.softmax(-1).to(values.dtype), values.flatten(0, 1))
+        return out.view(rows.shape).transpose(1, 2).reshape(query.shape)
+
+    def _single_rows(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of one query ``[B, N, D]`` each over ``[B, K, L, D]``.
+
+        The heads of a group are rows of one product, so that its keys are read once.
+        """
+        folded = query.reshape(-1, self.spec.num_kv_heads, self._group, self.spec.head_size)
+        if self._doubled:
+            folded = folded.expand(-1, -1, 2, -1)
+        out = functional.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=mask, scale=self.spec.scale
+        )
+        if self._doubled:
+            out = out[:, :, :1]
+        return out.reshape(query.shape)
+
+
+def _write(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+    slots = cache.flatten(2, 3)  # [2, K, P S, D]
+    if plan.first_slot is None:
+        pair = key.transpose(0, 1), value.transpose(0, 1)  # each [K, T, D]
+        slots.index_copy_(2, plan.slots, torch.stack(pair))
+    elif key.shape[0] == 1:
+        torch.cat((key, value), out=slots.select(2, plan.first_slot))
+    else:
+        pair = key.transpose(0, 1), value.transpose(0, 1)
+        torch.stack(pair, out=slots.narrow(2, plan.first_slot, key.shape[0]))
+
+
+def _read(cache: torch.Tensor, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of ``span``, each ``[1, K, L, D]``."""
+    if span.pages is not None:
+        cache = cache.index_select(2, span.pages)
+    read = cache.flatten(2, 3).narrow(2, span.start, span.num_tokens)
+    keys, values = read.unsqueeze(1).unbind(0)
+    return keys, values
+
+
+def _gather(cache: torch.Tensor, part: Decodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of all sequences, each ``[B, K, P S, D]``."""
+    gathered = cache.index_select(2, part.pages).flatten(2, 3)
+    if part.hidden is not None:  # a weight of zero does not silence a NaN
+        gathered.index_fill_(2, part.hidden, 0)
+    keys, values = gathered.unflatten(2, (part.num_sequences, -1)).transpose(1, 2).unbind(0)
+    return keys, values

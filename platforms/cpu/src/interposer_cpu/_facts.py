@@ -1,0 +1,96 @@
+"""What a person should know of this machine, in sentences."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from interposer_cpu import _cgroup as cgroup
+from interposer_cpu import _host as host
+from interposer_cpu import native
+from interposer_ops.devices.host_memory import huge_pages
+
+__all__ = ["facts", "start_method"]
+
+_ROOT = Path("/")
+_GIB = 2**30
+
+
+def facts(root: Path = _ROOT) -> Mapping[str, str]:
+    """Return which instructions, threads, memory and pages are in use, and why.
+
+    Args:
+        root: the folder in which ``proc`` and ``sys`` lie.
+    """
+    return {
+        "native kernels": _native_kernels(),
+        "processors": _processors(root),
+        "threads": _threads(root),
+        "memory": _memory(root),
+        "huge pages": _huge_pages(root),
+        "processes": _processes(root),
+    }
+
+
+def start_method(root: Path = _ROOT) -> str:
+    """Return how processes are started beside this one.
+
+    The system's own way, except in WSL: there a fork does not have the devices of its parent, so
+    that it is ``"spawn"``.
+    """
+    methods = multiprocessing.get_all_start_methods()  # the system's own comes first
+    return "spawn" if host.wsl(root) else methods[0]
+
+
+def _native_kernels() -> str:
+    reason = native.why_absent()
+    if reason:
+        return f"none, so torch computes: {reason}"
+    return f"use {native.level()}, of {', '.join(native.levels())}"
+
+
+def _processors(root: Path) -> str:
+    allowed, cores = host.allowed_processors(), host.cores(root)
+    nodes = [node for node, own in host.numa_nodes(root).items() if {*own} & {*allowed}]
+    text = f"{host.listed(allowed)}: {_counted(len(cores), 'core')}"
+    if len(allowed) > len(cores):
+        text += f" of {len(allowed)} logical processors"
+    return f"{text}, {_counted(len(nodes), 'NUMA node')}"
+
+
+def _threads(root: Path) -> str:
+    threads, usable = torch.get_num_threads(), host.usable_cores(root)
+    if threads <= usable:
+        return str(threads)
+    limit = cgroup.cpu_limit(root)
+    why = "a control group" if limit == usable else "the affinity of this process"
+    return (
+        f"{threads}, but {why} grants the time of {usable}: they will wait for each other. "
+        f"Try: OMP_NUM_THREADS={usable}"
+    )
+
+
+def _memory(root: Path) -> str:
+    memory = host.memory(root)
+    text = f"{memory.free_bytes / _GIB:.1f} GiB free of {memory.total_bytes / _GIB:.1f} GiB"
+    limited = any(g.limit_bytes == memory.total_bytes for g in cgroup.memory_limits(root))
+    return f"{text}, which is the limit of a control group" if limited else text
+
+
+def _huge_pages(root: Path) -> str:
+    verdict = huge_pages(root)
+    return verdict.reason if verdict else f"not used: {verdict.reason}"
+
+
+def _processes(root: Path) -> str:
+    version, method = host.wsl(root), start_method(root)
+    if not version:
+        return f"are started by {method}"
+    return f"are started by {method}, as this is WSL {version}, where forks lack devices"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,52 @@
+"""Gated activations by the compiled library. T tokens, I intermediate size."""
+
+from __future__ import annotations
+
+import torch
+from torch.compiler import is_compiling
+
+from interposer_cpu._kernels.rows import TYPES, distances
+from interposer_cpu.native import library
+
+__all__ = ["gelu_and_mul", "silu_and_mul"]
+
+_SILU = 0
+_GELU = {"none": 1, "tanh": 2}
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return the op ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    return _gated(x, _SILU)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Return the op ``gelu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
+    return _gated(x, _GELU[approximate])
+
+
+def _gated(x: torch.Tensor, activation: int) -> torch.Tensor:
+    dtype, ndim = x.dtype, x.ndim
+    if ndim == 2 and x.is_contiguous() and not is_compiling():
+        count, columns = x.shape
+        width = columns >> 1
+        out = torch.empty(count, width, dtype=dtype)
+        start = x.data_ptr()
+        up = start + width * dtype.itemsize
+        kind = TYPES[dtype]
+        library().gate(start, up, out.data_ptr(), kind, activation, count, width, columns)
+        return out
+    form = distances(x)
+    if form is None or form[1] > 1:
+        dense = _gated(x.contiguous(), activation)
+        return torch.empty_like(x[..., : x.shape[-1] // 2]).copy_(dense)
+    count, _, columns, step, _ = form
+    width = columns // 2
+    out = torch.empty((*x.shape[:-1], width), dtype=dtype)
+    if is_compiling():
+        rows = x.reshape(-1, columns)
+        torch.ops.interposer_cpu.gate_out(out.view(-1, width), rows, activation)
+        return out
+    start = x.data_ptr()
+    up = start + width * dtype.itemsize
+    library().gate(start, up, out.data_ptr(), TYPES[dtype], activation, count, width, step)
+    return out

@@ -1,0 +1,164 @@
+"""Attention over a paged cache by the compiled library.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from interposer import (
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Site,
+    Verdict,
+)
+from interposer_cpu import native
+from interposer_cpu._kernels.paged import NativePagedBackend, facts_of
+
+__all__ = ["NativeBackend", "Plan"]
+
+# Numbers of the library's C interface.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+
+_LANES = 16
+_MOST_HEAD_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step is divided into.
+
+    Attributes:
+        blocks: int64, what the library reads; it points to tensors of ``batch``.
+        address: of ``blocks``.
+    """
+
+    blocks: torch.Tensor
+    address: int
+    batch: AttentionBatch
+
+
+class NativeBackend(NativePagedBackend):
+    """Blocks of queries over tiles of 16 keys, long contexts in parts of 512."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        library = native.library()
+        self._attend, self._plan = library.attention, library.plan_attention
+        self._cache_size = spec.cache_dtype.itemsize
+        # Strides of a query, key or value whose heads follow each other.
+        self._rest = (spec.head_size, 1)
+        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
+        self._facts = facts_of(spec, *types)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders whose pages and heads are made of sixteens."""
+        if spec.dtype not in _TYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        if spec.head_size % _LANES or spec.head_size > _MOST_HEAD_SIZE:
+            return Verdict.refuse(
+                f"takes head sizes of multiples of {_LANES} up to {_MOST_HEAD_SIZE}, "
+                f"got {spec.head_size}"
+            )
+        if spec.page_size % _LANES:
+            return Verdict.refuse(
+                f"stores keys {_LANES} tokens at a time, the page size is {spec.page_size}"
+            )
+        if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
+            return Verdict.refuse(
+                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"asked for {spec.cache_dtype}"
+            )
+        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
+        verdict = plain.judge_plain_decoder()
+        return native.judge_device(capability) if verdict else verdict
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[K, P, 2, S, D]``, whose pages hold tiles: see native/attention/cache.h."""
+        spec = self.spec
+        page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
+        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Return blocks of queries and of keys, shared by all layers."""
+        pages = batch.page_table
+        if pages.stride(-1) != 1:
+            pages = pages.contiguous()
+            batch = replace(batch, page_table=pages)
+        step = (
+            *self._facts,
+            batch.seq_lens.shape[0],
+            batch.query_starts.data_ptr(),
+            batch.seq_lens.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            batch.slots.data_ptr(),
+        )
+        blocks = torch.empty(self._plan(*step, 0) // 8, dtype=torch.int64)
+        address = blocks.data_ptr()
+        self._plan(*step, address)
+        return Plan(blocks, address, batch)
+
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: Plan,
+        sinks: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+        rest = self._rest
+        if query_strides[1:] != rest:
+            query, query_strides = _contiguous(query)
+        if key_strides[1:] != rest:
+            key, key_strides = _contiguous(key)
+        if value_strides[1:] != rest:
+            value, value_strides = _contiguous(value)
+        head_stride, page_stride, *_ = cache.stride()
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if torch.compiler.is_compiling():
+            nothing = query.new_empty(0, dtype=torch.float32)
+            key_scale, value_scale = (nothing, nothing) if scales is None else scales.unbind(0)
+            sink = nothing if sinks is None else sinks
+            torch.ops.interposer_cpu.attention_out(
+                out, cache, query, key, value, plan.blocks, sink, key_scale, value_scale
+            )
+            return out
+        key_scales = value_scales = scale_stride = 0
+        if scales is not None:
+            key_scales = scales.data_ptr()
+            value_scales = key_scales + 4 * scales.shape[1]
+            scale_stride = 1 if scales.shape[1] > 1 else 0
+        self._attend(
+            plan.address,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            query_strides[0],
+            key_strides[0],
+            value_strides[0],
+            cache.data_ptr(),
+            head_stride * self._cache_size,
+            page_stride * self._cache_size,
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            key_scales,
+            value_scales,
+            scale_stride,
+        )
+        return out
+
+
+def _contiguous(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    x = x.contiguous()
+    return x, x.stride()

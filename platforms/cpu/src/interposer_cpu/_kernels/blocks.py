@@ -1,0 +1,150 @@
+"""Layers that compute several of their parts by one call of the compiled library.
+
+A part that holds something else than the library's kernel for it, be it chosen or pinned, or that
+has hooks, makes them do what the standard layers do. So does torch's compiler, which then sees the
+parts.
+
+Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from interposer import AttentionSpec, Site
+from interposer_cpu._kernels.parts import (
+    Watch,
+    activation_number,
+    factor,
+    form_of,
+    normalises,
+    turns,
+)
+from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu.native import library
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.self_attention import SelfAttention
+
+__all__ = ["NativeGatedMLP", "NativeSelfAttention"]
+
+
+class NativeGatedMLP(GatedMLP):
+    """Both products and the activation in one call, and float32 between them."""
+
+    def __init__(
+        self,
+        site: Site,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site, hidden_size, intermediate_size, activation, bias)
+        number = activation_number(self.activation)
+        self.activation_number = number or 0
+        self.is_fusable = (
+            number is not None
+            and type(self.gate_up_proj) is MergedLinear
+            and type(self.down_proj) is Linear
+        )
+        # Found faster than submodules are, and with what they hold after weights were exchanged.
+        self._parts: Any = (self.gate_up_proj, self.down_proj)
+        self._watch = Watch((*self._parts, self.activation))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
+        gate_up, down = self._parts
+        if (
+            not self.is_fusable
+            or is_compiling()
+            or any(self._watch.hooks)
+            or (up_form := form_of(gate_up.kernel)) is None
+            or (down_form := form_of(down.kernel)) is None
+            or x.ndim != 2
+            or not x.is_contiguous()
+        ):
+            return super().forward(x)
+        dtype = x.dtype
+        count, length = x.shape
+        out = torch.empty(count, down.operands[0][1], dtype=dtype)
+        library().mlp(
+            *factor(up_form, gate_up.operands),
+            *factor(down_form, down.operands),
+            x.data_ptr(),
+            out.data_ptr(),
+            TYPES[dtype],
+            self.activation_number,
+            count,
+            length,
+        )
+        return out
+
+
+class NativeSelfAttention(SelfAttention):
+    """Projection, norms of heads and rotation in one call."""
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        hidden_size: int,
+        rotary_size: int,
+        norm_eps: float | None = None,
+        qkv_bias: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site, spec, hidden_size, rotary_size, norm_eps, qkv_bias, bias)
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        self.counts = (heads, kv_heads, kv_heads)
+        norms = (self.q_norm, self.k_norm)
+        self.eps = 0.0 if norm_eps is None else norm_eps
+        self.is_fusable = (
+            type(self.qkv_proj) is MergedLinear
+            and turns(self.rotary)
+            and all(map(normalises, norms))
+        )
+        self._parts: Any = (self.qkv_proj, *norms)
+        self._watch = Watch((self.qkv_proj, self.rotary, *filter(None, norms)))
+
+    def heads(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        projection, query_norm, key_norm = self._parts
+        if (
+            not self.is_fusable
+            or is_compiling()
+            or any(self._watch.hooks)
+            or (form := form_of(projection.kernel)) is None
+            or cos.dtype is not FLOAT32
+            or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
+        ):
+            return super().heads(x, cos, sin)
+        dtype = x.dtype
+        count, length = x.shape
+        heads, kv_heads, _ = self.counts
+        size = self.head_size
+        out = torch.empty(count, heads + 2 * kv_heads, size, dtype=dtype)
+        library().project_heads(
+            *factor(form, projection.operands),
+            x.data_ptr(),
+            out.data_ptr(),
+            0 if query_norm is None else query_norm.constants[0].data_ptr(),
+            0 if key_norm is None else key_norm.constants[0].data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            TYPES[dtype],
+            heads,
+            kv_heads,
+            size,
+            cos.shape[1],
+            count,
+            length,
+            self.eps,
+        )
+        query, key, value = out.split(self.counts, 1)
+        return query, key, value

@@ -1,0 +1,225 @@
+"""A decoder block by one call of the compiled library.
+
+Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from interposer import Site
+from interposer_cpu._kernels.attention import NativeBackend, Plan
+from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
+from interposer_cpu._kernels.parts import FLOATS, Watch, adds, form_of
+from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu.native import library
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.decoder_block import DecoderBlock
+from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.self_attention import SelfAttention
+
+__all__ = ["NativeDecoderBlock"]
+
+_INT64 = torch.int64
+# What the library reads of a block: see interposer_block.
+_FACTS = struct.Struct("=23q3d")
+_NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
+
+
+class _Bound:
+    """What follows from the kernels that the projections hold, as long as they hold them.
+
+    Attributes:
+        kernels: of the projections.
+        is_whole: the MLP is computed too.
+        statics: of each projection, whether its last operand is a scale; none where no one's is.
+        address: of what the library reads of the block, None where it computes nothing of it.
+    """
+
+    __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
+
+    def __init__(
+        self,
+        kernels: tuple[object, ...],
+        is_whole: bool,
+        facts: bytes | None,
+        statics: tuple[bool, ...] = (),
+    ) -> None:
+        self.kernels = kernels
+        self.is_whole = is_whole
+        self.statics = statics
+        self.memory = None if facts is None else torch.frombuffer(bytearray(facts), dtype=_INT64)
+        self.address = None if self.memory is None else self.memory.data_ptr()
+
+    def __reduce__(self) -> tuple[type[_Bound], tuple[tuple[object, ...], bool, None]]:
+        """Leave a copy of a layer without an address, so that it binds memory of its own."""
+        return _Bound, ((), False, None)
+
+
+class NativeDecoderBlock(DecoderBlock):
+    """All of a block in one call; all but its MLP where that is a mixture or holds other kernels.
+
+    Weights are looked up at every call, so that exchanged ones are seen and none is kept.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        hidden_size: int,
+        norm_eps: float,
+        attention: Callable[[Site], SelfAttention],
+        mlp: Callable[[Site], nn.Module],
+    ) -> None:
+        super().__init__(site, hidden_size, norm_eps, attention, mlp)
+        mixer: Any = self.self_attn
+        last: Any = self.mlp
+        self.hidden_size = hidden_size
+        self.dtype = site.dtype
+        self.is_fusable = (
+            site.dtype in TYPES
+            and adds(self.input_layernorm)
+            and adds(self.post_attention_layernorm)
+            and type(mixer) is NativeSelfAttention
+            and mixer.is_fusable
+            and type(mixer.o_proj) is Linear
+            and type(mixer.attn) is Attention
+            and type(mixer.attn.backend) is NativeBackend
+        )
+        self.takes_mlp = self.is_fusable and type(last) is NativeGatedMLP and last.is_fusable
+        # Found faster than submodules are, and with what they hold after weights were exchanged.
+        norms = (self.input_layernorm, mixer.q_norm, mixer.k_norm, self.post_attention_layernorm)
+        self._parts: Any = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
+        up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
+        self._last: Any = up_and_down
+        attending = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
+        self._watch = Watch(attending)
+        self._watch_mlp = Watch((last, last.activation, *up_and_down) if self.takes_mlp else ())
+        self._bound = _Bound((), False, None)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        plan: object,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what ``DecoderBlock.forward`` does."""
+        if not self.is_fusable or is_compiling() or any(self._watch.hooks):
+            return super().forward(x, residual, cos, sin, cache, plan, rows)
+        projection, output, norm, query_norm, key_norm, post_norm, attn = self._parts
+        kernels: tuple[Any, ...]
+        if self.takes_mlp:
+            up, down = self._last
+            kernels = (projection.kernel, output.kernel, up.kernel, down.kernel)
+        else:
+            up = down = None
+            kernels = (projection.kernel, output.kernel)
+        bound = self._bound
+        if kernels != bound.kernels:
+            bound = self._bound = self._bind(kernels, cos)
+        if (
+            bound.address is None
+            or x.dtype is not self.dtype
+            or cos.dtype is not FLOAT32
+            or type(plan) is not Plan
+            or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
+            or not (rows is None or (rows.is_contiguous() and rows.dtype is _INT64))
+        ):
+            return super().forward(x, residual, cos, sin, cache, plan, rows)
+        if residual is None:
+            is_added, residual = 0, x.to(FLOAT32)
+        elif residual.dtype is FLOAT32 and residual.is_contiguous():
+            is_added = 1
+        else:
+            return super().forward(x, residual, cos, sin, cache, plan, rows)
+        sinks = key_scales = value_scales = scale_stride = 0
+        if attn.spec.sinks:
+            sinks = attn._parameters["sinks"].data_ptr()
+        if attn.scales is not None:
+            num_scales = attn.scales.shape[1]
+            key_scales = attn.scales.data_ptr()
+            value_scales = key_scales + 4 * num_scales
+            scale_stride = 1 if num_scales > 1 else 0
+        count = x.shape[0]
+        chosen = count if rows is None else rows.shape[0]
+        hidden_size = self.hidden_size
+        out = torch.empty(chosen, hidden_size, dtype=x.dtype)
+        total = torch.empty(chosen, hidden_size, dtype=FLOAT32)
+        is_whole = bound.is_whole and not any(self._watch_mlp.hooks)
+        input_scales = _NO_SCALES
+        if bound.statics:
+            products = (projection, output, up, down)
+            input_scales = tuple(
+                product.operands[-1].data_ptr() if is_static else 0
+                for product, is_static in zip(products, bound.statics, strict=True)
+            )
+        head_stride, page_stride, *_ = cache.stride()
+        size = cache.itemsize
+        library().decoder_block(
+            bound.address,
+            projection.operands[0][0].data_ptr(),
+            output.operands[0][0].data_ptr(),
+            up.operands[0][0].data_ptr() if is_whole else 0,
+            down.operands[0][0].data_ptr() if is_whole else 0,
+            *input_scales,
+            norm.constants[1 if is_added else 0].data_ptr(),
+            0 if query_norm is None else query_norm.constants[0].data_ptr(),
+            0 if key_norm is None else key_norm.constants[0].data_ptr(),
+            post_norm.constants[1].data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            plan.address,
+            cache.data_ptr(),
+            head_stride * size,
+            page_stride * size,
+            sinks,
+            key_scales,
+            value_scales,
+            scale_stride,
+            x.data_ptr(),
+            residual.data_ptr(),
+            is_added,
+            count,
+            0 if rows is None else rows.data_ptr(),
+            -1 if rows is None else chosen,
+            out.data_ptr(),
+            total.data_ptr(),
+        )
+        return (out if is_whole else self.mlp(out)), total
+
+    def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> _Bound:
+        """Return what the library computes of the block with these kernels."""
+        found = [form_of(kernel) for kernel in kernels]
+        if None in found[:2]:
+            return _Bound(kernels, False, None)
+        is_whole = self.takes_mlp and None not in found
+        # What is not computed takes rows as they are.
+        forms = [form or FLOATS for form in (*found, None, None)][:4]
+        codings = [word for form in forms for word in form.words]
+        statics = tuple(form.is_static for form in forms)
+        mixer: Any = self.self_attn
+        last: Any = self.mlp
+        heads, kv_heads, _ = mixer.counts
+        facts = _FACTS.pack(
+            TYPES[self.dtype],
+            last.activation_number if is_whole else 0,
+            self.hidden_size,
+            heads,
+            kv_heads,
+            mixer.head_size,
+            cos.shape[1],
+            *codings,
+            self.input_layernorm.eps,
+            mixer.eps,
+            self.post_attention_layernorm.eps,
+        )
+        return _Bound(kernels, is_whole, facts, statics if any(statics) else ())

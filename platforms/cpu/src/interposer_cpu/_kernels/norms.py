@@ -1,0 +1,154 @@
+"""Norms of rows by the compiled library. H is the hidden size.
+
+The calls for one row cost more than its elements do, so the most frequent ones are written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import empty_like
+from torch.compiler import is_compiling
+
+from interposer_cpu._kernels.rows import TYPES, distances
+from interposer_cpu.native import library
+
+__all__ = [
+    "fused_add_gemma_rms_norm",
+    "fused_add_rms_norm",
+    "gemma_rms_norm",
+    "layer_norm",
+    "prepare",
+    "prepare_affine",
+    "rms_norm",
+]
+
+# Bits that tell the library's ops which parts there are.
+_WEIGHTED, _BIASED, _CENTRED = 1, 2, 4
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the op ``rms_norm``."""
+    if x.is_contiguous() and not is_compiling():
+        out = empty_like(x)
+        library().rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            TYPES[x.dtype],
+            x.numel(),
+            weight.numel(),
+            eps,
+        )
+        return out
+    return _normalised(x, weight, None, eps, 0.0, centred=False)
+
+
+def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the op ``gemma_rms_norm``."""
+    return _normalised(x, weight, None, eps, 1.0, centred=False)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Return the op ``layer_norm``."""
+    return _normalised(x, weight, bias, eps, 0.0, centred=True)
+
+
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> Pair:
+    """Return the op ``fused_add_rms_norm``."""
+    return _added(x, residual, weight, eps, 0.0)
+
+
+def fused_add_gemma_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> Pair:
+    """Return the op ``fused_add_gemma_rms_norm``."""
+    return _added(x, residual, weight, eps, 1.0)
+
+
+def prepare(weight: torch.Tensor) -> dict[str, Any]:
+    """Return the constant of the RMS norms without gaps."""
+    return {"weight": weight.contiguous()}
+
+
+def prepare_affine(weight: torch.Tensor | None, bias: torch.Tensor | None) -> dict[str, Any]:
+    """Return the constants of ``layer_norm`` without gaps."""
+    parts = {"weight": weight, "bias": bias}
+    return {name: None if part is None else part.contiguous() for name, part in parts.items()}
+
+
+def _added(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, shift: float
+) -> Pair:
+    kind = residual.dtype
+    if not (x.is_contiguous() and residual.is_contiguous()):
+        dense = _added(x.contiguous(), residual.contiguous(), weight, eps, shift)
+        return empty_like(x).copy_(dense[0]), empty_like(x, dtype=kind).copy_(dense[1])
+    out, total = empty_like(x), empty_like(residual)
+    if is_compiling():
+        width = x.shape[-1]
+        rows = (tensor.view(-1, width) for tensor in (out, total, x, residual))
+        torch.ops.interposer_cpu.add_rms_norm_out(*rows, weight, eps, shift)
+        return out, total
+    library().add_rms_norm(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        total.data_ptr(),
+        TYPES[x.dtype],
+        TYPES[kind],
+        x.numel(),
+        weight.numel(),
+        eps,
+        shift,
+    )
+    return out, total
+
+
+def _normalised(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    shift: float,
+    *,
+    centred: bool,
+) -> torch.Tensor:
+    form = distances(x)
+    if form is None:
+        dense = _normalised(x.contiguous(), weight, bias, eps, shift, centred=centred)
+        return empty_like(x).copy_(dense)
+    out = empty_like(x, memory_format=torch.contiguous_format)
+    if is_compiling():
+        rows, results = x.reshape(-1, form[2]), out.view(-1, form[2])
+        parts = _WEIGHTED * (weight is not None) + _BIASED * (bias is not None)
+        torch.ops.interposer_cpu.normalise_out(
+            results,
+            rows,
+            rows if weight is None else weight,
+            rows if bias is None else bias,
+            parts + _CENTRED * centred,
+            eps,
+            shift,
+        )
+        return out
+    library().normalise(
+        x.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        TYPES[x.dtype],
+        centred,
+        *form,
+        eps,
+        shift,
+    )
+    return out

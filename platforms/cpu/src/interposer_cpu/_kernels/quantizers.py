@@ -1,0 +1,181 @@
+"""Quantizers by the compiled library. T tokens, H hidden size, B block size."""
+
+from __future__ import annotations
+
+import torch
+from torch.compiler import is_compiling
+
+from interposer import Request, Verdict
+from interposer_cpu import native
+from interposer_cpu._kernels.rows import FLOAT32, TYPES, distances
+from interposer_cpu.native import library
+from interposer_ops.quantizers import MX_BLOCK_SIZE
+
+__all__ = [
+    "CODES",
+    "MX_BLOCK_SIZE",
+    "SHARED_EXPONENTS",
+    "judge_blocks",
+    "judge_format",
+    "judge_symmetric",
+    "quantize_fp8_blocks",
+    "quantize_fp8_per_token",
+    "quantize_fp8_static",
+    "quantize_int8_per_token",
+    "quantize_int8_static",
+    "quantize_mxfp8",
+]
+
+_INT8, _E4M3 = torch.int8, torch.float8_e4m3fn
+
+CODES = {_INT8: 3, _E4M3: 5}
+"""Numbers of the library's C interface."""
+
+SHARED_EXPONENTS = 2
+"""What the library calls scales as the microscaling formats have them."""
+
+_MANTISSA_BITS = 23
+
+
+def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_int8_per_token``."""
+    return _coded(x, _INT8, None, 0.0)
+
+
+def quantize_int8_static(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: None = None
+) -> torch.Tensor:
+    """Return the op ``quantize_int8_static`` without a zero point."""
+    return _coded_by(x, scale, _INT8)
+
+
+def quantize_fp8_per_token(
+    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_fp8_per_token`` for float8_e4m3fn."""
+    return _coded(x, out_dtype, None, scale_limit or 0.0)
+
+
+def quantize_fp8_static(
+    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the op ``quantize_fp8_static`` for float8_e4m3fn."""
+    return _coded_by(x, scale, out_dtype)
+
+
+def quantize_fp8_blocks(
+    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_fp8_blocks`` for float8_e4m3fn and rows of whole blocks."""
+    return _coded(x, out_dtype, block_size, 0.0, int(power_of_two_scales))
+
+
+def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the op ``quantize_mxfp8``."""
+    codes, scales = _coded(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
+    # The exponent of a float32 is biased as a stored one, and 2^-127, which is subnormal, has 0.
+    return codes, (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+
+
+def judge_format(request: Request) -> Verdict:
+    """Accept the one 8-bit float that codes are made of."""
+    found = request.dims["out_dtype"]
+    if found != "float8_e4m3fn":
+        return Verdict.refuse(f"makes codes of float8_e4m3fn, asked for {found}")
+    return native.judge(request)
+
+
+def judge_blocks(request: Request) -> Verdict:
+    """Accept what ``judge_format`` does, in rows of whole blocks."""
+    size, width = int(request.dims["block_size"]), int(request.dims["hidden_size"])
+    if width % size:
+        return Verdict.refuse(f"takes rows of whole blocks, got {width} elements by {size}")
+    return judge_format(request)
+
+
+def judge_symmetric(request: Request) -> Verdict:
+    """Accept codes that are symmetric around zero."""
+    if request.dims["asymmetric"]:
+        return Verdict.refuse("makes codes that are symmetric around zero")
+    return native.judge(request)
+
+
+def _coded(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    block_size: int | None,
+    limit: float,
+    powers: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes of ``x`` and the scales of its rows, or of B elements each."""
+    form = distances(x)
+    if form is None or form[1] > 1:
+        codes, scales = _coded(x.contiguous(), dtype, block_size, limit, powers)
+        return torch.empty_like(x, dtype=dtype).copy_(codes), scales
+    count, _, width, step, _ = form
+    size = block_size or width
+    inner = width // size if size else 1
+    if x.ndim == 2:
+        codes = torch.empty(count, width, dtype=dtype)
+        scales = torch.empty(count, inner, dtype=FLOAT32)
+    else:
+        codes = torch.empty(x.shape, dtype=dtype)
+        scales = torch.empty((*x.shape[:-1], inner), dtype=FLOAT32)
+    if is_compiling():
+        torch.ops.interposer_cpu.code_out(
+            codes.view(-1, width),
+            scales.view(-1, inner),
+            x.reshape(-1, width),
+            CODES[dtype],
+            size,
+            powers,
+            limit,
+        )
+        return codes, scales
+    library().code(
+        x.data_ptr(),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        0,
+        TYPES[x.dtype],
+        CODES[dtype],
+        count,
+        inner,
+        size,
+        step,
+        size,
+        powers,
+        limit,
+    )
+    return codes, scales
+
+
+def _coded_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes of ``x`` by one scale ``[1]``."""
+    form = distances(x)
+    if form is None or form[1] > 1:
+        codes = _coded_by(x.contiguous(), scale, dtype)
+        return torch.empty_like(x, dtype=dtype).copy_(codes)
+    count, _, width, step, _ = form
+    codes = torch.empty(x.shape, dtype=dtype)
+    if is_compiling():
+        torch.ops.interposer_cpu.code_by_scale_out(
+            codes.view(-1, width), x.reshape(-1, width), scale, CODES[dtype]
+        )
+        return codes
+    library().code(
+        x.data_ptr(),
+        codes.data_ptr(),
+        0,
+        scale.data_ptr(),
+        TYPES[x.dtype],
+        CODES[dtype],
+        count,
+        1,
+        width,
+        step,
+        width,
+        0,
+        0.0,
+    )
+    return codes

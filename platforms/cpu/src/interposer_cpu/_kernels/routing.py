@@ -1,0 +1,97 @@
+"""Choice of experts by the compiled library. T tokens, E experts, K chosen experts, G groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from interposer.errors import RequestError
+from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu.native import library
+
+__all__ = ["grouped_topk", "prepare", "topk_sigmoid", "topk_softmax"]
+
+_SCORINGS = {"softmax": 0, "sigmoid": 1}
+_BIASED, _SIGMOIDS, _RENORMALISED = 1, 2, 4
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def topk_softmax(logits: torch.Tensor, top_k: int, renormalize: bool) -> Pair:
+    """Return the op ``topk_softmax``."""
+    return _routed(logits, None, 1, 1, top_k, 0, renormalize, 1.0)
+
+
+def topk_sigmoid(
+    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> Pair:
+    """Return the op ``topk_sigmoid``."""
+    return _routed(logits, bias, 1, 1, top_k, 1, renormalize, scale)
+
+
+def grouped_topk(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> Pair:
+    """Return the op ``grouped_topk``."""
+    number = _SCORINGS.get(scoring)
+    if number is None:
+        raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
+    return _routed(logits, bias, num_groups, top_groups, top_k, number, renormalize, scale)
+
+
+def prepare(bias: torch.Tensor | None) -> dict[str, Any]:
+    """Return the constants of ``topk_sigmoid`` and ``grouped_topk``, the bias in float32."""
+    return {"bias": None if bias is None else bias.to(FLOAT32).contiguous()}
+
+
+def _routed(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: int,
+    top_groups: int,
+    top_k: int,
+    scoring: int,
+    renormalize: bool,
+    scale: float,
+) -> Pair:
+    """Return weights and ids, ``[T, K]``; ``bias`` is ``[E]`` float32 without gaps."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    count, width = logits.shape
+    weights = torch.empty(count, top_k, dtype=FLOAT32)
+    ids = torch.empty(count, top_k, dtype=torch.int32)
+    if is_compiling():
+        parts = (_SIGMOIDS if scoring else 0) | (_RENORMALISED if renormalize else 0)
+        if bias is not None:
+            parts |= _BIASED
+        torch.ops.interposer_cpu.route_out(
+            weights, ids, logits, weights if bias is None else bias, groups, top_groups, parts,
+            scale,
+        )  # fmt: skip
+        return weights, ids
+    library().route(
+        logits.data_ptr(),
+        TYPES[logits.dtype],
+        scoring,
+        renormalize,
+        count,
+        width,
+        logits.stride(0),
+        0 if bias is None else bias.data_ptr(),
+        groups,
+        top_groups,
+        top_k,
+        weights.data_ptr(),
+        ids.data_ptr(),
+        scale,
+    )
+    return weights, ids

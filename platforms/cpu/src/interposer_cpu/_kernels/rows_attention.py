@@ -1,0 +1,124 @@
+"""Attention over a paged cache of rows by the compiled library: pages and heads of any size.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from interposer import (
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    Site,
+    Verdict,
+)
+from interposer_cpu import native
+from interposer_cpu._kernels.paged import NativePagedBackend, facts_of
+
+__all__ = ["NativeRowsBackend"]
+
+# Numbers of the library's C interface.
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+
+
+class NativeRowsBackend(NativePagedBackend):
+    """Blocks of queries over rows of keys, which are brought into order where they are used."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        self._attend = native.library().page_attention
+        self._rest = (spec.head_size, 1)
+        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
+        self._facts = facts_of(spec, *types)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders over a cache of their dtype or of 8 bits."""
+        if spec.dtype not in _TYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        if spec.num_heads % spec.num_kv_heads:
+            heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
+            return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
+        if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
+            return Verdict.refuse(
+                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"asked for {spec.cache_dtype}"
+            )
+        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
+        verdict = plain.judge_plain_decoder()
+        return native.judge_device(capability) if verdict else verdict
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        """Return the batch, in memory without gaps."""
+        pages = batch.page_table
+        return batch if pages.stride(-1) == 1 else replace(batch, page_table=pages.contiguous())
+
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        sinks: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query, key, value = (
+            x if x.stride()[1:] == self._rest else x.contiguous() for x in (query, key, value)
+        )
+        sinks = None if sinks is None else sinks.float()
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if torch.compiler.is_compiling():
+            nothing = query.new_empty(0, dtype=torch.float32)
+            torch.ops.interposer_cpu.page_attention_out(
+                out,
+                cache,
+                query,
+                key,
+                value,
+                plan.page_table,
+                plan.query_starts,
+                plan.seq_lens,
+                plan.slots,
+                nothing if sinks is None else sinks,
+                nothing if scales is None else scales,
+                _CACHE_TYPES[self.spec.cache_dtype],
+                self.spec.scale,
+                self.spec.softcap or 0.0,
+                self.spec.window_tokens or 0,
+            )
+            return out
+        size = cache.element_size()
+        head_stride, page_stride, half_stride, token_stride, _ = cache.stride()
+        address, pages = cache.data_ptr(), plan.page_table
+        self._attend(
+            *self._facts,
+            plan.seq_lens.shape[0],
+            plan.query_starts.data_ptr(),
+            plan.seq_lens.data_ptr(),
+            pages.data_ptr(),
+            pages.stride(0),
+            plan.slots.shape[0],
+            plan.slots.data_ptr(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            address,
+            address + half_stride * size,
+            head_stride * size,
+            page_stride * size,
+            token_stride * size,
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            0 if scales is None or scales.shape[1] == 1 else 1,
+        )
+        return out

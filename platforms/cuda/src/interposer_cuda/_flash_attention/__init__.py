@@ -1,0 +1,1 @@
+"""Attention by the packages flash-attn."""

@@ -1,0 +1,212 @@
+"""Products of two quantized operands by FlashInfer, on GPUs of Blackwell.
+
+Arguments are tested on the processor against functions of the same meaning; on a GPU they were not
+run. Its functions round before a bias could be added, which the ops do not: with one, the portable
+kernels multiply.
+
+Dimensions: T tokens, I input features, O output features, M rows, C blocks per row.
+Source: ``mm_fp4``, ``mm_mxfp8`` and ``gemm_fp8_nt_groupwise`` in flashinfer/gemm/gemm_base.py of
+flashinfer-python 0.7.2, and the checks of its CUTLASS products: I and O are multiples of 32, and
+both at least 128 of MXFP8; scales of blocks in tiles of 128x4; rows of ``gemm_fp8_nt_groupwise``
+in multiples of 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from inspect import signature
+
+import torch
+from torch.nn import functional
+
+from interposer import Request, Verdict
+from interposer_cuda._providers import FLASHINFER_PRODUCTS
+from interposer_ops.quantized_linear import tile_scales
+from interposer_ops.triton import judge as judge_triton
+
+__all__ = [
+    "confirm",
+    "fp8_block_linear",
+    "judge",
+    "mxfp8_linear",
+    "nvfp4_linear",
+    "prepare_mxfp8",
+    "prepare_nvfp4",
+]
+
+_TILE = (128, 4)
+_ROWS = 4
+_MODULE = "flashinfer.gemm"
+# What each is given by name.
+_PASSED = {
+    "mm_fp4": {"block_size", "use_8x4_sf_layout", "backend", "use_nvfp4"},
+    "mm_mxfp8": {"use_8x4_sf_layout", "backend"},
+    "gemm_fp8_nt_groupwise": {"scale_granularity_mnk", "out", "backend"},
+}
+# The portable kernels, for what has a bias.
+_PORTABLE = "interposer_ops.triton"
+
+
+def judge(request: Request) -> Verdict:
+    """Refuse where the package is missing or of another version; it is not imported.
+
+    What has a bias is left to Triton, which therefore has to be there.
+    """
+    verdict = FLASHINFER_PRODUCTS.judge()
+    return verdict and judge_triton(request)
+
+
+def confirm(request: Request) -> Verdict:
+    """Import the package, and refuse where that fails or a function is another."""
+    del request
+    try:
+        module = import_module(_MODULE)
+    except (ImportError, OSError, RuntimeError) as error:
+        return Verdict.refuse(
+            f"{FLASHINFER_PRODUCTS.distribution} cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        )
+    for name, passed in _PASSED.items():
+        if not hasattr(module, name):
+            return Verdict.refuse(f"{_MODULE} has no {name}. Try: {FLASHINFER_PRODUCTS.source}")
+        missing = sorted(passed - signature(getattr(module, name)).parameters.keys())
+        if missing:
+            return Verdict.refuse(
+                f"{_MODULE}.{name} takes no {', '.join(missing)}. Try: {FLASHINFER_PRODUCTS.source}"
+            )
+    return Verdict.accept()
+
+
+def prepare_nvfp4(
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    """Return the scales ``[M, C]`` of full tiles; as they were, where there is a bias."""
+    scales = weight_scales if bias is not None else _in_tiles(weight_scales)
+    return {"weight": weight, "weight_scales": scales, "alpha": alpha, "bias": bias}
+
+
+def nvfp4_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``nvfp4_linear`` with weights from ``prepare_nvfp4``."""
+    if bias is not None:
+        portable = _function(_PORTABLE, "nvfp4_linear_triton")
+        return portable(x, x_scales, weight, weight_scales, alpha, bias, out_dtype)
+    rows = _rows(x)
+    out = rows.new_empty((len(rows), len(weight)), dtype=out_dtype)
+    if len(rows):
+        _function(_MODULE, "mm_fp4")(
+            rows,
+            weight.t(),
+            _in_tiles(_rows(x_scales)),
+            weight_scales.t(),
+            alpha,
+            out_dtype,
+            out,
+            block_size=16,
+            use_8x4_sf_layout=False,
+            backend="cutlass",
+            use_nvfp4=True,
+        )
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def prepare_mxfp8(
+    weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, torch.Tensor | None]:
+    """Return the scales ``[M C]`` of full tiles; as they were, where there is a bias."""
+    scales = weight_scales if bias is not None else _in_tiles(weight_scales).flatten()
+    return {"weight": weight, "weight_scales": scales, "bias": bias}
+
+
+def mxfp8_linear(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``mxfp8_linear`` with weights from ``prepare_mxfp8``."""
+    if bias is not None:
+        portable = _function(_PORTABLE, "mxfp8_linear_triton")
+        return portable(x, x_scales, weight, weight_scales, bias, out_dtype)
+    rows = _rows(x)
+    out = torch.empty((len(rows), len(weight)), dtype=out_dtype, device=x.device)
+    if len(rows):
+        _function(_MODULE, "mm_mxfp8")(
+            rows,
+            weight.t(),
+            _in_tiles(_rows(x_scales)).flatten(),
+            weight_scales,
+            out,
+            out_dtype,
+            use_8x4_sf_layout=False,
+            backend="cutlass",
+        )
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def fp8_block_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight_scales: torch.Tensor,
+    block_rows: int,
+    block_columns: int,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``fp8_block_linear`` of blocks of 128 by 128."""
+    if bias is not None:
+        portable = _function(_PORTABLE, "fp8_block_linear_triton")
+        blocks = block_rows, block_columns
+        return portable(x, weight, x_scales, weight_scales, *blocks, bias, out_dtype)
+    rows, scales = _rows(x), _rows(x_scales)
+    num_rows = len(rows)
+    missing = -num_rows % _ROWS
+    if missing:
+        # Padding of 8-bit floats goes through their bytes.
+        padded = functional.pad(rows.view(torch.uint8), (0, 0, 0, missing))
+        rows, scales = padded.view(x.dtype), functional.pad(scales, (0, 0, 0, missing))
+    out = torch.empty((len(rows), len(weight)), dtype=out_dtype, device=x.device)
+    if len(rows):
+        _function(_MODULE, "gemm_fp8_nt_groupwise")(
+            rows,
+            weight,
+            scales,
+            weight_scales,
+            "K",
+            scale_granularity_mnk=(1, block_rows, block_columns),
+            out=out,
+            backend="cutlass",
+        )
+    return out[:num_rows].view(*x.shape[:-1], len(weight))
+
+
+@cache
+def _function(module: str, name: str) -> Callable[..., torch.Tensor]:
+    found: Callable[..., torch.Tensor] = getattr(import_module(module), name)
+    return found
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _in_tiles(scales: torch.Tensor) -> torch.Tensor:
+    """Return ``[M, C]`` scales in tiles, with M a multiple of 128 and C one of 4."""
+    rows, columns = scales.shape
+    full = -(-rows // _TILE[0]) * _TILE[0], -(-columns // _TILE[1]) * _TILE[1]
+    return tile_scales(scales, _TILE[0]).view(full)

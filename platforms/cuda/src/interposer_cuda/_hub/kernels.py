@@ -1,0 +1,150 @@
+"""Kernels of the Hugging Face hub, loaded by its package ``kernels`` from this machine.
+
+Arguments are tested on the processor with folders that hold functions of the same meaning; on a GPU
+they were not run.
+
+Dimensions: H hidden size, I intermediate size.
+Source: kernels-community/activation, ``torch-ext/activation/__init__.py`` (the result comes first,
+operands are contiguous) and ``activation_kernels.cu``; kernels-community/layer-norm,
+``ln_api.cpp`` (rows of contiguous matrices, H a multiple of 8 up to 8192, float32 inside).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from interposer import Request, Verdict
+from interposer_cuda._hub.cache import ACTIVATION, LAYER_NORM, HubKernel
+
+__all__ = [
+    "confirm_activation",
+    "confirm_layer_norm",
+    "gelu",
+    "gelu_and_mul",
+    "layer_norm",
+    "mul_and_silu",
+    "quick_gelu",
+    "rms_norm",
+    "silu_and_mul",
+]
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``silu_and_mul``."""
+    return _activated("silu_and_mul", x, x.shape[-1] // 2)
+
+
+def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``mul_and_silu``."""
+    return _activated("mul_and_silu", x, x.shape[-1] // 2)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Compute ``gelu_and_mul``."""
+    name = "gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul"
+    return _activated(name, x, x.shape[-1] // 2)
+
+
+def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Compute ``gelu``."""
+    return _activated("gelu_tanh" if approximate == "tanh" else "gelu", x, x.shape[-1])
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Compute ``quick_gelu``."""
+    return _activated("gelu_quick", x, x.shape[-1])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute ``rms_norm``."""
+    return _normalised(x, weight, None, eps, is_rms_norm=True)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Compute ``layer_norm``."""
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    return _normalised(x, weight, bias, eps, is_rms_norm=False)
+
+
+def confirm_activation(request: Request) -> Verdict:
+    """Load ``ACTIVATION``, and refuse where that fails."""
+    del request
+    names = "silu_and_mul mul_and_silu gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
+    return _confirm(ACTIVATION, names)
+
+
+def confirm_layer_norm(request: Request) -> Verdict:
+    """Load ``LAYER_NORM``, and refuse where that fails."""
+    del request
+    return _confirm(LAYER_NORM, "dropout_add_ln_fwd")
+
+
+def _confirm(kernel: HubKernel, names: str) -> Verdict:
+    try:
+        module = _module(kernel)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        told = str(error).strip().partition("\n")[0]
+        return Verdict.refuse(f"{kernel.repository} cannot be loaded: {told}")
+    missing = [name for name in names.split() if not hasattr(module, name)]
+    if missing:
+        return Verdict.refuse(f"{kernel.repository} has no {', '.join(missing)}")
+    return Verdict.accept()
+
+
+@cache
+def _module(kernel: HubKernel) -> Any:
+    """Return the kernel's module, from its folder.
+
+    Raises: FileNotFoundError: it is no longer there, or has no build for this torch.
+    """
+    folder = kernel.folder()
+    if folder is None:
+        raise FileNotFoundError(f"{kernel.repository} is no longer in the cache")
+    load: Callable[..., Any] = import_module("kernels").get_local_kernel
+    return load(folder)
+
+
+def _activated(name: str, x: torch.Tensor, width: int) -> torch.Tensor:
+    out = x.new_empty((*x.shape[:-1], width))
+    # A grid of no blocks cannot be launched.
+    if out.numel():
+        getattr(_module(ACTIVATION), name)(out, x.contiguous())
+    return out
+
+
+def _normalised(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    is_rms_norm: bool,
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if not len(rows):
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    found: list[torch.Tensor] = _module(LAYER_NORM).dropout_add_ln_fwd(
+        rows,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        rowscale=None,
+        colscale=None,
+        x0_subset=None,
+        z_subset=None,
+        dropout_p=0.0,
+        epsilon=eps,
+        rowscale_const=1.0,
+        z_numrows=len(rows),
+        gen=None,
+        residual_in_fp32=False,
+        is_rms_norm=is_rms_norm,
+    )
+    return found[0].view(x.shape)

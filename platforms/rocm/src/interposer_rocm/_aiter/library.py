@@ -1,0 +1,87 @@
+"""AITER's functions, and whether they can be called here."""
+
+from __future__ import annotations
+
+from interposer import Request, Verdict
+from interposer.errors import InterposerError
+from interposer_rocm._aiter.package import aiter_version, is_quantized
+from interposer_rocm._examined_package import ExaminedPackage
+
+__all__ = [
+    "FLASH",
+    "FUSED_MOE",
+    "MLA_DECODE",
+    "SHUFFLE_WEIGHT",
+    "AiterError",
+    "confirm_experts",
+    "confirm_latent",
+    "confirm_scaled_experts",
+    "function",
+    "inquire",
+    "refresh",
+    "require",
+]
+
+FLASH = "aiter:flash_attn_varlen_func"
+MLA_DECODE = "aiter.mla:mla_decode_fwd"
+FUSED_MOE = "aiter.fused_moe:fused_moe"
+SHUFFLE_WEIGHT = "aiter.ops.shuffle:shuffle_weight"
+
+# Parameters that calls of this plugin name.
+_WANTED = {
+    FLASH: {
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("softmax_scale", "logits_soft_cap", "causal", "window_size"),
+    },
+    MLA_DECODE: {
+        *("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"),
+        *("max_seqlen_q", "sm_scale"),
+    },
+    FUSED_MOE: {
+        *("hidden_states", "w1", "w2", "topk_weight", "topk_ids"),
+        *("activation", "quant_type"),
+    },
+    SHUFFLE_WEIGHT: {"x", "layout"},
+}
+_SCALES = {"w1_scale", "w2_scale"}
+
+
+class AiterError(InterposerError):
+    """AITER cannot be used; the text says why and what to try."""
+
+
+_AITER = ExaminedPackage("AITER", aiter_version, _WANTED, AiterError, "AITER_")
+inquire = _AITER.inquire
+refresh = _AITER.refresh
+require = _AITER.require
+function = _AITER.function
+
+
+def confirm_experts(_request: Request) -> Verdict:
+    """Say whether AITER's experts can be called here, and weights shuffled for them."""
+    return inquire().judge(FUSED_MOE, SHUFFLE_WEIGHT)
+
+
+def confirm_scaled_experts(request: Request) -> Verdict:
+    """Say whether AITER's experts can be called here with scales of their weights."""
+    verdict = confirm_experts(request)
+    missing = sorted(_SCALES - {*inquire().parameters.get(FUSED_MOE, ())})
+    if verdict and missing:
+        return Verdict.refuse(
+            f"aiter.fused_moe.fused_moe of AITER {aiter_version()} takes no {', '.join(missing)}. "
+            "Try a newer one"
+        )
+    return verdict
+
+
+def confirm_latent(request: Request) -> Verdict:
+    """Say whether AITER's latent attention can be called here, over the request's cache."""
+    found = inquire()
+    verdict = found.judge(MLA_DECODE)
+    quantized = is_quantized(request.dims, request.dtype)
+    if verdict and quantized and "kv_scale" not in found.parameters[MLA_DECODE]:
+        return Verdict.refuse(
+            f"aiter.mla.mla_decode_fwd of AITER {aiter_version()} takes no kv_scale, which a "
+            f"cache of {request.dims['cache_dtype']} needs. Try a newer one"
+        )
+    return verdict

@@ -1,0 +1,78 @@
+"""Decoder attention by flash-attn, where a build of it for these GPUs is installed.
+
+It reads pages of 128 tokens or more alone, so that the one for sequences of any length is
+given copies. Its own kernels for these GPUs are CK's, or Triton's where
+``FLASH_ATTENTION_TRITON_AMD_ENABLE`` is set, which it reads itself. Argument mapping is tested with
+a function that computes on the processor; on a GPU it was not run.
+
+Source: ``flash_attn_varlen_func`` in flash_attn/flash_attn_interface.py of
+Dao-AILab/flash-attention 2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import AttentionSpec, Capability, Site, Verdict
+from interposer.errors import InterposerError
+from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
+from interposer_rocm._examined_package import ExaminedPackage
+from interposer_rocm._flash_attention_judge import flash_attention_version, judge
+
+__all__ = ["FlashAttentionBackend", "FlashAttentionError", "inquire", "refresh"]
+
+_FUNCTION = "flash_attn:flash_attn_varlen_func"
+_WANTED = {
+    _FUNCTION: {
+        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
+        *("softmax_scale", "causal", "window_size"),
+    }
+}
+
+
+class FlashAttentionError(InterposerError):
+    """flash-attn cannot be used; the text says why and what to try."""
+
+
+_PACKAGE = ExaminedPackage(
+    "flash-attn", flash_attention_version, _WANTED, FlashAttentionError, "FLASH_ATTENTION_"
+)
+inquire = _PACKAGE.inquire
+refresh = _PACKAGE.refresh
+
+
+class FlashAttentionBackend(GatheredBackend):
+    """Windows are the function's own; softcapped logits it may leave as they are."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        """Examine the package, unless the device is only described.
+
+        Raises: FlashAttentionError, PluginError: it cannot be used.
+        """
+        super().__init__(spec, site)
+        if not site.resolver.described:
+            _PACKAGE.require(_FUNCTION)
+            self._attend = _PACKAGE.function(_FUNCTION)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept what ``judge`` accepts."""
+        return judge(spec, capability)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
+    ) -> torch.Tensor:
+        """Call flash-attn; see ``GatheredBackend.attend``."""
+        out: torch.Tensor = self._attend(
+            query,
+            key,
+            value,
+            cu_seqlens_q=step.query_starts,
+            cu_seqlens_k=step.key_starts,
+            max_seqlen_q=step.max_query_tokens,
+            max_seqlen_k=step.max_key_tokens,
+            softmax_scale=self.spec.scale,
+            causal=True,
+            window_size=window_ends(self.spec),
+        )
+        return out

@@ -1,0 +1,134 @@
+"""What the operating system shows of GPUs of this vendor, before anything is loaded.
+
+Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
+"containers" (``--device=/dev/kfd --device=/dev/dri``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from interposer import Verdict
+from interposer_rocm._hardware.topology import Topology, read_topology
+
+__all__ = ["ROOT", "System", "look"]
+
+ROOT = Path("/")
+_VENDOR = "0x1002"
+# Classes of PCI: display controllers, and processing accelerators.
+_CLASSES = ("0x03", "0x12")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What files say.
+
+    Attributes:
+        topology: the GPUs that the driver shows to this process.
+        device_file: ``/dev/kfd`` is there.
+        allowed: this process may open it.
+        render_files: numbers of the files ``/dev/dri/renderD*``.
+        driver: version of amdgpu; the kernel's where it has none of its own; empty without it.
+        on_bus: addresses of GPUs on the PCI bus.
+        wsl: Linux runs inside Windows.
+    """
+
+    topology: Topology
+    device_file: bool = False
+    allowed: bool = False
+    render_files: frozenset[int] = frozenset()
+    driver: str = ""
+    on_bus: tuple[str, ...] = ()
+    wsl: bool = False
+
+    def judge(self) -> Verdict:
+        """Accept where the driver shows a GPU that this process may use; say what is missing."""
+        if self.device_file:
+            return self._judge_files()
+        if self.wsl:
+            return Verdict.refuse(
+                "this is WSL, where /dev/kfd and its list of GPUs do not exist. Run Linux itself"
+            )
+        if self.driver and self.on_bus:
+            return Verdict.refuse(
+                f"amdgpu {self.driver} drives a GPU ({', '.join(self.on_bus)}), but /dev/kfd is "
+                "missing. In a container: --device=/dev/kfd --device=/dev/dri. Elsewhere this "
+                "kernel was built without HSA_AMD"
+            )
+        if self.on_bus:
+            return Verdict.refuse(
+                f"a GPU of AMD is on the PCI bus ({', '.join(self.on_bus)}), but no driver for it "
+                "is loaded. Load it: modprobe amdgpu"
+            )
+        return Verdict.refuse("no GPU of AMD: no /dev/kfd and none on the bus")
+
+    def _judge_files(self) -> Verdict:
+        if not self.allowed:
+            return Verdict.refuse(
+                "/dev/kfd is there, but this user may not open it. Add the user to its group: "
+                "usermod -a -G render,video USER; then log in again"
+            )
+        if not self.topology.gpus:
+            hidden = self.topology.unreadable
+            more = f"; {hidden} nodes cannot be read, as of GPUs that a container was not given"
+            return Verdict.refuse(
+                f"/dev/kfd is there, but the driver shows no GPU{more if hidden else ''}"
+            )
+        missing = [g for g in self.topology.gpus if g.render_node not in self.render_files]
+        if len(missing) == len(self.topology.gpus):
+            names = ", ".join(f"/dev/dri/renderD{gpu.render_node}" for gpu in missing)
+            return Verdict.refuse(
+                f"/dev/kfd is there, but not {names}, through which GPUs get their memory. In a "
+                "container: --device=/dev/dri"
+            )
+        return Verdict.accept()
+
+
+def look(root: Path = ROOT) -> System:
+    """Return what the files below ``root`` show, in which ``dev`` and ``sys`` lie."""
+    if sys.platform != "linux":
+        return System(Topology(()))
+    kfd = root / "dev/kfd"
+    release = _text(root / "proc/sys/kernel/osrelease").strip()
+    renders = (path.name.removeprefix("renderD") for path in _entries(root / "dev/dri"))
+    return System(
+        read_topology(root),
+        kfd.exists(),
+        os.access(kfd, os.R_OK | os.W_OK),
+        frozenset(int(number) for number in renders if number.isdecimal()),
+        _driver(root, release),
+        tuple(sorted(_on_bus(root))),
+        "microsoft" in release.lower(),
+    )
+
+
+def _driver(root: Path, release: str) -> str:
+    module = root / "sys/module/amdgpu"
+    if not module.exists():
+        return ""
+    return _text(module / "version").strip() or (f"of Linux {release}" if release else "loaded")
+
+
+def _on_bus(root: Path) -> list[str]:
+    return [
+        path.name
+        for path in _entries(root / "sys/bus/pci/devices")
+        if _text(path / "vendor").strip() == _VENDOR and _text(path / "class").startswith(_CLASSES)
+    ]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Optional packages of kernels, and whether they can be used."""

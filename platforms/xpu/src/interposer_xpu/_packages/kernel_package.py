@@ -1,0 +1,125 @@
+"""The package vllm-xpu-kernels: whether it can be used, op by op, and its ops.
+
+Its ops are torch's by registration, so that their schemas can be compared with those that the
+kernels here were written for: another version may have an op of the same name with other
+arguments. The modules are imported when an op is first called.
+
+Source: vllm-project/vllm-xpu-kernels: ``csrc/torch_bindings.cpp``, ``csrc/moe/torch_bindings.cpp``
+and ``csrc/xpu/torch_bindings.cpp``; the schemas in the published wheels 0.1.3.1, 0.1.12.1 and
+0.1.16.2 are these. Which torch a wheel is for stands in its description alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from interposer import Verdict
+from interposer_xpu._packages import kernel_package_inquiry
+from interposer_xpu._packages.optional_packages import Package, numbers, torch_version
+
+__all__ = ["PACKAGE", "SCHEMAS", "USES", "judge_installed", "judge_ops", "op"]
+
+PACKAGE = Package("vllm-xpu-kernels", str(Path(kernel_package_inquiry.__file__)))
+_NEWEST = (0, 2)
+
+SCHEMAS = {
+    "_C::get_xpu_view_from_cpu_tensor": "(Tensor cpu_tensor) -> Tensor",
+    "_xpu_C::int4_gemm_w4a16": "(Tensor A, Tensor B, Tensor? bias, Tensor B_scale, Tensor B_zp, "
+    "int group_size, Tensor? g_idx) -> Tensor",
+    "_xpu_C::fp8_gemm": "(Tensor A, Tensor B, ScalarType? out_dtype, Tensor? A_scale_, "
+    "Tensor? B_scale_, Tensor? bias_) -> Tensor",
+    "_xpu_C::fp8_gemm_w8a16": "(Tensor A, Tensor B, Tensor? B_scale_, Tensor? bias_) -> Tensor",
+    "_xpu_C::cutlass_grouped_gemm_interface": "(Tensor ptr_A, Tensor? ptr_A_scale, Tensor ptr_B, "
+    "Tensor? ptr_B_scale, Tensor? ptr_bias, Tensor ptr_D, Tensor rows_per_expert, int N, int K, "
+    "int num_experts) -> Tensor",
+    "_moe_C::topk_softmax": "(Tensor! topk_weights, Tensor! topk_indices, "
+    "Tensor! token_expert_indices, Tensor gating_output, bool renormalize, Tensor? bias, "
+    "Tensor? is_padding) -> ()",
+    "_moe_C::remap_hidden_states": "(Tensor hidden_states, Tensor? hidden_states_scales, "
+    "Tensor remapped_hidden_states, Tensor? remapped_hidden_states_scales, Tensor? expert_map, "
+    "Tensor rows_per_expert, Tensor unpermuted_row_to_permuted_row, Tensor topk_ids, "
+    "int total_experts_num, int local_experts_num) -> ()",
+    "_moe_C::moe_gather": "(Tensor! output, Tensor moe_output, Tensor topk_weights, "
+    "Tensor unpermuted_row_to_permuted_row, int num_experts) -> ()",
+}
+"""The ops that are called here, as torch writes schemas."""
+
+USES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "view_of_host": ((0, 1, 3), ("_C::get_xpu_view_from_cpu_tensor",)),
+    "int4": ((0, 1, 3), ("_xpu_C::int4_gemm_w4a16",)),
+    "fp8": ((0, 1, 3), ("_xpu_C::fp8_gemm",)),
+    "fp8_weights": ((0, 1, 3), ("_xpu_C::fp8_gemm_w8a16",)),
+    "routing": ((0, 1, 12), ("_moe_C::topk_softmax",)),
+    "experts": (
+        (0, 1, 12),
+        (
+            "_moe_C::remap_hidden_states",
+            "_moe_C::moe_gather",
+            "_xpu_C::cutlass_grouped_gemm_interface",
+        ),
+    ),
+}
+"""What is used: the first version whose schemas these are, and the ops."""
+
+_STATED = re.compile(r"PyTorch\W{0,6}(\d+)\.(\d+)")
+
+
+def judge_installed() -> Verdict:
+    """Accept a version that is known here and was built for this torch, by its metadata."""
+    found = PACKAGE.version
+    if not found:
+        return Verdict.refuse(
+            "needs the package vllm-xpu-kernels, which is not installed: "
+            "pip install vllm-xpu-kernels"
+        )
+    if numbers(found) >= _NEWEST:
+        wanted = ".".join(map(str, _NEWEST))
+        return Verdict.refuse(f"was written for vllm-xpu-kernels below {wanted}, found {found}")
+    stated = _STATED.search(PACKAGE.description)
+    if stated and tuple(map(int, stated.groups())) != numbers(torch_version())[:2]:
+        return Verdict.refuse(
+            f"vllm-xpu-kernels {found} is built for torch {stated[1]}.{stated[2]}, installed is "
+            f"{torch_version()}. Install the version that fits"
+        )
+    return Verdict.accept()
+
+
+def judge_ops(use: str) -> Verdict:
+    """Accept where every op of one of ``USES`` is there, with the schema that is known here."""
+    verdict = judge_installed()
+    if not verdict:
+        return verdict
+    first, names = USES[use]
+    found = PACKAGE.version
+    if numbers(found) < first:
+        least = ".".join(map(str, first))
+        return Verdict.refuse(f"needs vllm-xpu-kernels {least} or newer, found {found}")
+    facts, verdict = _asked()
+    if not verdict:
+        return verdict
+    for name in names:
+        fault = facts.get(name, "is not among what the inquiry looked for")
+        if fault:
+            return Verdict.refuse(f"{name} of vllm-xpu-kernels {found} {fault}")
+    return Verdict.accept()
+
+
+@cache
+def op(namespace: str, name: str) -> Callable[..., Any]:
+    """Return an op of the package, which is imported now if it was not before."""
+    import torch  # here, so that judging by metadata alone does not need it
+
+    import_module(f"vllm_xpu_kernels.{namespace}")
+    found: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
+    return found
+
+
+@cache
+def _asked() -> tuple[dict[str, Any], Verdict]:
+    return PACKAGE.ask(json.dumps(SCHEMAS))

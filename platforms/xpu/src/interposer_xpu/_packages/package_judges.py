@@ -1,0 +1,54 @@
+"""Whether the kernels of vllm-xpu-kernels take a request; torch is not imported to say it."""
+
+from __future__ import annotations
+
+from interposer import Request, Verdict
+from interposer_xpu._packages.kernel_package import judge_ops
+
+__all__ = [
+    "judge_experts",
+    "judge_fp8",
+    "judge_fp8_weights",
+    "judge_int4",
+    "judge_routing",
+]
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def judge_int4(request: Request) -> Verdict:
+    """Accept scales in the dtype of the activations, which the op multiplies in."""
+    scales = str(request.dims["scale_dtype"])
+    if scales != request.dtype:
+        return Verdict.refuse(f"takes scales of {request.dtype}, as x is, got {scales}")
+    return judge_ops("int4")
+
+
+def judge_fp8(request: Request) -> Verdict:
+    """Accept operands of one 8-bit format."""
+    pair = str(request.dims["x_dtype"]), str(request.dims["weight_dtype"])
+    if pair[0] not in _FP8 or pair[0] != pair[1]:
+        return Verdict.refuse(
+            f"multiplies {' or '.join(_FP8)} by the same, got {' by '.join(pair)}"
+        )
+    return judge_ops("fp8")
+
+
+def judge_fp8_weights(request: Request) -> Verdict:
+    """Accept activations with one scale, which can be that of the weight as well."""
+    for name in ("x_dtype", "weight_dtype"):
+        if str(request.dims[name]) not in _FP8:
+            return Verdict.refuse(f"takes {' or '.join(_FP8)}, {name} is {request.dims[name]}")
+    if request.dims["x_scales"] != "tensor":
+        return Verdict.refuse(f"takes one scale of x, got one per {request.dims['x_scales']}")
+    return judge_ops("fp8_weights")
+
+
+def judge_experts(_request: Request) -> Verdict:
+    """Accept where the three ops are there that the experts are made of."""
+    return judge_ops("experts")
+
+
+def judge_routing(_request: Request) -> Verdict:
+    """Accept where the op is there."""
+    return judge_ops("routing")

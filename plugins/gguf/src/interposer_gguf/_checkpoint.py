@@ -1,0 +1,129 @@
+"""A GGUF file as a checkpoint: config, tensors by their names in Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interposer import CheckpointFile
+from interposer.errors import UnsupportedModelError
+from interposer_gguf._block_formats import FORMATS
+from interposer_gguf._decoder_settings import Settings, decoder_config
+from interposer_gguf._file_format import GGUFFile, StoredTensor
+from interposer_gguf._tensor_names import QUERY_AND_KEY, ROPE_FACTORS, hugging_face_name
+from interposer_gguf._tokenizer import end_tokens, tokenizer_json
+
+__all__ = ["GGUFCheckpoint"]
+
+# Ends of the names of matrices that are held as they are stored.
+_IN_BLOCKS: tuple[str, ...] = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
+
+
+class GGUFCheckpoint(CheckpointFile):
+    """A Llama, Qwen2 or Qwen3 model in one GGUF file.
+
+    Matrices of linear layers, the embedding and the output stay in blocks, for the scheme
+    ``gguf``. Other tensors in blocks are dequantized while they are read.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.settings = Settings(file)
+        config = decoder_config(file, self.settings)
+        self._names = {name: _name(file, name) for name in file.tensors if name != ROPE_FACTORS}
+        in_blocks = {
+            name.removesuffix(".weight"): file.tensors[stored].stored_as
+            for stored, name in self._names.items()
+            if _stays_in_blocks(file.tensors[stored], name)
+        }
+        if in_blocks:
+            config["quantization_config"] = {"quant_method": "gguf", "tensors": in_blocks}
+        config["eos_token_id"] = end_tokens(self.settings)
+        super().__init__(file.path, config, sum(self._size(name) for name in self._names))
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFCheckpoint:
+        """Return the model in the file at ``path``, of which no weight is read yet.
+
+        Raises:
+            CheckpointError: it is no GGUF file, or contradicts itself.
+            UnsupportedModelError: a tensor or the architecture is none of those that are read.
+        """
+        return cls(GGUFFile.open(path))
+
+    def names(self) -> frozenset[str]:
+        """Return the names of all tensors that ``stream`` yields."""
+        return frozenset(map(self._parameter, self._names))
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor in the order of the file.
+
+        One that stays in blocks has the name of their format in place of ``weight``.
+
+        Raises: CheckpointError: the file became shorter since it was opened.
+        """
+        for stored, name in self._names.items():
+            tensor = self.file.tensors[stored]
+            values = self._in_order(name, self.file.read(tensor))
+            if tensor.in_blocks and not _stays_in_blocks(tensor, name):
+                values = FORMATS[tensor.stored_as].dequantized(values, torch.float32)
+            yield self._parameter(stored), values
+
+    def tokenizer(self) -> str:
+        """Return the tokenizer of the file as the contents of a tokenizer.json.
+
+        Raises:
+            CheckpointError: there is none, or it contradicts itself.
+            UnsupportedModelError: its kind is not read.
+        """
+        return tokenizer_json(self.settings, int(self.config["vocab_size"]))
+
+    def _parameter(self, stored: str) -> str:
+        """Return the name under which a tensor is yielded."""
+        tensor, name = self.file.tensors[stored], self._names[stored]
+        if _stays_in_blocks(tensor, name):
+            return f"{name.removesuffix('.weight')}.{tensor.stored_as}"
+        return name
+
+    def _size(self, stored: str) -> int:
+        """Return the bytes of a tensor as it is yielded."""
+        tensor, name = self.file.tensors[stored], self._names[stored]
+        if not tensor.in_blocks or _stays_in_blocks(tensor, name):
+            return tensor.num_bytes
+        layout = FORMATS[tensor.stored_as]
+        return layout.row_numbers(tensor.num_bytes) * torch.float32.itemsize
+
+    def _in_order(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with its outputs in the order of Hugging Face checkpoints.
+
+        Llama's query and key are stored so that the two halves of a head that are rotated together
+        alternate: row 2 i + h of a head is row i of half h.
+        """
+        module = name.rpartition(".")[0].partition("layers.")[2].partition(".")[2]
+        if self.settings.architecture != "llama" or module not in QUERY_AND_KEY:
+            return values
+        key = "num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"
+        heads: Any = self.config[key]
+        if heads < 1 or values.shape[0] % (2 * heads):
+            raise UnsupportedModelError(
+                self.path, f"has {values.shape[0]} outputs of {name!r}, not pairs of {heads} heads"
+            )
+        ordered: torch.Tensor = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return ordered
+
+
+def _name(file: GGUFFile, stored: str) -> str:
+    name = hugging_face_name(stored)
+    if name is None:
+        raise UnsupportedModelError(
+            file.path, f"holds the tensor {stored[:100]!r}, which no model that is read has"
+        )
+    return name
+
+
+def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
+    """Say whether a tensor is in blocks, and the matrix of a layer that takes it so."""
+    return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)

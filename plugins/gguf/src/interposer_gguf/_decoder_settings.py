@@ -1,0 +1,242 @@
+"""From the metadata of a GGUF file to the contents of a config.json.
+
+Source: the keys are those of docs/gguf.md of ggml, the fields those of Hugging Face's configs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._tensor_names import ROPE_FACTORS, block_of
+
+__all__ = ["ARCHITECTURES", "Settings", "decoder_config"]
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""What Hugging Face calls the architectures that are read."""
+
+_MIXTURE = ("expert_count", "expert_used_count")
+_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_EDITED = "convert the model again"
+
+
+class Settings:
+    """Metadata of one file, of which values are asked for by key and kind."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.path = file.path
+        self._values = file.metadata
+        self.architecture = self.text("general.architecture")
+
+    def __contains__(self, key: str) -> bool:
+        return self._key(key) in self._values
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer; a list of equal ones, as one per layer, is that one.
+
+        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        """
+        value = self._get(key, default)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        elif isinstance(value, list):
+            raise UnsupportedModelError(
+                self.path, f"has {self._key(key)!r} that differs between layers"
+            )
+        if type(value) is not int:
+            raise self._wrong(key, value, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number.
+
+        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        """
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a text.
+
+        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        """
+        value = self._get(key, default)
+        if type(value) is not str:
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return whether something is so.
+
+        Raises: CheckpointError: the value is something else.
+        """
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def several(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+        """Return a list of values of one type.
+
+        Raises: CheckpointError: there is none and no ``default``, or it is something else.
+        """
+        value = self._get(key, default)
+        if type(value) is not list or not all(type(item) is kind for item in value):
+            raise self._wrong(key, value, f"a list of values of the type {kind.__name__}")
+        return value
+
+    def _key(self, key: str) -> str:
+        whole = key.startswith(("general.", "tokenizer.", "split."))
+        return key if whole else f"{self.architecture}.{key}"
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(self._key(key), default)
+        if value is None:
+            raise CheckpointError(self.path, f"lacks the metadata {self._key(key)!r}", _EDITED)
+        return value
+
+    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+        # A list may be long, and printing it whole would not help.
+        shown = f"{len(value)} values" if isinstance(value, list) else f"{value!r:.100}"
+        return CheckpointError(
+            self.path, f"has the metadata {self._key(key)!r} = {shown}, must be {wanted}", _EDITED
+        )
+
+
+def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
+    """Return what config.json would hold, ``quantization_config`` apart.
+
+    Raises:
+        CheckpointError: metadata is missing, mistyped or contradicts the tensors.
+        UnsupportedModelError: the model is none of ``ARCHITECTURES``, or has what they have not.
+    """
+    architecture = settings.architecture
+    if architecture not in ARCHITECTURES:
+        listed = ", ".join(nearest_first(architecture, ARCHITECTURES))
+        raise UnsupportedModelError(
+            file.path, f"holds the architecture {architecture[:100]!r}; read are {listed}"
+        )
+    for key in _MIXTURE:
+        if settings.integer(key, 0):
+            raise UnsupportedModelError(file.path, f"has {key!r}: experts are not read")
+    parts = settings.integer("split.count", 1)
+    if parts > 1:
+        raise UnsupportedModelError(
+            file.path,
+            f"is one of {parts} parts of a model",
+            "merge them: llama-gguf-split --merge FIRST-PART OUT.gguf",
+        )
+    heads = settings.integer("attention.head_count")
+    width = settings.integer("embedding_length")
+    if heads < 1 or width < 1:
+        raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
+    head_size = settings.integer("attention.key_length", width // heads)
+    if settings.integer("attention.value_length", head_size) != head_size:
+        raise UnsupportedModelError(file.path, "has keys and values of different sizes")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(file.path, "lacks the tensor 'token_embd.weight'", _EDITED)
+    rotated = settings.integer("rope.dimension_count", head_size)
+    context = settings.integer("context_length")
+    window = settings.integer("attention.sliding_window", 0)
+    return {
+        "architectures": [ARCHITECTURES[architecture]],
+        "hidden_size": width,
+        "intermediate_size": settings.integer("feed_forward_length"),
+        "num_hidden_layers": _num_blocks(file, settings),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": context,
+        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": _has_bias(file, settings),
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "rope_theta": settings.number("rope.freq_base", 10000.0),
+        "partial_rotary_factor": rotated / head_size if head_size > 0 else 0,
+        "rope_parameters": _rope(file, settings, context, rotated),
+        **({"sliding_window": window, "use_sliding_window": True} if window else {}),
+        "dtype": _dtype(file),
+    }
+
+
+def _num_blocks(file: GGUFFile, settings: Settings) -> int:
+    """Return the number of decoder blocks, all of which have tensors."""
+    count = settings.integer("block_count")
+    found = {number for name in file.tensors if (number := block_of(name)) is not None}
+    if found != set(range(len(found))) or len(found) != count:
+        raise CheckpointError(
+            file.path, f"says that it has {count:,} blocks, but holds tensors of {len(found):,}"
+        )
+    return count
+
+
+def _has_bias(file: GGUFFile, settings: Settings) -> bool:
+    names = [f"blk.0.attn_{name}.bias" for name in ("q", "output")]
+    query, output = (name in file.tensors for name in names)
+    if settings.architecture == "llama" and query != output:
+        raise UnsupportedModelError(
+            file.path, f"has a bias {names[0 if query else 1]!r} without {names[query]!r}"
+        )
+    return output
+
+
+def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dict[str, Any]:
+    kind = settings.text("rope.scaling.type", "none")
+    if ROPE_FACTORS in file.tensors:
+        if kind not in ("none", "llama3"):
+            raise UnsupportedModelError(
+                file.path, f"has factors of wavelengths besides rope.scaling.type {kind[:50]!r}"
+            )
+        stored = file.tensors[ROPE_FACTORS]
+        if stored.in_blocks or stored.shape != (rotated // 2,):
+            raise CheckpointError(
+                file.path,
+                f"stores {ROPE_FACTORS!r} as {stored.stored_as} of the shape {stored.shape}, must "
+                f"be floats of the shape {(rotated // 2,)}",
+            )
+        factors = file.read(stored).float().tolist()
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            file.path, f"has rope.scaling.type {kind[:50]!r}; read are none, linear and yarn"
+        )
+    if settings.number("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(file.path, "has rope.scaling.attn_factor other than 1")
+    rope = {"rope_type": kind, "factor": settings.number("rope.scaling.factor")}
+    original = "rope.scaling.original_context_length"
+    if original in settings:
+        rope["original_max_position_embeddings"] = settings.integer(original)
+    return rope
+
+
+def _dtype(file: GGUFFile) -> str:
+    """Return the dtype to compute in unless another is asked for.
+
+    That of the floats that most of the matrices' numbers are. Blocks have none; bfloat16 has the
+    range of the floats that models are trained in, which float16 has not.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            name = _DTYPES.get(tensor.stored_as, "bfloat16")
+            sizes[name] = sizes.get(name, 0) + tensor.num_bytes
+    return max(sizes, key=lambda name: sizes[name], default="float32")

@@ -1,0 +1,42 @@
+"""Lookup in tables of rows in the blocks of GGUF files.
+
+Dimensions: T tokens, V rows of the table, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Tolerance, custom_op
+from interposer_gguf._block_formats import format_named
+from interposer_gguf._embedding_cases import gguf_embedding_cases, gguf_embedding_sample
+
+__all__ = ["gguf_embedding"]
+
+
+@custom_op(
+    "gguf_embedding",
+    cases=gguf_embedding_cases,
+    constants=("weight", "stored_as"),
+    tolerance=Tolerance(roundings=1),
+    sample=gguf_embedding_sample,
+    batched=("token_ids",),
+)
+def gguf_embedding(
+    token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows in blocks that ``token_ids`` name, dequantized; no others are.
+
+    Each number is code * scale + offset, the scale and offset of its group, in float32 or wider.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, row]`` uint8, rows of whole blocks as they stand in the file.
+        stored_as: name of the block format, such as ``q6_k``.
+        out_dtype: any float dtype.
+    Returns: ``[T, H]``, ``out_dtype``.
+    Raises: UnknownNameError: there is no such format.
+    Dims: ``vocab_size``, ``hidden_size``, ``stored_as``, ``tied``.
+    """
+    wide = torch.promote_types(out_dtype, torch.float32)
+    return format_named(stored_as).dequantized(weight[token_ids], wide).to(out_dtype)

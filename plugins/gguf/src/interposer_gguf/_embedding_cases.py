@@ -1,0 +1,94 @@
+"""Cases of lookup in tables of blocks. T tokens, V rows of the table, H hidden size."""
+
+from __future__ import annotations
+
+import torch
+
+from interposer import Case, Dims
+from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
+from interposer_gguf._cases import random_rows
+from interposer_ops.cases import TOKENS
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides
+
+__all__ = ["gguf_embedding_cases", "gguf_embedding_sample"]
+
+# V, H.
+_TABLES = {"": (200, 256), "wide": (9, 1024), "one row": (1, 256)}
+# As many as the short blocks have, which the long ones cannot.
+_SHORT_TABLES = {"three short blocks": (31, 96), "one short block": (500, 32)}
+_STRIDED: dict[str, Strides] = {"token_ids": "outer", "weight": "offset"}
+_ALL_ONES = 255  # a byte; two of them are a float16 that is no number
+_ONLY_ROW = ("one token", "one token repeated")
+
+
+def _case(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    rows, width = point["table"]
+    layout: BlockFormat = point["format"]
+    token_ids = point["tokens"](rows, generator)
+    weight = torch.full((rows, layout.row_bytes(width)), _ALL_ONES, dtype=torch.uint8)
+    read = token_ids.unique()
+    weight[read] = random_rows(layout, len(read), width, generator)
+    dims = {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "stored_as": layout.name,
+        "tied": point["tied"],
+    }
+    return _case_of("", token_ids, weight, layout, dtype, dims)
+
+
+def _case_of(
+    label: str,
+    token_ids: torch.Tensor,
+    weight: torch.Tensor,
+    layout: BlockFormat,
+    dtype: torch.dtype,
+    dims: Dims,
+) -> Case:
+    """Return the case of a lookup; only the sum with an offset rounds.
+
+    A code times its scale has at most 24 bits, those of a float32: 11 of a float16, 6 or 8 of its
+    factor and 5 of a code, or 8 of a code without a factor.
+    """
+    arguments = {
+        "token_ids": token_ids,
+        "weight": weight,
+        "stored_as": layout.name,
+        "out_dtype": dtype,
+    }
+    scale, offset = layout.scales(weight[token_ids.unique()], torch.float32)
+    if offset is None or not offset.numel():
+        return Case(label, arguments, dims, reduction=0)
+    largest = scale.abs() * max(-layout.lowest, layout.highest) + offset.abs()
+    return Case(label, arguments, dims, reduction=1, magnitude=float(largest.max()))
+
+
+gguf_embedding_cases = CaseSpace(
+    _case,
+    Axis("tokens", TOKENS),
+    Axis("table", {**_TABLES, **_SHORT_TABLES}),
+    Axis("format", FORMATS),
+    Axis("tied", {"": False, "a head multiplies by it too": True}),
+    strided=_STRIDED,
+    crossed={
+        "tokens": ("many tokens", "first and last row"),
+        "table": ("", "three short blocks"),
+        "tied": ("",),
+    },
+    alone={"tokens": ("no tokens",)},
+    valid=lambda point, _: (
+        point["table"][1] % point["format"].size == 0
+        and (point["table"][0] > 1 or point.labels["tokens"] in _ONLY_ROW)
+    ),
+)
+"""Every block format; one, many, repeated and no tokens. Rows that nobody reads are no numbers."""
+
+
+def gguf_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T tokens from anywhere in a vocabulary in blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = int(dims["vocab_size"]), int(dims["hidden_size"])
+    layout = format_named(str(dims["stored_as"]))
+    weight = random_rows(layout, rows, width, generator, width**-0.5)
+    token_ids = torch.randint(rows, (num_tokens,), generator=generator)
+    return _case_of(f"{num_tokens} tokens", token_ids, weight, layout, dtype, dims)

@@ -1,0 +1,47 @@
+"""Projections by weights in the blocks of GGUF files.
+
+Dimensions: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_gguf._block_formats import format_named
+from interposer_gguf._cases import gguf_linear_cases, gguf_linear_sample
+
+__all__ = ["gguf_linear"]
+
+
+@custom_op(
+    "gguf_linear",
+    cases=gguf_linear_cases,
+    constants=("weight", "bias", "stored_as"),
+    tolerance=Tolerance(roundings=2),
+    sample=gguf_linear_sample,
+    batched=("x",),
+)
+def gguf_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
+) -> torch.Tensor:
+    """Project ``x`` by weights in blocks.
+
+    y = x weight^T + bias, where each number of the weight is code * scale + offset, the scale and
+    offset of its group; in float32 or wider.
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+        weight: ``[O, row]`` uint8, rows of whole blocks as they stand in the file.
+        bias: ``[O]``, dtype of ``x``, or None.
+        stored_as: name of the block format, such as ``q4_k``.
+    Returns: ``[..., O]``, dtype of ``x``.
+    Raises: UnknownNameError: there is no such format.
+    Dims: ``in_features``, ``out_features``, ``stored_as``; ``tied``, where rows of ``weight`` are
+        looked up too.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    numbers = format_named(stored_as).dequantized(weight, wide)
+    offset = None if bias is None else bias.to(wide)
+    return functional.linear(x.to(wide), numbers, offset).to(x.dtype)

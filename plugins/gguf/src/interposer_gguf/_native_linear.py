@@ -1,0 +1,123 @@
+"""CPU kernels in C++ for every block format, at the level of instructions that the processor has.
+
+Dimensions: T tokens, I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from interposer_gguf._block_formats import format_named
+from interposer_gguf._kernels import product_by_rows
+from interposer_gguf._native_library import Library, library
+
+__all__ = ["MOST_TOKENS", "at_level", "dequantized", "gguf_embedding", "gguf_linear"]
+
+MOST_TOKENS = (1, 16, 32, 32)
+"""Up to so many tokens, by level, blocks are unpacked in registers; for more, rows of them into a
+buffer, which torch multiplies. Measured where both take as long."""
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, str], torch.Tensor]
+
+
+def gguf_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
+) -> torch.Tensor:
+    """Return the op ``gguf_linear``, ``[..., O]``."""
+    native = library()
+    return _product(native, native.level, x, weight, bias, stored_as)
+
+
+def gguf_embedding(
+    token_ids: torch.Tensor, weight: torch.Tensor, stored_as: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the op ``gguf_embedding``, ``[T, H]``."""
+    rows = weight.index_select(0, token_ids)
+    return dequantized(library().level, rows, stored_as).to(out_dtype)
+
+
+def at_level(level: int) -> Linear:
+    """Return the kernel at a level of ``LEVELS`` that may be lower than the processor's.
+
+    Raises: ValueError: the processor lacks the level.
+    """
+    native = library()
+    if not 0 <= level <= native.level:
+        raise ValueError(f"level is {level}, must be from 0 to {native.level} on this processor")
+
+    def linear(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stored_as: str
+    ) -> torch.Tensor:
+        return _product(native, level, x, weight, bias, stored_as)
+
+    return linear
+
+
+def dequantized(level: int, rows: torch.Tensor, stored_as: str) -> torch.Tensor:
+    """Return the float32 numbers ``[O, I]`` of rows ``[O, row]`` uint8, computed at a level.
+
+    Args:
+        rows: the bytes of each follow each other.
+    """
+    native, layout = library(), format_named(stored_as)
+    numbers = torch.empty(len(rows), layout.row_numbers(rows.shape[1]), dtype=torch.float32)
+    native.dequantize(
+        level,
+        layout.number,
+        rows.data_ptr(),
+        rows.stride(0),
+        *numbers.shape,
+        numbers.data_ptr(),
+        native.parallel,
+        torch.get_num_threads(),
+    )
+    return numbers
+
+
+def _product(
+    native: Library,
+    level: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stored_as: str,
+) -> torch.Tensor:
+    out_features, in_features = len(weight), x.shape[-1]
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    tokens = x.numel() // in_features
+    if tokens > MOST_TOKENS[level]:
+
+        def rows(place: slice) -> torch.Tensor:
+            return dequantized(level, weight[place], stored_as)
+
+        return product_by_rows(x, out_features, rows, bias)
+    inputs = x.reshape(tokens, in_features)
+    if inputs.stride(1) != 1:
+        inputs = inputs.contiguous()
+    result = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
+    if bias is not None:
+        bias = bias.contiguous()
+    failed = native.linear(
+        level,
+        format_named(stored_as).number,
+        _TYPES[x.dtype],
+        inputs.data_ptr(),
+        inputs.stride(0),
+        tokens,
+        weight.data_ptr(),
+        weight.stride(0),
+        out_features,
+        in_features,
+        None if bias is None else bias.data_ptr(),
+        result.data_ptr(),
+        native.parallel,
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError(f"no memory for {tokens} rows of {in_features} inputs in float32")
+    return result

@@ -1,0 +1,75 @@
+"""The projection by weights of four bits that a codebook gives a meaning.
+
+Dimensions: I input features, O output features, G inputs per block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from interposer import Tolerance, custom_op
+from interposer_nf4._cases import nf4_linear_cases, nf4_linear_sample
+
+__all__ = ["dequantize", "nf4_linear"]
+
+
+def dequantize(
+    weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights ``[O, I]`` that codes stand for: codebook[code] * absmax.
+
+    Args:
+        weight: ``[O, I / 2]`` uint8, each of two codes, that of the first input in the high
+            nibble.
+        absmax: ``[O, I / G]``, any float dtype.
+        codebook: ``[16]``, any float dtype.
+        dtype: to multiply in, and of the result.
+    """
+    codes = torch.stack((weight >> 4, weight & 15), -1).flatten(1).long()
+    blocks = codebook.to(dtype)[codes].unflatten(1, (absmax.shape[1], -1))
+    weights: torch.Tensor = (blocks * absmax.to(dtype).unsqueeze(-1)).flatten(1)
+    return weights
+
+
+# The result's own rounding, and that of a product before a bias is added to it.
+@custom_op(
+    "nf4_linear",
+    cases=nf4_linear_cases,
+    constants=("weight", "absmax", "codebook", "bias"),
+    tolerance=Tolerance(roundings=2),
+    sample=nf4_linear_sample,
+    batched=("x",),
+)
+def nf4_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Project ``x`` by weights of four bits, each an index into one codebook.
+
+    y = x (codebook[weight] * absmax)^T + bias; each absmax holds for G inputs of one output.
+    Weights and sums are float32 or wider.
+
+    The codebook makes the format. NF4 has quantiles of a normal distribution between -1 and 1,
+    FP4 the numbers of a float with one bit of sign, two of exponent and one of mantissa; G is
+    mostly 64.
+
+    Args:
+        x: ``[..., I]``, any float dtype.
+        weight: ``[O, I / 2]`` uint8, each of two codes, that of the first input in the high
+            nibble.
+        absmax: ``[O, I / G]`` float32, of which G follows.
+        codebook: ``[16]`` float32.
+        bias: ``[O]``, dtype of ``x``, or None.
+    Returns: ``[..., O]``, dtype of ``x``.
+    Dims: ``in_features``, ``out_features``. The size of blocks stands in the weights' files alone,
+        so it is not known when a kernel is chosen.
+    Source: QLoRA, arXiv:2305.14314, sections 2 and 3; order of nibbles: bitsandbytes 0.50.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dequantized = dequantize(weight, absmax, codebook, wide)
+    offset = None if bias is None else bias.to(wide)
+    return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)

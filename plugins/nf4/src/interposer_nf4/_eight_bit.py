@@ -1,0 +1,103 @@
+"""Linear layers of int8 weights that LLM.int8() stores.
+
+Dimensions: I input features, O output features, P layers that are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import CheckpointError
+from interposer_nf4._parts import parts_of, register
+from interposer_ops.quantized_linear import w8a16_linear
+
+__all__ = ["EightBitLinear"]
+
+# The magnitude that the largest weight of an output becomes.
+_LARGEST = 127
+
+
+class EightBitLinear(LinearMethod):
+    """``weight`` ``[O, I]`` int8, ``SCB`` ``[O]`` float32, ``weight_format`` ``[P]`` uint8.
+
+    A weight is its integer times SCB / 127. bitsandbytes rounds the inputs to int8 as well, but for
+    outliers; here they stay as they are, so results are nearer to those of the original model.
+
+    Source: LLM.int8(), arXiv:2208.07339, section 2.1.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register the tensors and, if asked for, ``bias``."""
+        parent = site.prefix.rpartition(".")[0]
+        self.parent = f"{parent}." if parent else ""
+        self.parts = parts_of(layer, site, out_features)
+        self.bound = site.bind_kernel(
+            w8a16_linear,
+            in_features=in_features,
+            out_features=out_features,
+            group_size=in_features,
+            num_groups=1,
+            asymmetric=False,
+        )
+        register(layer, "weight", torch.empty(out_features, in_features, dtype=torch.int8))
+        register(layer, "SCB", torch.empty(out_features, dtype=torch.float32))
+        formats = torch.zeros(len(self.parts), dtype=torch.uint8)
+        # Early releases store rows in order and don't say so.
+        register(layer, "weight_format", formats, chosen=formats, per_part=True, default=0)
+        offset = torch.empty(out_features, dtype=site.dtype) if bias else None
+        register(layer, "bias", offset)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each integer times the scale of its output."""
+        return layer.get_parameter("weight").double() * self._scales(layer).double()
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the bound kernel with its constants, prepared if it wants them so.
+
+        Raises: CheckpointError: rows are not stored in order, or a scale is no scale.
+        """
+        self._check(layer)
+        weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
+        prepared = self.bound.prepared(
+            weight=weight, scale=self._scales(layer), bias=bias, zero_points=None
+        )
+        for name in ("SCB", "weight_format"):
+            layer.register_parameter(name, None)
+        for name, stored in (("weight", weight), ("bias", bias)):
+            if prepared[name] is not stored:
+                # The prepared copy replaces it; held twice it would double the memory.
+                layer.register_parameter(name, None)
+        names = ("weight", "scale", "bias", "zero_points")
+        return self.bound.function, tuple(prepared[name] for name in names)
+
+    def _scales(self, layer: nn.Module) -> torch.Tensor:
+        """Return ``[O, 1]`` float32."""
+        return (layer.get_parameter("SCB") / _LARGEST).unsqueeze(1)
+
+    def _check(self, layer: nn.Module) -> None:
+        mend = "copy the checkpoint again, or quantize the model again"
+        formats = layer.get_parameter("weight_format").tolist()
+        scales = layer.get_parameter("SCB").split(list(self.parts.values()))
+        for part, form, numbers in zip(self.parts, formats, scales, strict=True):
+            if form:
+                raise CheckpointError(
+                    f"{self.parent}{part}.weight_format",
+                    f"is {form}, must be 0 for rows in order",
+                    "save the model again with a newer bitsandbytes, which stores rows in order",
+                )
+            wrong = ~(numbers.isfinite() & (numbers >= 0))
+            if wrong.any():
+                place = int(wrong.nonzero()[0])
+                raise CheckpointError(
+                    f"{self.parent}{part}.SCB",
+                    f"holds {int(wrong.sum())} scales that are negative, infinite or not a "
+                    f"number, the first one {float(numbers[place])} for output {place}",
+                    mend,
+                )

@@ -1,0 +1,122 @@
+"""The ``quantization_config`` of bitsandbytes checkpoints, as far as it is read.
+
+Names, defaults and how skipped modules match are those of transformers 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from interposer.errors import ConfigError
+from interposer_nf4._codebooks import QuantType
+from interposer_quantization import SettingsModel
+
+__all__ = ["EightBit", "FourBit", "Settings"]
+
+_SUPPORTED = """\
+Supported: load_in_4bit with bnb_4bit_quant_type 'nf4' or 'fp4', with bnb_4bit_use_double_quant or \
+without, any bnb_4bit_compute_dtype and bnb_4bit_quant_storage; load_in_8bit; \
+llm_int8_skip_modules; lm_head not quantized.
+Try: quantize the original model that way"""
+
+_WIDTHS = ("load_in_4bit", "load_in_8bit")
+# The names under which transformers repeats these two.
+_REPEATED = frozenset(f"_{name}" for name in _WIDTHS)
+# A skipped name ends at a dot or with the whole name.
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(f"(?:{text}){_BOUNDARY}")
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""A regular expression that the start of a layer's name matches, or the end of that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """A layer of codes of four bits; ``double`` says that the scales are quantized too."""
+
+    quant_type: QuantType
+    double: bool
+
+    def __str__(self) -> str:
+        return f"{self.quant_type}{', double quantization' if self.double else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class EightBit:
+    """A layer of int8 with one scale per output."""
+
+    def __str__(self) -> str:
+        return "int8 per output"
+
+
+class Settings(SettingsModel):
+    """The whole ``quantization_config``, less what does not change what the tensors mean.
+
+    In which dtype bitsandbytes computes, with which threshold it multiplies outliers apart, and as
+    which dtype the packed bytes are stored, change nothing; they are checked for what they are.
+    """
+
+    quant_method: Literal["bitsandbytes"] = "bitsandbytes"
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: QuantType = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    bnb_4bit_quant_storage: (
+        Literal["uint8", "int8", "float16", "bfloat16", "float32", "float64"] | None
+    ) = None
+    llm_int8_skip_modules: list[Pattern] | None = None
+    llm_int8_threshold: float = 6.0
+    llm_int8_enable_fp32_cpu_offload: bool = False
+    llm_int8_has_fp16_weight: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Settings:
+        if self.load_in_4bit == self.load_in_8bit:
+            stated = "both" if self.load_in_4bit else "neither"
+            raise ValueError(f"{stated} of load_in_4bit and load_in_8bit is true, must be one")
+        return self
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        parsed = cls.parsed(settings, _REPEATED, _SUPPORTED)
+        for name in _WIDTHS:
+            stated = getattr(parsed, name)
+            if settings.get(f"_{name}", stated) != stated:
+                raise ConfigError(
+                    f"quantization_config says that {name} is {stated} and that _{name} is "
+                    f"{settings[f'_{name}']!r}. Try: remove the one that does not hold"
+                )
+        return parsed
+
+    def weights(self, name: str) -> FourBit | EightBit | None:
+        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
+        if self.llm_int8_skip_modules is None:
+            skipped = name == "lm_head"
+        else:
+            skipped = any(
+                re.match(f"(?:{key}){_BOUNDARY}", name) or name.endswith(key)
+                for key in self.llm_int8_skip_modules
+            )
+        if skipped:
+            return None
+        if self.load_in_8bit:
+            return EightBit()
+        return FourBit(self.bnb_4bit_quant_type, self.bnb_4bit_use_double_quant)

@@ -1,0 +1,182 @@
+"""The ``quantization_config`` of auto-round checkpoints, as far as it is read.
+
+Names, defaults and the order in which ``extra_config`` applies are those of auto-round 0.16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from interposer_quantization._awq import config as awq_config
+from interposer_quantization._gptq import config as gptq_config
+from interposer_quantization._settings_model import SEARCH_SETTINGS, GroupSize, SettingsModel
+
+__all__ = ["Settings", "Stored"]
+
+_SUPPORTED = """\
+Supported: bits 4 or 8, by layer in 'extra_config', of data_type 'int'; any group_size that \
+divides the inputs, -1 for all of them; sym either way; packing_format 'auto_round:auto_gptq', \
+'auto_round:gptqmodel', 'auto_round', and for 4 bits 'auto_round:auto_awq'; inputs and caches \
+that are not quantized.
+Try: quantize the original model that way"""
+
+# The search's own, and what goes with inputs that are quantized, which ``act_bits`` denies.
+_WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_list"}) | {
+    "act_data_type",
+    "act_dynamic",
+    "act_group_size",
+    "act_sym",
+    "backend",
+    "static_attention_granularity",
+    "static_kv_granularity",
+}
+_PLAIN_BITS = 16
+
+Stored = gptq_config.Weights | awq_config.Weights
+"""How the weights of a layer are stored, in the words of the format that packs them."""
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""The full name of a layer, or a regular expression for some of it."""
+Unquantized = Literal[16, 32] | None
+Packing = Literal[
+    "auto",
+    "auto_gptq",
+    "auto_awq",
+    "auto_round",
+    "auto_round:auto_awq",
+    "auto_round:auto_gptq",
+    "auto_round:awq",
+    "auto_round:gptq",
+    "auto_round:gptqmodel",
+]
+
+
+class Override(SettingsModel):
+    """Settings that hold for some layers only; null is what holds for all."""
+
+    bits: Literal[4, 8, 16, 32] | None = None
+    group_size: GroupSize | None = None
+    sym: bool | None = None
+    data_type: str | None = None
+    act_bits: Unquantized = None
+    act_data_type: str | None = None
+    act_dynamic: bool | None = None
+    act_group_size: int | None = None
+    act_sym: bool | None = None
+    super_bits: None = None
+    super_group_size: None = None
+    rotation_config: None = None
+
+    @model_validator(mode="after")
+    def _of_integers(self) -> Override:
+        if self.data_type not in ("int", None) and (self.bits or 0) < _PLAIN_BITS:
+            raise ValueError(f"data_type {self.data_type!r} is not read, only 'int'")
+        return self
+
+
+class Settings(SettingsModel):
+    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+
+    quant_method: Literal["auto-round", "inc"] = "auto-round"
+    bits: Literal[4, 8]
+    group_size: GroupSize = 128
+    sym: bool = True
+    data_type: Literal["int"] = "int"
+    packing_format: Packing
+    act_bits: Unquantized = None
+    extra_config: dict[Pattern, Override] | None = None
+    block_name_to_quantize: str | list[str] | list[list[str]] | None = None
+    to_quant_block_names: str | list[str] | list[list[str]] | None = None
+    quant_block_list: list[str] | list[list[str]] | None = None
+    modules_to_not_convert: list[Pattern] | None = None
+    desc_act: Literal[False] | None = None
+    static_attention_dtype: None = None
+    static_kv_dtype: None = None
+    super_bits: None = None
+    super_group_size: None = None
+    rotation_config: None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, _WITHOUT_EFFECT, _SUPPORTED)
+
+    @property
+    def is_awq(self) -> bool:
+        """Return whether words lie along outputs, as AWQ has them."""
+        return self.packing_format.endswith("awq")
+
+    @property
+    def has_order(self) -> bool:
+        """Return whether the group of each input is stored, though groups follow each other."""
+        return self.packing_format == "auto_round:gptqmodel"
+
+    @model_validator(mode="after")
+    def _packable(self) -> Settings:
+        every = {"": self.bits, **{name: o.bits for name, o in (self.extra_config or {}).items()}}
+        for name, bits in every.items():
+            if self.is_awq and bits == 8:
+                what = f" of {name!r}" if name else ""
+                raise ValueError(f"packing_format {self.packing_format!r} has 4 bits, not 8{what}")
+        return self
+
+    def stored(self, name: str) -> Stored | None:
+        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
+        override = self._override(name)
+        if override is None:
+            return None
+        merged = self.model_copy(update=override.model_dump(exclude_none=True))
+        if merged.bits >= _PLAIN_BITS:
+            return None
+        size = None if merged.group_size == -1 else merged.group_size
+        if self.is_awq:
+            return awq_config.Weights(size, merged.sym)
+        less_one = self.packing_format not in ("auto_round", "auto_round:gptqmodel")
+        return gptq_config.Weights(merged.bits, size, merged.sym, ordered=True, less_one=less_one)
+
+    def names(self, name: str) -> bool:
+        """Say whether a layer has settings of its own, as a head outside of all blocks needs."""
+        return name in (self.extra_config or {})
+
+    def _override(self, name: str) -> Override | None:
+        """Return what holds for the layer ``name`` alone, or None if it stays plain."""
+        if any(re.search(pattern, name) for pattern in self.modules_to_not_convert or ()):
+            return None
+        overrides = self.extra_config or {}
+        if name in overrides:
+            return overrides[name]
+        blocks = self._blocks()
+        if blocks is not None and not name.startswith(blocks):
+            # Expressions that match nothing inside the blocks would reach out of them; exporters
+            # name such layers.
+            return None
+        for pattern, override in overrides.items():
+            # A whole name is no expression, though its dots would match anything.
+            if not re.fullmatch(r"[\w.-]+", pattern) and re.search(pattern, name):
+                return override
+        return Override()
+
+    def _blocks(self) -> tuple[str, ...] | None:
+        """Return how the names of layers start that are quantized; None where all are."""
+        listed = self.quant_block_list or self.block_name_to_quantize or self.to_quant_block_names
+        if not listed:
+            return None
+        entries = listed.split(",") if isinstance(listed, str) else listed
+        flat = [n for entry in entries for n in ([entry] if isinstance(entry, str) else entry)]
+        return tuple(name.strip() for name in flat)

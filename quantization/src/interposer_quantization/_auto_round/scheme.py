@@ -1,0 +1,88 @@
+"""Checkpoints of auto-round, which Intel Neural Compressor calls ``inc``.
+
+Source: the exporters of auto-round 0.16, ``export_to_autoround`` and ``export_to_awq``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
+from interposer_quantization._auto_round.config import Settings, Stored
+from interposer_quantization._awq import config as awq_config
+from interposer_quantization._awq.scheme import AWQLinear, awq_experts
+from interposer_quantization._experts.stored import StoredExperts
+from interposer_quantization._gptq import config as gptq_config
+from interposer_quantization._gptq.scheme import GPTQLinear, gptq_experts
+from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._weights.packed_linear import PackedLinear
+
+__all__ = ["INC", "AutoRound", "UnorderedGPTQLinear"]
+
+_MEND = "give them the same bits, group_size and sym, or leave all of them plain"
+
+
+class AutoRound(QuantizationScheme):
+    """Codes of 4 or 8 bits in the words of GPTQ or AWQ, by layer."""
+
+    method = "auto-round"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the scheme that ``quantization_config`` describes.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: layers that are fused there are stored in different ways.
+        """
+        found = stored_alike(prefix, parts, self.settings.stored, _MEND)
+        if isinstance(found, gptq_config.Weights):
+            kind = GPTQLinear if self.settings.has_order else UnorderedGPTQLinear
+            return kind(found)
+        return AWQLinear(found) if isinstance(found, awq_config.Weights) else None
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.stored, self._experts, _MEND)
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
+
+    def _experts(self, prefix: str, stored: Stored) -> ExpertsMethod:
+        if isinstance(stored, gptq_config.Weights):
+            return gptq_experts(prefix, stored, self.settings.has_order)
+        return awq_experts(prefix, stored)
+
+
+class INC(AutoRound):
+    """The same format under its other name."""
+
+    method = "inc"
+
+
+class UnorderedGPTQLinear(GPTQLinear):
+    """Words of GPTQ without ``g_idx``: groups follow each other."""
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register what every packed layer has, and no order."""
+        PackedLinear.create_weights(self, layer, site, in_features, out_features, bias)
+
+    def groups(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return None: groups follow each other."""
+        return None

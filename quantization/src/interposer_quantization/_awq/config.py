@@ -1,0 +1,112 @@
+"""The ``quantization_config`` of AWQ checkpoints, as far as it is read.
+
+Names and defaults are those of AutoAWQ 0.2 and transformers 5; GPTQModel and auto-round write the
+same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from interposer_quantization._settings_model import (
+    SEARCH_SETTINGS,
+    GroupSize,
+    SettingsModel,
+)
+
+__all__ = ["Settings", "Weights"]
+
+_SUPPORTED = """\
+Supported: bits 4; any group_size that divides the inputs, -1 for all of them; version 'gemm'; \
+zero_point either way; modules_to_not_convert; lm_head either way.
+Try: quantize the original model that way, with version 'gemm'"""
+
+# What other runtimes do with the weights. Writers that know other methods state ``sym`` without
+# meaning it: ``zero_point`` decides.
+_RUNTIME = frozenset(
+    {
+        "do_fuse",
+        "fuse_max_seq_len",
+        "modules_to_fuse",
+        "sym",
+    }
+)
+
+
+def _lower(text: object) -> object:
+    return text.lower() if isinstance(text, str) else text
+
+
+def _backend(name: str) -> str:
+    # It packs in a way of its own. The others say where a model is to run.
+    if name == "llm-awq":
+        raise ValueError("another writer with another packing")
+    return name
+
+
+# AutoAWQ writes it in capitals, too.
+Version = Annotated[Literal["gemm"], BeforeValidator(_lower)]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How the weights of a layer are stored.
+
+    Attributes:
+        inputs_per_scale: the group size; None where one group takes all inputs.
+        symmetric: every zero point is the middle code.
+    """
+
+    inputs_per_scale: int | None
+    symmetric: bool
+
+    def __str__(self) -> str:
+        size = self.inputs_per_scale
+        grouped = "per output" if size is None else f"per group of {size} inputs"
+        return f"4 bits {grouped}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+class Settings(SettingsModel):
+    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+
+    quant_method: Literal["awq"] = "awq"
+    method: Literal["awq"] | None = None
+    bits: Literal[4] = 4
+    group_size: GroupSize = 128
+    zero_point: bool = True
+    version: Version | None = None
+    format: Version | None = None
+    checkpoint_format: Version | None = None
+    pack_dtype: Literal["int32"] | None = None
+    backend: Annotated[str, AfterValidator(_backend)] | None = None
+    data_type: Literal["int"] | None = None
+    desc_act: Literal[False] | None = None
+    modules_to_not_convert: list[str] | None = None
+    modules_in_block_to_quantize: None = None
+    lm_head: bool | None = None
+    dynamic: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, SEARCH_SETTINGS | _RUNTIME, _SUPPORTED)
+
+    def weights(self, name: str) -> Weights | None:
+        """Return how the linear layer ``name`` is stored, or None if it is not quantized.
+
+        As AutoAWQ has it, an entry of ``modules_to_not_convert`` names every layer that holds it
+        anywhere in its name.
+        """
+        if name == "lm_head" and not self.lm_head:
+            return None
+        if any(part in name for part in self.modules_to_not_convert or ()):
+            return None
+        size = None if self.group_size == -1 else self.group_size
+        return Weights(size, not self.zero_point)

@@ -1,0 +1,91 @@
+"""Checkpoints of AWQ: those of AutoAWQ and others that write its ``gemm`` layout.
+
+Dimensions: I input features, O output features, G groups.
+
+Source: the layout is that of AutoAWQ 0.2, ``WQLinear_GEMM``; the method is arXiv:2306.00978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer_quantization._awq.config import Settings, Weights
+from interposer_quantization._experts.packed import packed_experts
+from interposer_quantization._experts.stored import StoredExperts
+from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words, unpack_words
+from interposer_quantization._weights.packed_linear import PackedLinear
+
+__all__ = ["AWQ", "AWQLinear", "awq_experts"]
+
+_BITS = 4
+_MEND = "name all of them in 'modules_to_not_convert', or none"
+
+
+class AWQ(QuantizationScheme):
+    """Codes of 4 bits, one scale and zero point per group of inputs."""
+
+    method = "awq"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> AWQ:
+        """Return the scheme that ``quantization_config`` describes.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: layers that are fused there are stored in different ways.
+        """
+        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
+        return None if found is None else AWQLinear(found)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.weights, awq_experts, _MEND)
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
+
+class AWQLinear(PackedLinear):
+    """``qweight`` ``[I, O / 8]`` and ``qzeros`` ``[G, O / 8]``, words along outputs."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(_BITS, weights.inputs_per_scale, weights.symmetric)
+
+    def weight_words(self, in_features: int, out_features: int) -> tuple[int, int, int]:
+        """Return the shape of ``qweight`` and the dimension along which outputs lie."""
+        return in_features, out_features // self.codes_per_word, 1
+
+    def weight_codes(self, qweight: torch.Tensor) -> torch.Tensor:
+        """Return the codes ``[O, I]`` uint8."""
+        return unpack_words(qweight, _BITS, AWQ_ORDER).T.contiguous()
+
+    def zero_codes(self, qzeros: torch.Tensor) -> torch.Tensor:
+        """Return the zero points ``[G, O]`` uint8."""
+        return unpack_words(qzeros, _BITS, AWQ_ORDER)
+
+    def zero_words(self, zero_points: torch.Tensor) -> torch.Tensor:
+        """Return ``qzeros`` that holds these zero points."""
+        return pack_words(zero_points, _BITS, AWQ_ORDER)
+
+
+def awq_experts(prefix: str, weights: Weights) -> ExpertsMethod:
+    """Return the method for experts of which all matrices are stored so.
+
+    Raises: ConfigError: there is no op for them.
+    """
+    return packed_experts(prefix, AWQLinear(weights), weights, False)

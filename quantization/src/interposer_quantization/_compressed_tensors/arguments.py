@@ -1,0 +1,152 @@
+"""The settings that compressed-tensors writes for weights and for inputs.
+
+Field names and defaults are those of ``QuantizationArgs`` of compressed-tensors 0.20; ``actorder``
+also takes what earlier releases wrote.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from interposer_quantization._compressed_tensors.stored import MX_GROUP, Inputs, Weights
+from interposer_quantization._settings_model import SettingsModel
+
+__all__ = ["CacheArguments", "InputArguments", "WeightArguments"]
+
+_GROUPED = ("group", "tensor_group")
+
+
+class _Arguments(SettingsModel):
+    num_bits: Literal[1, 2, 3, 4, 5, 6, 7, 8] = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "token", "group", "block", "tensor_group"] | None = None
+    group_size: int | None = None
+    block_structure: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    scale_dtype: (
+        Literal[
+            "torch.float32",
+            "torch.bfloat16",
+            "torch.float16",
+            "torch.uint8",
+            "torch.float8_e4m3fn",
+        ]
+        | None
+    ) = None
+    zp_dtype: Literal["torch.int8", "torch.uint8", "torch.float8_e4m3fn"] | None = None
+    # How the scales were found does not change what is stored.
+    observer: str | None = None
+    observer_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> _Arguments:
+        size, strategy = self.group_size, self._strategy
+        grouped = size is not None and size > 0
+        if (strategy in _GROUPED) != grouped or not (grouped or size in (None, -1)):
+            raise ValueError(
+                f"strategy {strategy!r} does not go with group_size {size!r}; 'group' and "
+                "'tensor_group' take a positive one, the others null or -1"
+            )
+        if (strategy == "block") != (self.block_structure is not None):
+            raise ValueError(
+                f"strategy {strategy!r} does not go with block_structure {self.block_structure}; "
+                "'block' takes rows and columns, the others null"
+            )
+        if not self.symmetric and self.zp_dtype not in (None, "torch.int8"):
+            raise ValueError(f"zero points of zp_dtype {self.zp_dtype!r}; 'torch.int8' is read")
+        exponents = self.scale_dtype == "torch.uint8"
+        if exponents and not (self.type == "float" and size == MX_GROUP and strategy == "group"):
+            raise ValueError(
+                f"scale_dtype 'torch.uint8' goes with floats in groups of {MX_GROUP} only"
+            )
+        if (self.scale_dtype == "torch.float8_e4m3fn") > (strategy == "tensor_group"):
+            raise ValueError("scale_dtype 'torch.float8_e4m3fn' goes with 'tensor_group' only")
+        return self
+
+    @property
+    def _strategy(self) -> str:
+        """Return the strategy: unstated, it follows from the group size."""
+        if self.strategy is not None:
+            return self.strategy
+        size = self.group_size
+        return "tensor" if size is None else "channel" if size == -1 else "group"
+
+    @property
+    def _size(self) -> tuple[int, int] | None:
+        if self.block_structure is not None:
+            return self.block_structure[0], self.block_structure[1]
+        return (1, self.group_size or 0) if self._strategy in _GROUPED else None
+
+
+class WeightArguments(_Arguments):
+    """How the weights of a group of layers are quantized."""
+
+    dynamic: Literal[False] = False
+    actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
+
+    def read(self) -> Weights:
+        """Return what is stored of weights that were quantized so."""
+        # Of the orders, only these two leave a trace: the group of every input.
+        reordered = self.actorder in ("group", "dynamic") and self._strategy == "group"
+        return Weights(
+            self.type, self.num_bits, self.symmetric, self._strategy, self._size, reordered
+        )
+
+
+class InputArguments(_Arguments):
+    """How the inputs of a group of layers are quantized."""
+
+    dynamic: Literal[False, True, "local"] = False
+    actorder: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> InputArguments:
+        local = self.dynamic == "local"
+        if local != (self._strategy == "tensor_group"):
+            raise ValueError(
+                f"strategy {self._strategy!r} does not go with dynamic {self.dynamic!r}; "
+                "'local' and 'tensor_group' go together"
+            )
+        if self._strategy in ("channel", "block") or (
+            self._strategy == "token" and not self.dynamic
+        ):
+            raise ValueError(
+                f"strategy {self._strategy!r} with dynamic {self.dynamic!r} is not one of inputs"
+            )
+        return self
+
+    def read(self) -> Inputs:
+        """Return what becomes of inputs that are quantized so.
+
+        With a scale found for all tokens of a batch, their number would change the result: each
+        token gets its own, which is the finer.
+        """
+        dynamic = self.dynamic is not False
+        whole = self._strategy == "tensor" and dynamic and self.type == "float"
+        return Inputs(
+            self.type,
+            self.num_bits,
+            self.symmetric,
+            "token" if whole else self._strategy,
+            self._size,
+            static=not dynamic,
+            exponents=self.scale_dtype == "torch.uint8",
+        )
+
+
+class CacheArguments(_Arguments):
+    """How keys and values are quantized: to 8 bits, by a scale per layer or per kv head."""
+
+    num_bits: Literal[8] = 8
+    symmetric: Literal[True] = True
+    strategy: Literal["tensor", "attn_head"] | None = None  # type: ignore[assignment]
+    dynamic: Literal[False] = False
+    actorder: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> CacheArguments:
+        if self._strategy not in ("tensor", "attn_head"):
+            raise ValueError(f"strategy {self._strategy!r}; a cache takes 'tensor' or 'attn_head'")
+        return self

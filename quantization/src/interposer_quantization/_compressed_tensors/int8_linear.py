@@ -1,0 +1,107 @@
+"""Linear layers of int8 weights that are multiplied by int8 inputs.
+
+Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer_ops.quantized_linear import int8_linear
+from interposer_quantization._compressed_tensors.int8_inputs import Int8Inputs
+from interposer_quantization._compressed_tensors.parameters import final_operands, register_scales
+from interposer_quantization._compressed_tensors.stored import Inputs, Weights
+from interposer_quantization._fp8.parameters import Members, register
+
+__all__ = ["Int8Linear"]
+
+
+class Int8Linear(LinearMethod):
+    """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer."""
+
+    def __init__(self, weights: Weights, inputs: Inputs) -> None:
+        self.weights = weights
+        self.inputs = Int8Inputs(inputs)
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight``, the scales, what inputs need and, if asked for, ``bias``."""
+        self.members = Members(layer, site, out_features)
+        self.dtype = site.dtype
+        register(
+            layer,
+            weight=torch.empty(out_features, in_features, dtype=torch.int8),
+            bias=torch.empty(out_features, dtype=site.dtype) if bias else None,
+        )
+        per_output = self.weights.strategy == "channel"
+        register_scales(layer, "weight_scale", self.members, 1 if per_output else None)
+        self.inputs.create(layer, site, self.members, in_features)
+        self.bound = site.bind_kernel(
+            int8_linear,
+            in_features=in_features,
+            out_features=out_features,
+            x_scales=self.inputs.x_scales,
+            weight_scales="channel" if per_output or len(self.members.sizes) > 1 else "tensor",
+            asymmetric=self.inputs.asymmetric,
+        )
+        self.coded = self.inputs.coded(self.bound.function, self._multiply)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each integer times its scale."""
+        return layer.get_parameter("weight").double() * self._scale(layer).double().unsqueeze(1)
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
+        return self.inputs.dequantized(layer, x)
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the quantizer and the bound kernel as one function, with its constants.
+
+        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
+            disagree on their common input.
+        """
+        self.members.check(layer.get_parameter("weight_scale"), "weight_scale")
+        static = self.inputs.stored(layer)
+        constants = {
+            "weight": layer.get_parameter("weight"),
+            "weight_scale": self._scale(layer),
+            "bias": layer._parameters["bias"],
+        }
+        operands = final_operands(layer, self.bound, constants)
+        return self.coded or self._project, (*operands, *static)
+
+    def _scale(self, layer: nn.Module) -> torch.Tensor:
+        """Return the weight's scales ``[O]`` or ``[1]``."""
+        scale = layer.get_parameter("weight_scale")
+        if scale.ndim == 2:
+            return scale.squeeze(1)
+        return scale if len(scale) == 1 else self.members.per_output(scale)
+
+    def _project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        *static: torch.Tensor | None,
+    ) -> torch.Tensor:
+        quantized, scale, zero_point = self.inputs.quantized(x, *static)
+        return self.bound.function(
+            quantized, weight, scale, weight_scale, zero_point, bias, self.dtype
+        )
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(codes, weight, scale, weight_scale, None, bias, self.dtype)

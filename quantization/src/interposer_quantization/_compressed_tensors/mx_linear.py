@@ -1,0 +1,131 @@
+"""Linear layers in the microscaling formats: 32 inputs share a scale that is a power of two.
+
+Dimensions: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import BoundKernel, LinearMethod, Site
+from interposer_ops.quantized_linear import CodedProduct, mxfp4_linear, mxfp8_linear
+from interposer_ops.quantizers import decode_e2m1, decode_e8m0, quantize_mxfp8, unpack_nibbles
+from interposer_quantization._compressed_tensors.exponents import (
+    check_exponents,
+    register_exponents,
+)
+from interposer_quantization._compressed_tensors.parameters import final_operands, number_of_groups
+from interposer_quantization._compressed_tensors.stored import MX_GROUP
+from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
+from interposer_quantization._fp8.parameters import FORMAT, Members, register
+
+__all__ = ["Mxfp4Linear", "Mxfp8Linear"]
+
+
+class Mxfp4Linear(WeightLinear):
+    """``weight_packed`` ``[O, I / 2]`` uint8 of two e2m1 codes, the first in the low nibble.
+
+    ``weight_scale`` is ``[O, I / 32]`` uint8. Inputs are multiplied in the model's dtype.
+    """
+
+    def create_stored(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+    ) -> BoundKernel[Any, Any]:
+        """Register the codes and their scales, and return a kernel for them.
+
+        Raises: ConfigError: groups do not divide the inputs.
+        """
+        num_groups = number_of_groups(site, in_features, MX_GROUP)
+        packed = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
+        register(layer, weight_packed=packed)
+        register_exponents(layer, "weight_scale", out_features, num_groups)
+        return site.bind_kernel(mxfp4_linear, in_features=in_features, out_features=out_features)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each number times its power of two."""
+        codes = unpack_nibbles(layer.get_parameter("weight_packed"))
+        return _scaled(decode_e2m1(codes, torch.float64), layer.get_parameter("weight_scale"))
+
+    def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
+        """Return what is stored.
+
+        Raises: CheckpointError: a scale is not a number.
+        """
+        scales = layer.get_parameter("weight_scale")
+        check_exponents(self.members, scales, "weight_scale")
+        return {"weight": layer.get_parameter("weight_packed"), "weight_scales": scales}
+
+
+class Mxfp8Linear(LinearMethod):
+    """``weight`` ``[O, I]`` float8_e4m3fn with ``weight_scale`` ``[O, I / 32]`` uint8.
+
+    Inputs are quantized alike, each block of 32 with the exponent that the microscaling
+    specification gives it.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight``, its scales and, if asked for, ``bias``.
+
+        Raises: ConfigError: groups do not divide the inputs.
+        """
+        self.members = Members(layer, site, out_features)
+        self.dtype = site.dtype
+        num_groups = number_of_groups(site, in_features, MX_GROUP)
+        register(
+            layer,
+            weight=torch.empty(out_features, in_features, dtype=FORMAT),
+            bias=torch.empty(out_features, dtype=site.dtype) if bias else None,
+        )
+        register_exponents(layer, "weight_scale", out_features, num_groups)
+        self.quantize = site.bind(quantize_mxfp8, hidden_size=in_features)
+        self.bound = site.bind_kernel(
+            mxfp8_linear, in_features=in_features, out_features=out_features
+        )
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each number times its power of two."""
+        return _scaled(layer.get_parameter("weight").double(), layer.get_parameter("weight_scale"))
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each rounded number times its power of two."""
+        quantized, scales = self.quantize(x)
+        return _scaled(quantized.double(), scales)
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the quantizer and the bound kernel as one function, with its constants.
+
+        Raises: CheckpointError: a scale is not a number.
+        """
+        scales = layer.get_parameter("weight_scale")
+        check_exponents(self.members, scales, "weight_scale")
+        constants = {
+            "weight": layer.get_parameter("weight"),
+            "weight_scales": scales,
+            "bias": layer._parameters["bias"],
+        }
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply)
+        return kernel, final_operands(layer, self.bound, constants)
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(codes, scales, weight, weight_scales, bias, self.dtype)
+
+
+def _scaled(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return ``[..., I]`` float64 numbers times the powers of two of their groups."""
+    scales = decode_e8m0(exponents, torch.float64)
+    blocks = numbers.unflatten(-1, (scales.shape[-1], MX_GROUP))
+    scaled: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
+    return scaled

@@ -1,0 +1,109 @@
+"""Checkpoints of the compressed-tensors library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interposer import CacheFormat, ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer_quantization._compressed_tensors.config import Settings
+from interposer_quantization._compressed_tensors.experts import experts_of
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._compressed_tensors.int8_linear import Int8Linear
+from interposer_quantization._compressed_tensors.int_linear import IntLinear, PlainIntLinear
+from interposer_quantization._compressed_tensors.mx_linear import Mxfp4Linear, Mxfp8Linear
+from interposer_quantization._compressed_tensors.nvfp4_linear import Nvfp4Linear, Nvfp4WeightLinear
+from interposer_quantization._compressed_tensors.packed_linear import PackedIntLinear
+from interposer_quantization._compressed_tensors.stored import Inputs, Stored, Weights
+from interposer_quantization._compressed_tensors.w4a8_linear import W4A8Linear
+from interposer_quantization._experts.stored import StoredExperts
+from interposer_quantization._fp8.block_linear import Fp8BlockLinear
+from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
+from interposer_quantization._fp8.parameters import FORMAT
+from interposer_quantization._weights.fused_layers import stored_alike
+
+__all__ = ["CompressedTensors"]
+
+_MEND = "quantize them alike, or name all of them in 'ignore'"
+
+
+class CompressedTensors(QuantizationScheme):
+    """Integers and floats of a few bits, in groups of layers that each have a format."""
+
+    method = "compressed-tensors"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> CompressedTensors:
+        """Return the scheme that ``quantization_config`` describes.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: layers that are fused there are stored in different ways.
+        """
+        stored = stored_alike(prefix, parts, self.settings.stored, _MEND)
+        return None if stored is None else _method(stored)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.stored, experts_of, _MEND)
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
+    def cache_format(self, prefix: str) -> CacheFormat | None:
+        """Return that of 8 bits where the settings ask for it; None: keys as they are."""
+        cache = self.settings.kv_cache_scheme
+        if cache is None:
+            return None
+        dtype = torch.int8 if cache.type == "int" else FORMAT
+        return CacheFormat(dtype, head_scales=cache.strategy == "attn_head")
+
+
+def _method(stored: Stored) -> LinearMethod:
+    weights, inputs = stored.weights, stored.inputs
+    if inputs is not None and stored.whole_product:
+        return _whole_product(stored.form, weights, inputs)
+    if stored.form == "mxfp4-pack-quantized":
+        return Mxfp4Linear(inputs)
+    if stored.form == "nvfp4-pack-quantized":
+        return Nvfp4WeightLinear(inputs)
+    if weights.kind == "int":
+        return _integers(stored.form, weights, inputs)
+    return Fp8WeightLinear(weights, inputs, exponents=stored.form == "mxfp8-quantized")
+
+
+def _integers(form: str, weights: Weights, inputs: Inputs | None) -> IntLinear:
+    """Return the method that multiplies in the model's dtype."""
+    packed = form == "pack-quantized"
+    return PackedIntLinear(weights, inputs) if packed else PlainIntLinear(weights, inputs)
+
+
+def _whole_product(form: str, weights: Weights, inputs: Inputs) -> LinearMethod:
+    """Return the method whose op takes both operands quantized."""
+    if form == "nvfp4-pack-quantized":
+        return Nvfp4Linear()
+    if form == "mxfp8-quantized":
+        return Mxfp8Linear()
+    if weights.kind == "int":
+        if weights.bits <= 4:
+            return W4A8Linear(_integers(form, weights, None), inputs)
+        return Int8Linear(weights, inputs)
+    if weights.size is not None:
+        rows, columns = weights.size
+        return Fp8BlockLinear(rows, columns, power_of_two_scales=False, scale_name="weight_scale")
+    input_scale = "input_scale" if inputs.static else None
+    if weights.strategy == "tensor":
+        return Fp8TensorLinear("weight_scale", input_scale)
+    return Fp8RowLinear(input_scale=input_scale)

@@ -1,0 +1,130 @@
+"""Linear layers of integer weights of up to four bits that are multiplied by int8 inputs.
+
+Dimensions: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import ConfigError
+from interposer_ops.quantized_linear import w4a8_linear
+from interposer_quantization._compressed_tensors.int8_inputs import Int8Inputs
+from interposer_quantization._compressed_tensors.int_linear import IntLinear
+from interposer_quantization._compressed_tensors.parameters import final_operands
+from interposer_quantization._compressed_tensors.stored import Inputs
+from interposer_quantization._fp8.parameters import register
+
+__all__ = ["W4A8Linear"]
+
+
+class W4A8Linear(LinearMethod):
+    """Codes, zero points and scales as ``stored`` has them, held as the op of both takes them.
+
+    Args:
+        stored: how the checkpoint stores weights of up to four bits.
+        inputs: int8.
+    """
+
+    def __init__(self, stored: IntLinear, inputs: Inputs) -> None:
+        self.stored = stored
+        self.inputs = Int8Inputs(inputs)
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register what is stored of the weight and the inputs and, if asked for, ``bias``.
+
+        Raises: ConfigError: groups, words or pairs of codes do not divide the layer.
+        """
+        if in_features % 2:
+            raise ConfigError(
+                f"{site.prefix}: {in_features} weights of 4 bits a row are no pairs, which the op "
+                "of int8 inputs takes. Try: leave the layer plain"
+            )
+        self.dtype = site.dtype
+        self.stored.register_weight(layer, site, in_features, out_features)
+        register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
+        self.inputs.create(layer, site, self.stored.members, in_features)
+        num_groups = self.stored.num_groups
+        self.bound = site.bind_kernel(
+            w4a8_linear,
+            in_features=in_features,
+            out_features=out_features,
+            group_size=in_features // num_groups,
+            num_groups=num_groups,
+            x_scales=self.inputs.x_scales,
+            asymmetric_inputs=self.inputs.asymmetric,
+            asymmetric_weights=not self.stored.weights.symmetric,
+        )
+        self.coded = self.inputs.coded(self.bound.function, self._multiply)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
+        return self.stored.dequantized(layer)
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
+        return self.inputs.dequantized(layer, x)
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the quantizer and the bound kernel as one function, with its constants.
+
+        Raises: CheckpointError: a tensor holds what no weight can be computed with, or layers that
+            are fused disagree on their common input.
+        """
+        static, order = self.inputs.stored(layer), self.stored.order(layer)
+        parts = self.stored.constants(layer)
+        constants = {
+            "weight": parts["weight"],
+            "weight_scales": parts["scale"],
+            "weight_zero_points": parts["zero_points"],
+            "bias": layer._parameters["bias"],
+        }
+        del parts
+        operands = final_operands(layer, self.bound, constants)
+        if order is None and self.coded is not None:
+            return self.coded, (*operands, *static)
+        return self._project, (*operands, order, *static)
+
+    def _project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        weight_zero_points: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        order: torch.Tensor | None,
+        *static: torch.Tensor | None,
+    ) -> torch.Tensor:
+        quantized, scale, zero_point = self.inputs.quantized(x, *static)
+        if order is not None:
+            quantized = quantized.index_select(-1, order)
+        return self.bound.function(
+            quantized,
+            weight,
+            scale,
+            weight_scales,
+            zero_point,
+            weight_zero_points,
+            bias,
+            self.dtype,
+        )
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        weight_zero_points: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(
+            codes, weight, scale, weight_scales, None, weight_zero_points, bias, self.dtype
+        )

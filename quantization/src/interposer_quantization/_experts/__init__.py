@@ -1,0 +1,1 @@
+"""Routed experts by how their weights are stored."""

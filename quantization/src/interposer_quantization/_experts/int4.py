@@ -1,0 +1,122 @@
+"""Routed experts whose matrices are integers of 4 bits in words, as compressed-tensors packs them.
+
+Dimensions: E experts, H hidden size, I intermediate size, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import ExpertsMethod, ExpertsSpec, Site
+from interposer.errors import CheckpointError, ConfigError
+from interposer_ops.experts import fused_experts_w4a16
+from interposer_quantization._compressed_tensors.bits import number_of_words, unpack_bits
+from interposer_quantization._compressed_tensors.parameters import number_of_groups
+from interposer_quantization._experts.separate import Projection, check_scales, projections_of
+from interposer_quantization._weights.int_packing import kernel_codes
+
+__all__ = ["Int4Experts"]
+
+_BITS, _MIDDLE = 4, 8
+
+
+class Int4Experts(ExpertsMethod):
+    """``weight_packed`` int32, ``weight_scale`` and ``weight_shape`` of every matrix.
+
+    Codes are symmetric. The op takes scales in the model's dtype, so those that are stored wider
+    are rounded to it.
+
+    Args:
+        group_size: inputs that share a scale.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+
+    def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+        """Register words, scales and shapes of all experts.
+
+        Raises: ConfigError: groups do not divide the inputs, these are odd, or matrices are stored
+            together.
+        """
+        self.prefix, self.dtype = site.prefix, site.dtype
+        self.projections = projections_of(site, spec)
+        self.bound = site.bind_kernel(
+            fused_experts_w4a16,
+            **{name: value for name, value in spec.dims().items() if name != "biased"},
+            group_size=self.group_size,
+        )
+        for projection in self.projections:
+            count, rows, inputs = spec.num_experts, projection.all_outputs, projection.inputs
+            groups = number_of_groups(site, inputs, self.group_size)
+            if inputs % 2:
+                raise ConfigError(
+                    f"{site.prefix}: rows of {inputs} numbers of 4 bits do not fill bytes. "
+                    "Try: leave the experts plain"
+                )
+            words = torch.empty(count, rows, number_of_words(inputs, _BITS), dtype=torch.int32)
+            projection.register(layer, "weight_packed", words)
+            scales = torch.empty(count, rows, groups, dtype=torch.float32)
+            projection.register(layer, "weight_scale", scales)
+            sizes = torch.tensor([projection.outputs, inputs]).repeat(len(projection.parts))
+            shapes = torch.empty(count, len(sizes), dtype=torch.int64)
+            projection.register(layer, "weight_shape", shapes, _each(sizes, count))
+
+    def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the float64 matrices: each code less the middle one, times its scale."""
+        gate_up, down = (self._product(layer, projection) for projection in self.projections)
+        return gate_up, down
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the bound kernel with its constants, after the one repacking of the words.
+
+        Raises: CheckpointError: a scale is zero or not finite, or a shape is another one.
+        """
+        constants: dict[str, torch.Tensor] = {}
+        for projection in self.projections:
+            self._check_shapes(projection, projection.taken(layer, "weight_shape"))
+            scales = projection.taken(layer, "weight_scale")
+            check_scales(projection, self.prefix, "weight_scale", scales)
+            words, inputs = projection.taken(layer, "weight_packed"), projection.inputs
+            codes = torch.empty(
+                *words.shape[:2], inputs // 2, dtype=torch.uint8, device=words.device
+            )
+            for expert, packed in enumerate(words):
+                codes[expert] = kernel_codes(unpack_bits(packed, _BITS, inputs), _BITS)
+            constants[projection.name] = codes
+            constants[f"{projection.name}_scale"] = scales.to(self.dtype)
+        prepared = self.bound.prepared(**constants)
+        return self.bound.function, tuple(prepared[name] for name in constants)
+
+    def _product(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
+        words = layer.get_parameter(f"{projection.name}_weight_packed").data
+        scales = layer.get_parameter(f"{projection.name}_weight_scale").data
+        codes = unpack_bits(words.flatten(0, 1), _BITS, projection.inputs).double() - _MIDDLE
+        grouped = codes.unflatten(-1, (scales.shape[-1], -1)).unflatten(0, words.shape[:2])
+        # As the op takes them.
+        matrices: torch.Tensor = (grouped * scales.to(self.dtype).double()[..., None]).flatten(-2)
+        return matrices
+
+    def _check_shapes(self, projection: Projection, shapes: torch.Tensor) -> None:
+        expected = [projection.outputs, projection.inputs]
+        for expert, row in enumerate(shapes.view(len(shapes), -1, 2).tolist()):
+            for part, found in zip(projection.parts, row, strict=True):
+                if found != expected:
+                    raise CheckpointError(
+                        f"{self.prefix}.{expert}.{part}.weight_shape",
+                        f"holds {found}, the config asks for {expected}",
+                        "copy config.json and the weights of one checkpoint",
+                    )
+
+
+def _each(sizes: torch.Tensor, count: int) -> Callable[[torch.Generator], torch.Tensor]:
+    """Return a function of a generator that returns the sizes for each expert."""
+
+    def sample(_: torch.Generator) -> torch.Tensor:
+        return sizes.expand(count, -1)
+
+    return sample

@@ -1,0 +1,1 @@
+"""Checkpoints of 8-bit floats."""

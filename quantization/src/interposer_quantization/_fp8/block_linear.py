@@ -1,0 +1,131 @@
+"""Linear layers of 8-bit floats with a scale for every block of the weight.
+
+Dimensions: I input features, O output features; R rows and C columns of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import ConfigError
+from interposer_ops.quantized_linear import CodedProduct, fp8_block_linear
+from interposer_ops.quantizers import quantize_fp8_blocks
+from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
+
+__all__ = ["Fp8BlockLinear"]
+
+
+class Fp8BlockLinear(LinearMethod):
+    """``weight`` ``[O, I]`` float8_e4m3fn with a scale for every R rows by C columns.
+
+    The scales ``[ceil(O / R), ceil(I / C)]`` are float32. Inputs are quantized in blocks of C.
+
+    Attributes:
+        power_of_two_scales: the scales of inputs are rounded up to powers of two, as those of
+            the weights were.
+        scale_name: name of the parameter that holds the scales.
+
+    Source: arXiv:2412.19437, 3.3.2; for the powers of two, ``act_quant`` in the inference code of
+        DeepSeek-V3.1.
+    """
+
+    def __init__(
+        self, block_rows: int, block_columns: int, power_of_two_scales: bool, scale_name: str
+    ) -> None:
+        self.block_rows = block_rows
+        self.block_columns = block_columns
+        self.power_of_two_scales = power_of_two_scales
+        self.scale_name = scale_name
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight``, its scales and, if asked for, ``bias``.
+
+        Raises: ConfigError: a block would lie across two of the layers that are fused.
+        """
+        self.members = Members(layer, site, out_features)
+        sizes = self.members.sizes
+        if len(sizes) > 1 and any(size % self.block_rows for size in sizes.values()):
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"{site.prefix}: blocks of {self.block_rows} rows do not divide the outputs of the "
+                f"layers that are fused there: {listed}. "
+                "Try: blocks that do, or name them in 'modules_to_not_convert' or 'ignore'"
+            )
+        self.dtype = site.dtype
+        self.quantize = site.bind(
+            quantize_fp8_blocks,
+            hidden_size=in_features,
+            block_size=self.block_columns,
+            out_dtype=FORMAT_NAME,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+        self.bound = site.bind_kernel(
+            fp8_block_linear,
+            in_features=in_features,
+            out_features=out_features,
+            block_rows=self.block_rows,
+            block_columns=self.block_columns,
+            x_dtype=FORMAT_NAME,
+            weight_dtype=FORMAT_NAME,
+        )
+        num_rows, num_columns = -(-out_features // self.block_rows), self._columns(in_features)
+        weight = torch.empty(out_features, in_features, dtype=FORMAT)
+        scales = torch.empty(num_rows, num_columns, dtype=torch.float32)
+        offset = torch.empty(out_features, dtype=site.dtype) if bias else None
+        register(layer, **{"weight": weight, self.scale_name: scales, "bias": offset})
+
+    def _columns(self, in_features: int) -> int:
+        return -(-in_features // self.block_columns)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each number times the scale of its block."""
+        weight, scales = layer.get_parameter("weight"), layer.get_parameter(self.scale_name)
+        out_features, in_features = weight.shape
+        rows = scales.double().repeat_interleave(self.block_rows, 0)[:out_features]
+        return weight.double() * rows.repeat_interleave(self.block_columns, 1)[:, :in_features]
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each rounded number times its block's scale."""
+        quantized, scales = self._quantized(x)
+        columns = scales.double().repeat_interleave(self.block_columns, -1)[..., : x.shape[-1]]
+        return quantized.double() * columns
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the quantizer and the bound kernel as one function, with its constants.
+
+        Raises: CheckpointError: a scale is not a positive number.
+        """
+        names = {"weight": "weight", "weight_scales": self.scale_name, "bias": "bias"}
+        self.members.check(layer.get_parameter(self.scale_name), self.scale_name)
+        stored = {operand: layer._parameters[name] for operand, name in names.items()}
+        prepared = self.bound.prepared(**stored)
+        for operand, name in names.items():
+            if prepared[operand] is not stored[operand]:
+                # The prepared copy replaces it; held twice it would double the memory.
+                layer.register_parameter(name, None)
+        options = self.block_columns, FORMAT, self.power_of_two_scales
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
+        return kernel, tuple(prepared[operand] for operand in names)
+
+    def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.quantize(x, self.block_columns, FORMAT, self.power_of_two_scales)
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scales: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        rows, columns = self.block_rows, self.block_columns
+        return self.bound.function(
+            codes, weight, scales, weight_scales, rows, columns, bias, self.dtype
+        )

@@ -1,0 +1,136 @@
+"""The ``quantization_config`` of checkpoints of 8-bit floats, as far as it is read.
+
+Field names, defaults and the way in which layers are left out are those of transformers 5.23
+(``FineGrainedFP8Config``, ``FbgemmFp8Config``); ``fmt`` is DeepSeek's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from reprlib import repr as shortened
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+
+from interposer_quantization._settings_model import SettingsModel
+
+__all__ = ["FbgemmSettings", "Fp8Settings", "LayersLeftOut"]
+
+_SUPPORTED = """\
+Supported: weights of float8_e4m3fn; 'weight_block_size' of two sizes with 'activation_scheme' \
+'dynamic', or none with 'dynamic' or 'static'; layers left out by 'modules_to_not_convert'.
+Try: quantize the original model that way"""
+_FBGEMM_SUPPORTED = """\
+Supported: 'activation_scale_ub', a positive number, and 'modules_to_not_convert'.
+Try: quantize the original model that way"""
+# Where a layer's name may end or start, after a pattern that stands at its beginning.
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
+"""The end of a layer's name, or a regular expression for its first parts."""
+
+
+class LayersLeftOut(SettingsModel):
+    """Settings that say which layers stay plain."""
+
+    modules_to_not_convert: list[Pattern] | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return the patterns of layers that are not quantized."""
+        return self.modules_to_not_convert or []
+
+    def leaves_out(self, name: str) -> bool:
+        """Say whether the layer ``name`` is not quantized."""
+        return any(
+            name.endswith(pattern) or re.match(f"(?:{pattern}){_BOUNDARY}", name)
+            for pattern in self.left_out
+        )
+
+    def stored(self, name: str) -> str | None:
+        """Return the format of the weights of the linear layer ``name``, None if left out."""
+        return None if self.leaves_out(name) else "float8_e4m3fn"
+
+
+class Fp8Settings(LayersLeftOut):
+    """The whole ``quantization_config`` of the method ``fp8``."""
+
+    quant_method: Literal["fp8"] = "fp8"
+    activation_scheme: Literal["dynamic", "static"] = "dynamic"
+    weight_block_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    scale_fmt: Literal["float", "ue8m0"] | None = None
+    fmt: Literal["e4m3"] | None = None
+    ignored_layers: list[Pattern] | None = None
+    # What follows may be written, but only as saying nothing.
+    modules_to_convert: Annotated[list[str], Field(max_length=0)] | None = None
+    dequantize: Literal[False] | None = None
+    expert_dtype: Literal["fp8"] | None = None
+    kv_cache_scheme: None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Fp8Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, (), _SUPPORTED)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Fp8Settings:
+        if self.weight_block_size is not None and self.activation_scheme == "static":
+            raise ValueError(
+                "activation_scheme 'static' does not go with weight_block_size "
+                f"{self.weight_block_size}; blocks take 'dynamic'"
+            )
+        if self.weight_block_size is None and self.scale_fmt == "ue8m0":
+            raise ValueError(
+                "scale_fmt 'ue8m0' goes with a weight_block_size only; without one take 'float'"
+            )
+        named = (self.modules_to_not_convert, self.ignored_layers)
+        if None not in named and sorted(named[0] or ()) != sorted(named[1] or ()):
+            raise ValueError(
+                f"modules_to_not_convert {shortened(named[0])} and ignored_layers "
+                f"{shortened(named[1])} mean the same and differ; state one of them"
+            )
+        return self
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return the patterns of layers that are not quantized."""
+        return self.modules_to_not_convert or self.ignored_layers or []
+
+    @property
+    def scale_names(self) -> tuple[str, str]:
+        """Return the tensors that hold the scales of weights and of inputs.
+
+        transformers always states the size of blocks, also that there is none; what doesn't state
+        it was written by AutoFP8 or for it.
+        """
+        if "weight_block_size" in self.model_fields_set:
+            return "weight_scale_inv", "activation_scale"
+        return "weight_scale", "input_scale"
+
+
+class FbgemmSettings(LayersLeftOut):
+    """The whole ``quantization_config`` of the method ``fbgemm_fp8``."""
+
+    quant_method: Literal["fbgemm_fp8"] = "fbgemm_fp8"
+    activation_scale_ub: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1200.0
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> FbgemmSettings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, (), _FBGEMM_SUPPORTED)

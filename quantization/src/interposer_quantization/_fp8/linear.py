@@ -1,0 +1,196 @@
+"""Linear layers of 8-bit floats with a scale per checkpoint layer or per output.
+
+Dimensions: I input features, O output features, P layers of the checkpoint that are fused.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import CheckpointError
+from interposer_ops.quantized_linear import CodedProduct, StaticProduct, fp8_linear
+from interposer_ops.quantizers import quantize_fp8_per_token, quantize_fp8_static
+from interposer_quantization._fp8.parameters import (
+    FORMAT,
+    FORMAT_NAME,
+    Members,
+    register,
+    register_per_part,
+)
+
+__all__ = ["Fp8RowLinear", "Fp8TensorLinear"]
+
+_MEND = "calibrate them on the same input, or quantize inputs dynamically"
+
+
+class _Fp8Linear(LinearMethod):
+    """``weight`` ``[O, I]`` float8_e4m3fn with one scale for all of it or one per output.
+
+    Attributes:
+        weight_scale: name of the parameter that holds the weight's scales.
+        input_scale: name of the parameter that holds the input's scale; None where every token
+            gets its own.
+        scale_limit: largest scale of a token, or None.
+        mend: what to do where layers that are fused disagree on the scale of their input, in the
+            words of the format.
+    """
+
+    def __init__(
+        self,
+        weight_scale: str,
+        input_scale: str | None = None,
+        scale_limit: float | None = None,
+        mend: str = _MEND,
+    ) -> None:
+        self.weight_scale = weight_scale
+        self.input_scale = input_scale
+        self.scale_limit = scale_limit
+        self.mend = mend
+
+    @abstractmethod
+    def _create_scale(self, layer: nn.Module) -> bool:
+        """Register the weight's scales and return whether outputs have different ones."""
+
+    @abstractmethod
+    def _scale(self, layer: nn.Module) -> torch.Tensor:
+        """Return the weight's scales ``[O]`` or ``[1]``."""
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``weight``, the scales and, if asked for, ``bias``."""
+        self.members = Members(layer, site, out_features)
+        self.dtype = site.dtype
+        weight = torch.empty(out_features, in_features, dtype=FORMAT)
+        offset = torch.empty(out_features, dtype=site.dtype) if bias else None
+        register(layer, weight=weight, bias=offset)
+        per_output = self._create_scale(layer)
+        if self.input_scale is not None:
+            register_per_part(layer, self.input_scale, len(self.members.sizes))
+            self.quantize_static = site.bind(
+                quantize_fp8_static, hidden_size=in_features, out_dtype=FORMAT_NAME
+            )
+        else:
+            self.quantize_per_token = site.bind(
+                quantize_fp8_per_token,
+                hidden_size=in_features,
+                out_dtype=FORMAT_NAME,
+                limited=self.scale_limit is not None,
+            )
+        self.bound = site.bind_kernel(
+            fp8_linear,
+            in_features=in_features,
+            out_features=out_features,
+            x_dtype=FORMAT_NAME,
+            weight_dtype=FORMAT_NAME,
+            x_scales="token" if self.input_scale is None else "tensor",
+            weight_scales="channel" if per_output else "tensor",
+        )
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each number times its scale."""
+        return layer.get_parameter("weight").double() * self._scale(layer).double().unsqueeze(1)
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]``: each rounded number times its scale."""
+        if self.input_scale is not None:
+            scale = layer.get_parameter(self.input_scale)[:1]
+            return self.quantize_static(x, scale, FORMAT).double() * scale.double()
+        quantized, scale = self.quantize_per_token(x, FORMAT, self.scale_limit)
+        return quantized.double() * scale.double()
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the quantizer and the bound kernel as one function, with its constants.
+
+        Raises: CheckpointError: a scale is not a positive number, or layers that are fused
+            disagree on the scale of their common input.
+        """
+        self.members.check(layer.get_parameter(self.weight_scale), self.weight_scale)
+        stored = {
+            "weight": layer.get_parameter("weight"),
+            "weight_scale": self._scale(layer),
+            "bias": layer._parameters["bias"],
+        }
+        prepared = self.bound.prepared(**stored)
+        names = {"weight": "weight", "weight_scale": self.weight_scale, "bias": "bias"}
+        for operand, name in names.items():
+            if prepared[operand] is not layer._parameters[name]:
+                # What was derived replaces it; held twice it would double the memory.
+                layer.register_parameter(name, None)
+        constants = tuple(prepared[name] for name in stored)
+        product = self.bound.function
+        if self.input_scale is None:
+            options = FORMAT, self.scale_limit
+            dynamic = CodedProduct(self.quantize_per_token, product, self._multiply, options)
+            return dynamic, constants
+        kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
+        return kernel, (*constants, self._common_input_scale(layer, self.input_scale))
+
+    def _common_input_scale(self, layer: nn.Module, name: str) -> torch.Tensor:
+        scales = layer.get_parameter(name)
+        self.members.check(scales, name)
+        if not (scales == scales[0]).all():
+            listed = ", ".join(
+                f"{self.members.tensor(member, name)} = {float(scale):.9g}"
+                for member, scale in zip(self.members.sizes, scales, strict=True)
+            )
+            raise CheckpointError(
+                self.members.tensor(next(iter(self.members.sizes)), name),
+                f"layers of one input quantize it differently, but run as one product: {listed}",
+                self.mend,
+            )
+        return scales[:1]
+
+    def _multiply(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self.bound.function(codes, weight, scale, weight_scale, bias, self.dtype)
+
+
+class Fp8TensorLinear(_Fp8Linear):
+    """One weight scale for each layer of the checkpoint.
+
+    Where several are fused, each output gets the scale of its own layer, so that no weight is
+    rounded again.
+    """
+
+    def _create_scale(self, layer: nn.Module) -> bool:
+        num_parts = len(self.members.sizes)
+        register_per_part(layer, self.weight_scale, num_parts)
+        return num_parts > 1
+
+    def _scale(self, layer: nn.Module) -> torch.Tensor:
+        scale = layer.get_parameter(self.weight_scale)
+        return scale if len(scale) == 1 else self.members.per_output(scale)
+
+
+class Fp8RowLinear(_Fp8Linear):
+    """One weight scale for each output, ``weight_scale`` ``[O, 1]``.
+
+    ``largest_input`` is what magnitudes of a token are counted as that are larger when its scale
+    is chosen; they saturate. ``input_scale`` names the parameter of a scale for all tokens.
+    """
+
+    def __init__(self, largest_input: float | None = None, input_scale: str | None = None) -> None:
+        limit = None if largest_input is None else largest_input / torch.finfo(FORMAT).max
+        super().__init__("weight_scale", input_scale, limit)
+
+    def _create_scale(self, layer: nn.Module) -> bool:
+        out_features = sum(self.members.sizes.values())
+        scale = torch.empty(out_features, 1, dtype=torch.float32)
+        register(layer, **{self.weight_scale: scale})
+        return True
+
+    def _scale(self, layer: nn.Module) -> torch.Tensor:
+        return layer.get_parameter(self.weight_scale).squeeze(1)

@@ -1,0 +1,170 @@
+"""The ``quantization_config`` of GPTQ checkpoints, as far as it is read.
+
+Names, defaults and the order in which ``dynamic`` matches are those of transformers 5 and
+GPTQModel 5; AutoGPTQ, optimum and auto-round write the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from interposer_quantization._settings_model import (
+    SEARCH_SETTINGS,
+    GroupSize,
+    SettingsModel,
+)
+
+__all__ = ["Settings", "Weights"]
+
+_SUPPORTED = """\
+Supported: bits 4 or 8; any group_size that divides the inputs, -1 for all of them; sym and \
+desc_act either way; checkpoint_format 'gptq' or 'gptq_v2', packed in int32; modules_in_block_to_\
+quantize; dynamic with bits, group_size, sym and desc_act; lm_head either way.
+Try: quantize the original model that way"""
+
+# What other runtimes do with the weights, and the search's own settings.
+_RUNTIME = frozenset(
+    {
+        "backend",
+        "disable_exllama",
+        "hyb_act",
+        "model_file_base_name",
+        "model_name_or_path",
+        "offload_to_disk",
+        "use_cuda_fp16",
+        "use_exllama",
+    }
+)
+
+_SKIPPED, _OVERRIDDEN = "-:", "+:"
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return text
+
+
+Bits = Literal[4, 8]
+Format = Literal["gptq", "gptq_v2"]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+"""A regular expression that the start of a layer's name matches, behind ``-:`` to leave it plain or
+``+:`` or nothing to override settings."""
+
+
+class Override(SettingsModel):
+    """Settings that hold for some layers only."""
+
+    bits: Bits | None = None
+    group_size: GroupSize | None = None
+    sym: bool | None = None
+    desc_act: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_search(cls, settings: object) -> object:
+        """Leave out how weights are to be searched, as GPTQModel says it of the head."""
+        if not isinstance(settings, Mapping):
+            return settings
+        return {name: value for name, value in settings.items() if name not in SEARCH_SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How the weights of a layer are stored.
+
+    Attributes:
+        inputs_per_scale: the group size; None where one group takes all inputs.
+        symmetric: every zero point is the middle code.
+        ordered: groups follow each other; None leaves it to the tensor ``g_idx``.
+        less_one: zero points are stored less one.
+    """
+
+    bits: int
+    inputs_per_scale: int | None
+    symmetric: bool
+    ordered: bool | None
+    less_one: bool
+
+    def __str__(self) -> str:
+        size = self.inputs_per_scale
+        grouped = "per output" if size is None else f"per group of {size} inputs"
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        order = {True: "desc_act false", False: "desc_act true", None: "desc_act not stated"}
+        return f"{self.bits} bits {grouped}, {kind}, {order[self.ordered]}"
+
+
+class Settings(SettingsModel):
+    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+
+    quant_method: Literal["gptq"] = "gptq"
+    method: Literal["gptq"] | None = None
+    bits: Bits
+    group_size: GroupSize = 128
+    sym: bool = True
+    desc_act: bool | None = None
+    checkpoint_format: Format | None = None
+    format: Format | None = None
+    pack_dtype: Literal["int32"] | None = None
+    is_marlin_format: Literal[False] | None = None
+    data_type: Literal["int"] | None = None
+    lm_head: bool | None = None
+    modules_in_block_to_quantize: list[list[str]] | list[str] | None = None
+    dynamic: dict[Pattern, Override] | None = None
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Settings:
+        stated = {name for name in (self.format, self.checkpoint_format) if name is not None}
+        if len(stated) > 1:
+            raise ValueError(
+                f"format {self.format!r} contradicts checkpoint_format {self.checkpoint_format!r}"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, SEARCH_SETTINGS | _RUNTIME, _SUPPORTED)
+
+    def weights(self, name: str) -> Weights | None:
+        """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
+        if not self._listed(name):
+            return None
+        override = Override()
+        for pattern, found in (self.dynamic or {}).items():
+            expression = pattern.removeprefix(_SKIPPED).removeprefix(_OVERRIDDEN)
+            if re.match(expression, name):
+                if pattern.startswith(_SKIPPED):
+                    return None
+                override = found
+                break
+        merged = self.model_copy(update=override.model_dump(exclude_none=True))
+        # Releases that know only one format name none.
+        form = self.checkpoint_format or self.format or "gptq"
+        return Weights(
+            bits=merged.bits,
+            inputs_per_scale=None if merged.group_size == -1 else merged.group_size,
+            symmetric=merged.sym,
+            ordered=None if merged.desc_act is None else not merged.desc_act,
+            less_one=form == "gptq",
+        )
+
+    def _listed(self, name: str) -> bool:
+        """Return whether the layer is among those that are quantized in every block."""
+        if name == "lm_head":
+            return bool(self.lm_head)  # it stands in no block
+        listed = self.modules_in_block_to_quantize
+        if listed is None:
+            return True
+        modules = [m for entry in listed for m in ([entry] if isinstance(entry, str) else entry)]
+        return any(name == module or name.endswith(f".{module}") for module in modules)

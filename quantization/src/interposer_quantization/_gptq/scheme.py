@@ -1,0 +1,163 @@
+"""Checkpoints of GPTQ: those of AutoGPTQ, GPTQModel, optimum and others that write their format.
+
+Dimensions: I input features, O output features, G groups, P layers that are fused.
+
+Source: the layout and the meaning of every tensor are those of AutoGPTQ 0.7 (``gptq``) and
+GPTQModel 5 (``gptq_v2``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
+from interposer.errors import CheckpointError
+from interposer_quantization._experts.packed import packed_experts
+from interposer_quantization._experts.stored import StoredExperts
+from interposer_quantization._gptq.config import Settings, Weights
+from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._weights.input_groups import check_groups
+from interposer_quantization._weights.int_packing import pack_words, unpack_words
+from interposer_quantization._weights.packed_linear import PackedLinear, register_stored
+
+__all__ = ["GPTQ", "GPTQLinear", "gptq_experts"]
+
+_MEND = "quantize them alike, or none of them"
+# A one in each code of a word, by bits.
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+class GPTQ(QuantizationScheme):
+    """Codes of 4 or 8 bits, groups of inputs in any order, zero points or none."""
+
+    method = "gptq"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> GPTQ:
+        """Return the scheme that ``quantization_config`` describes.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: layers that are fused there are stored in different ways.
+        """
+        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
+        return None if found is None else GPTQLinear(found)
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        return StoredExperts(self.settings.weights, gptq_experts, _MEND)
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+
+
+class GPTQLinear(PackedLinear):
+    """``qweight`` ``[I * bits / 32, O]``, words along inputs, and ``g_idx``, the inputs' groups.
+
+    ``qzeros`` is ``[G, O * bits / 32]``, ``scales`` ``[G, O]``. Layers that are fused share their
+    input, so the groups of its features must be the same ones.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights.bits, weights.inputs_per_scale, weights.symmetric)
+        self.weights = weights
+        self._less = _ONES[weights.bits] if weights.less_one else 0
+        # Some writers name the first format and store the second. Where all weights are symmetric
+        # there is no doubt about what is meant, so the other one's middle is taken as well.
+        self.middles = (self.middle, self.middle + (1 if weights.less_one else -1))
+
+    def weight_words(self, in_features: int, out_features: int) -> tuple[int, int, int]:
+        """Return the shape of ``qweight`` and the dimension along which outputs lie."""
+        return in_features // self.codes_per_word, out_features, 1
+
+    def weight_codes(self, qweight: torch.Tensor) -> torch.Tensor:
+        """Return the codes ``[O, I]`` uint8."""
+        return unpack_words(qweight.T.contiguous(), self.bits)
+
+    def zero_codes(self, qzeros: torch.Tensor) -> torch.Tensor:
+        """Return the zero points ``[G, O]`` uint8; the first format stores them less one.
+
+        GPTQModel takes the ones from whole words, and a code of 0 borrows from the next one: whole
+        words give them back. Other writers have no zero point of 0, or spoil its word.
+        """
+        return unpack_words(qzeros + self._less, self.bits)
+
+    def zero_words(self, zero_points: torch.Tensor) -> torch.Tensor:
+        """Return ``qzeros`` that holds these zero points."""
+        return pack_words(zero_points, self.bits) - self._less
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``g_idx`` ``[P * I]`` besides what every such layer has."""
+        super().create_weights(layer, site, in_features, out_features, bias)
+        size, num_parts = in_features // self.num_groups, len(self.parts)
+
+        def grouped(order: torch.Tensor) -> torch.Tensor:
+            return (order // size).to(torch.int32).repeat(num_parts)
+
+        def in_order() -> torch.Tensor:
+            return grouped(torch.arange(in_features))
+
+        def sample(generator: torch.Generator) -> torch.Tensor:
+            if self.weights.ordered is False:
+                return grouped(torch.randperm(in_features, generator=generator))
+            return in_order()
+
+        empty = torch.empty(num_parts * in_features, dtype=torch.int32)
+        # Some writers leave it out where groups follow each other.
+        default = {"default": in_order} if self.weights.ordered else {}
+        register_stored(layer, "g_idx", empty, per_part=True, sample=sample, **default)
+
+    def groups(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return the group of each input ``[I]`` int64, or None where groups follow each other.
+
+        Raises: CheckpointError: groups are not of one size, those of fused layers differ, or they
+            don't follow each other though ``desc_act`` is false.
+        """
+        by_part = layer.get_parameter("g_idx").view(len(self.parts), -1)
+        first, size = by_part[0].long(), by_part.shape[1] // self.num_groups
+        names = self.tensor_names("g_idx")
+        for name, groups in zip(names, by_part, strict=True):
+            check_groups(name, groups, self.num_groups)
+        for name, groups in zip(names, by_part, strict=True):
+            if not torch.equal(groups, by_part[0]):
+                raise CheckpointError(
+                    name,
+                    f"differs from {names[0]}, but {self.prefix} computes {', '.join(self.parts)} "
+                    "as one product, whose input has one order",
+                    "quantize these layers together, so that they share an order, or with "
+                    "desc_act=False",
+                )
+        ordered = torch.arange(len(first), device=first.device) // size
+        if torch.equal(first, ordered):
+            return None
+        if self.weights.ordered:
+            raise CheckpointError(
+                names[0],
+                "holds groups that don't follow each other, though desc_act is false",
+                "set desc_act to true in quantization_config if the groups are right",
+            )
+        return first
+
+
+def gptq_experts(prefix: str, weights: Weights, indexed: bool = True) -> ExpertsMethod:
+    """Return the method for experts of which all matrices are stored so.
+
+    Raises: ConfigError: there is no op for them.
+    """
+    return packed_experts(prefix, GPTQLinear(weights), weights, indexed)

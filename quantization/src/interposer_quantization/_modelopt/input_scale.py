@@ -1,0 +1,103 @@
+"""Linear layers whose input is multiplied by a number for each feature before all else.
+
+Dimensions: I input features, P layers of the checkpoint that are fused.
+
+Source: ``pre_quant_scale`` of NVIDIA ModelOpt 0.47, by which AWQ moves the size of inputs to the
+weights. It is left out where it is folded into the layer before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from interposer import LinearMethod, Site
+from interposer.errors import CheckpointError
+from interposer_quantization._fp8.parameters import Members
+from interposer_quantization._weights.packed_linear import register_stored
+
+__all__ = ["ScaledInputLinear"]
+
+_NAME = "pre_quant_scale"
+
+
+class ScaledInputLinear(LinearMethod):
+    """``pre_quant_scale`` ``[I]`` for each layer of the checkpoint, or none; the rest is another's.
+
+    Layers that are fused share their input, so all of them must have the same.
+
+    Attributes:
+        method: what is done with the input that was multiplied.
+    """
+
+    def __init__(self, method: LinearMethod) -> None:
+        self.method = method
+
+    def create_weights(
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
+    ) -> None:
+        """Register ``pre_quant_scale`` ``[P * I]`` besides what ``method`` does.
+
+        Raises: ConfigError: what ``method`` cannot hold.
+        """
+        self.method.create_weights(layer, site, in_features, out_features, bias)
+        self.members = Members(layer, site, out_features)
+        num_parts = len(self.members.sizes)
+
+        def sample(generator: torch.Generator) -> torch.Tensor:
+            return (torch.rand(in_features, generator=generator) + 0.5).repeat(num_parts)
+
+        scales = torch.empty(num_parts * in_features, dtype=torch.float32)
+        register_stored(layer, _NAME, scales, per_part=True, default=1.0, sample=sample)
+
+    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+        """Return the float64 weight ``[O, I]`` of ``method``."""
+        return self.method.dequantized(layer)
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the float64 input ``[..., I]`` of ``method`` for what was multiplied."""
+        return self.method.dequantized_input(layer, _scaled(x, self._by_member(layer)[0]))
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Return the multiplication and the kernel of ``method`` as one function; or only that.
+
+        Raises: CheckpointError: a number is not positive, or layers that are fused have others.
+        """
+        scales = self._by_member(layer)
+        self.members.check(scales, _NAME)
+        self._check_alike(scales)
+        layer.register_parameter(_NAME, None)
+        kernel, operands = self.method.finalize(layer)
+        if (scales == 1).all():
+            return kernel, operands
+        return partial(_product_of_scaled, kernel), (scales[0].clone(), *operands)
+
+    def _by_member(self, layer: nn.Module) -> torch.Tensor:
+        """Return ``[P, I]``."""
+        return layer.get_parameter(_NAME).data.view(len(self.members.sizes), -1)
+
+    def _check_alike(self, scales: torch.Tensor) -> None:
+        first, *others = self.members.sizes
+        for member, numbers in zip(others, scales[1:], strict=True):
+            if not torch.equal(numbers, scales[0]):
+                raise CheckpointError(
+                    self.members.tensor(member, _NAME),
+                    f"differs from {self.members.tensor(first, _NAME)}, but layers of one input "
+                    f"run as one product, which has one {_NAME}; where none is stored, it is 1",
+                    "export the model with a release of ModelOpt that makes them equal",
+                )
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return each feature of ``x`` times its number, rounded once to the dtype of ``x``."""
+    return (x * scale).to(x.dtype)
+
+
+def _product_of_scaled(
+    kernel: Callable[..., torch.Tensor], x: torch.Tensor, scale: torch.Tensor, *operands: Any
+) -> torch.Tensor:
+    return kernel(_scaled(x, scale), *operands)

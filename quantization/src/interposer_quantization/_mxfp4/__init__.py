@@ -1,0 +1,1 @@
+"""Experts in MXFP4, as gpt-oss stores them."""

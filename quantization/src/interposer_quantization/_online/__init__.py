@@ -1,0 +1,1 @@
+"""Quantization of plain weights while they load."""

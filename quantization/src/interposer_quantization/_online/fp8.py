@@ -1,0 +1,117 @@
+"""Plain weights that are quantized to 8-bit floats while they load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+
+from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme
+from interposer_quantization._fp8.block_linear import Fp8BlockLinear
+from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
+from interposer_quantization._online.fp8_linear import (
+    Quantize,
+    quantized_blocks,
+    quantized_members,
+    quantized_rows,
+)
+from interposer_quantization._online.head import HeadSettings
+from interposer_quantization._online.linear import OnlineLinear
+from interposer_quantization._weights.fused_layers import stored_alike
+
+__all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
+
+_SUPPORTED = """\
+Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
+sizes; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size' and 'head_activations'; layers \
+left out by 'modules_to_not_convert'.
+Try: load(..., quantization={"quant_method": "fp8", "strategy": "channel"})"""
+_MEND = "name all of them in 'modules_to_not_convert', or none"
+
+
+class OnlineFp8Settings(HeadSettings):
+    """What can be said of it; the blocks of ``block`` are of 128 by 128 unless stated."""
+
+    quant_method: Literal["online_fp8"] = "online_fp8"
+    strategy: Literal["channel", "tensor", "block"] = "channel"
+    weight_block_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8Settings:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, (), _SUPPORTED)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> OnlineFp8Settings:
+        if self.weight_block_size is not None and self.strategy != "block":
+            raise ValueError(
+                f"strategy {self.strategy!r} has no weight_block_size, which goes with 'block'"
+            )
+        return self
+
+
+class OnlineFp8(QuantizationScheme):
+    """Weights rounded to float8_e4m3fn when a layer is finalized, inputs as they come."""
+
+    method = "online_fp8"
+
+    def __init__(self, settings: OnlineFp8Settings) -> None:
+        self.settings = settings
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8:
+        """Return the scheme for these settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
+            what is.
+        """
+        return cls(OnlineFp8Settings.parse(settings))
+
+    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
+        """Return the method for the layer at ``prefix``, or None to leave it plain.
+
+        Raises: ConfigError: of the layers that are fused there only some are left out.
+        """
+        if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
+            return None
+        if self.settings.strategy == "channel":
+            return _online(Fp8RowLinear(None), "weight_scale", quantized_rows)
+        if self.settings.strategy == "tensor":
+            return _online(Fp8TensorLinear("weight_scale"), "weight_scale", quantized_members)
+        rows, columns = self.settings.weight_block_size or (128, 128)
+        blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
+        return _online(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.settings.head_method(prefix)
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for a table that ``head`` shares, or None to leave it plain."""
+        return self.settings.embedding_method(prefix, head)
+
+
+def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:
+    """Return the method of plain weights that ``method`` holds quantized."""
+
+    def tensors(weight: torch.Tensor, sizes: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        codes, scales = quantize(weight, sizes)
+        return {"weight": codes, scale_name: scales}
+
+    return OnlineLinear(method, tensors)
+
+
+def online_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
+    """Return settings of every granularity of scales, by label."""
+    settings: Mapping[str, Mapping[str, Any]] = {
+        "per output": {},
+        "per tensor": {"strategy": "tensor", "modules_to_not_convert": ["lm_head"]},
+        "blocks": {"strategy": "block"},
+        "blocks of 64 by 32": {"strategy": "block", "weight_block_size": [64, 32]},
+    }
+    return {label: {"quant_method": "online_fp8", **rest} for label, rest in settings.items()}

@@ -1,0 +1,1 @@
+"""Linear layers by how their weights are packed."""

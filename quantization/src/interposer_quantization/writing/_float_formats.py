@@ -1,0 +1,269 @@
+"""Weights of 4-bit and 8-bit floats as compressed-tensors stores them.
+
+Dimensions: O output features, I input features, N groups of an output.
+
+Source: the layouts are those of compressed-tensors 0.20; the formats are those of the OCP
+Microscaling Formats (MX) Specification v1.0 and NVIDIA's NVFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interposer_ops.quantizers import (
+    E2M1_MAX,
+    MX_BLOCK_SIZE,
+    NVFP4_BLOCK_SIZE,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    pack_nibbles,
+    shared_exponents,
+    unpack_nibbles,
+)
+from interposer_quantization.writing._weight_format import Grid, WeightFormat, meta, storable_scale
+
+__all__ = ["Fp8Format", "Mxfp4Format", "Mxfp8Format", "Nvfp4Format"]
+
+_E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+_E8M0_BIAS = 127
+_E8M0_MAX = 254
+
+
+class Fp8Format(WeightFormat):
+    """``weight`` ``[O, I]`` float8_e4m3fn, a scale for each output; inputs rounded per token."""
+
+    storage = "float-quantized"
+
+    def weight_settings(self) -> Mapping[str, Any]:
+        """Return ``weights`` of a group of quantization_config."""
+        return _settings(8, "channel", None)
+
+    def input_settings(self) -> Mapping[str, Any]:
+        """Return ``input_activations`` of a group of quantization_config."""
+        return {**_settings(8, "token", None), "dynamic": True}
+
+    def stored(
+        self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return ``weight`` and ``weight_scale`` ``[O, 1]`` in ``dtype``."""
+        codes = self.codes(self.groups(weight), grid).flatten(1)
+        return {"weight": codes.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {"weight": meta(_E4M3, rows, columns), "weight_scale": meta(dtype, rows, 1)}
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        return tensors["weight"].float() * tensors["weight_scale"].float()
+
+    def _span(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None,
+    ) -> Grid:
+        return Grid(storable_scale(torch.maximum(-low, high) / _E4M3_MAX, dtype))
+
+    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
+        return _e4m3(codes)
+
+
+class _MxFormat(WeightFormat):
+    """Groups of 32 inputs with a scale that is a power of two, stored as its biased exponent."""
+
+    inputs_per_scale = MX_BLOCK_SIZE
+    _bits: int
+    _largest_exponent: int
+
+    def weight_settings(self) -> Mapping[str, Any]:
+        """Return ``weights`` of a group of quantization_config."""
+        return {
+            **_settings(self._bits, "group", self.inputs_per_scale),
+            "scale_dtype": "torch.uint8",
+        }
+
+    def _span(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None,
+    ) -> Grid:
+        peaks = torch.maximum(-low, high)
+        exponents = shared_exponents(peaks, self._largest_exponent).int()
+        # 448 is 1.75 times a power of two; what is larger would be cut. Of e2m1, 6 is the nearest
+        # number up to 7, which is 1.75 times one as well.
+        exponents += torch.frexp(peaks).mantissa >= 1.75 / 2
+        exponents = torch.where(peaks > 0, exponents.clamp(max=_E8M0_MAX), _E8M0_BIAS)
+        return Grid(decode_e8m0(exponents.to(torch.uint8), torch.float32))
+
+
+class Mxfp8Format(_MxFormat):
+    """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale`` ``[O, I / 32]`` uint8.
+
+    Inputs are rounded alike: units that multiply MXFP8 take both operands so.
+    """
+
+    storage = "mxfp8-quantized"
+    _bits = 8
+    _largest_exponent = 8
+
+    def input_settings(self) -> Mapping[str, Any]:
+        """Return ``input_activations`` of a group of quantization_config."""
+        return {**self.weight_settings(), "dynamic": True}
+
+    def stored(
+        self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return ``weight`` and ``weight_scale``."""
+        codes = self.codes(self.groups(weight), grid).flatten(1)
+        return {"weight": codes.to(_E4M3), "weight_scale": _exponents(grid.scale)}
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight": meta(_E4M3, rows, columns),
+            "weight_scale": meta(torch.uint8, rows, columns // self.inputs_per_scale),
+        }
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        scale = decode_e8m0(tensors["weight_scale"], torch.float32)
+        groups = self.groups(tensors["weight"].float())
+        return (groups * scale.unsqueeze(-1)).flatten(1)
+
+    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
+        return _e4m3(codes)
+
+
+class Mxfp4Format(_MxFormat):
+    """``weight_packed`` ``[O, I / 2]`` uint8 and ``weight_scale`` ``[O, I / 32]`` uint8."""
+
+    storage = "mxfp4-pack-quantized"
+    _bits = 4
+    _largest_exponent = 2
+
+    def stored(
+        self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return ``weight_packed``, the first code in the low nibble, and ``weight_scale``."""
+        codes = self.codes(self.groups(weight), grid).flatten(1)
+        packed = pack_nibbles(encode_e2m1(codes))
+        return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight_packed": meta(torch.uint8, rows, columns // 2),
+            "weight_scale": meta(torch.uint8, rows, columns // self.inputs_per_scale),
+        }
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
+        scale = decode_e8m0(tensors["weight_scale"], torch.float32)
+        return (self.groups(codes) * scale.unsqueeze(-1)).flatten(1)
+
+    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
+        return _e2m1(codes)
+
+
+class Nvfp4Format(WeightFormat):
+    """``weight_packed`` ``[O, I / 2]`` uint8, ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn.
+
+    ``weight_global_scale`` ``[1]`` float32 divides; it brings scales into the range of e4m3.
+    """
+
+    storage = "nvfp4-pack-quantized"
+    inputs_per_scale = NVFP4_BLOCK_SIZE
+    shares_tensor_scale = True
+
+    def weight_settings(self) -> Mapping[str, Any]:
+        """Return ``weights`` of a group of quantization_config."""
+        return {
+            **_settings(4, "tensor_group", self.inputs_per_scale),
+            "scale_dtype": "torch.float8_e4m3fn",
+        }
+
+    def tensor_scale(self, peak: torch.Tensor) -> torch.Tensor:
+        """Return the scale at which the largest number has the largest code of both formats."""
+        scale = _E4M3_MAX * E2M1_MAX / peak
+        return torch.where(scale.isfinite(), scale, 1.0)
+
+    def stored(
+        self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return the codes, the first one in the low nibble, and both kinds of scales."""
+        assert grid.tensor_scale is not None
+        codes = self.codes(self.groups(weight), grid).flatten(1)
+        return {
+            "weight_packed": pack_nibbles(encode_e2m1(codes)),
+            "weight_scale": grid.scale.to(_E4M3),
+            "weight_global_scale": grid.tensor_scale,
+        }
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        return {
+            "weight_packed": meta(torch.uint8, rows, columns // 2),
+            "weight_scale": meta(_E4M3, rows, columns // self.inputs_per_scale),
+            "weight_global_scale": meta(torch.float32, 1),
+        }
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        codes = decode_e2m1(unpack_nibbles(tensors["weight_packed"]), torch.float32)
+        step = tensors["weight_scale"].float() / tensors["weight_global_scale"]
+        return (self.groups(codes) * step.unsqueeze(-1)).flatten(1)
+
+    def _span(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None,
+    ) -> Grid:
+        assert tensor_scale is not None
+        fitting = torch.maximum(-low, high) / E2M1_MAX * tensor_scale
+        # A group that is tiny beside the tensor's peak gets the smallest scale, never 0.
+        least = torch.finfo(_E4M3).smallest_normal * torch.finfo(_E4M3).eps
+        scale = fitting.clamp(least, _E4M3_MAX).to(_E4M3).float()
+        return Grid(scale, tensor_scale=tensor_scale)
+
+    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
+        return _e2m1(codes)
+
+
+def _e4m3(codes: torch.Tensor) -> torch.Tensor:
+    return codes.clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3).float()
+
+
+def _e2m1(codes: torch.Tensor) -> torch.Tensor:
+    return decode_e2m1(encode_e2m1(codes), torch.float32)
+
+
+def _exponents(powers: torch.Tensor) -> torch.Tensor:
+    """Return the biased exponents of powers of two, uint8."""
+    return (torch.frexp(powers).exponent - 1 + _E8M0_BIAS).to(torch.uint8)
+
+
+def _settings(bits: int, strategy: str, group_size: int | None) -> dict[str, Any]:
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "symmetric": True,
+        "group_size": group_size,
+        "strategy": strategy,
+        "dynamic": False,
+    }

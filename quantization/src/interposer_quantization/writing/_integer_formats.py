@@ -1,0 +1,168 @@
+"""Weights of 4 or 8 bits as compressed-tensors stores them.
+
+Dimensions: O output features, I input features, N groups of an output.
+
+Source: the layouts and the way scales span the range are those of compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from interposer_quantization._weights.int_packing import pack_words, unpack_words
+from interposer_quantization.writing._weight_format import Grid, WeightFormat, meta, storable_scale
+
+__all__ = ["IntegerFormat"]
+
+
+class IntegerFormat(WeightFormat):
+    """Codes from -2^(b-1) to 2^(b-1) - 1, a scale for each output or group.
+
+    ``packed`` puts them into words of 32 bits; else they are int8. ``dynamic_inputs`` says that
+    inputs are to be rounded to int8 too, with a scale for each token.
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        inputs_per_scale: int | None,
+        *,
+        symmetric: bool = True,
+        packed: bool = True,
+        dynamic_inputs: bool = False,
+    ) -> None:
+        self.bits = bits
+        self.inputs_per_scale = inputs_per_scale
+        self.symmetric = symmetric
+        self.packed = packed
+        self.dynamic_inputs = dynamic_inputs
+        self.storage = "pack-quantized" if packed else "int-quantized"
+        self._lowest, self._highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def in_bytes(self) -> IntegerFormat:
+        """Return the format of the same numbers whose codes are int8."""
+        return IntegerFormat(
+            self.bits,
+            self.inputs_per_scale,
+            symmetric=self.symmetric,
+            packed=False,
+            dynamic_inputs=self.dynamic_inputs,
+        )
+
+    def weight_settings(self) -> Mapping[str, Any]:
+        """Return ``weights`` of a group of quantization_config."""
+        size = self.inputs_per_scale
+        return {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "group_size": size,
+            "strategy": "channel" if size is None else "group",
+            "dynamic": False,
+        }
+
+    def input_settings(self) -> Mapping[str, Any] | None:
+        """Return ``input_activations`` of a group of quantization_config; None for plain ones."""
+        if not self.dynamic_inputs:
+            return None
+        return {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "group_size": None,
+            "strategy": "token",
+            "dynamic": True,
+        }
+
+    def stored(
+        self, weight: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """Return the codes and ``weight_scale`` ``[O, N]``; see ``WeightFormat.stored``.
+
+        Codes are ``weight`` ``[O, I]`` int8, and if asymmetric ``weight_zero_point`` ``[O, N]``
+        int8; or ``weight_packed`` ``[O, ceil(I * b / 32)]`` int32 with ``weight_shape`` and
+        ``weight_zero_point`` ``[ceil(O * b / 32), N]`` int32.
+        """
+        codes = self.codes(self.groups(weight), grid).flatten(1)
+        scale = grid.scale.to(dtype)
+        if not self.packed:
+            tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
+            if grid.zero is not None:
+                tensors["weight_zero_point"] = grid.zero.to(torch.int8)
+            return tensors
+        tensors = {
+            "weight_packed": self._words(codes),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if grid.zero is not None:
+            tensors["weight_zero_point"] = self._words(grid.zero.T).T.contiguous()
+        return tensors
+
+    def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        rows, columns = shape
+        num_groups = columns // (self.inputs_per_scale or columns)
+        scale = meta(dtype, rows, num_groups)
+        if not self.packed:
+            tensors = {"weight": meta(torch.int8, rows, columns), "weight_scale": scale}
+            if not self.symmetric:
+                tensors["weight_zero_point"] = meta(torch.int8, rows, num_groups)
+            return tensors
+        per_word = 32 // self.bits
+        tensors = {
+            "weight_packed": meta(torch.int32, rows, -(-columns // per_word)),
+            "weight_scale": scale,
+            "weight_shape": meta(torch.int64, 2),
+        }
+        if not self.symmetric:
+            words = -(-rows // per_word)
+            tensors["weight_zero_point"] = meta(torch.int32, words, num_groups)
+        return tensors
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the float32 weight ``[O, I]`` that stored tensors stand for."""
+        scale = tensors["weight_scale"].float()
+        zero = tensors.get("weight_zero_point")
+        if not self.packed:
+            codes = tensors["weight"].float()
+        else:
+            rows, columns = (int(size) for size in tensors["weight_shape"])
+            codes = self._codes(tensors["weight_packed"], columns)
+            zero = None if zero is None else self._codes(zero.T.contiguous(), rows).T
+        groups = codes.unflatten(1, (scale.shape[1], -1))
+        if zero is not None:
+            groups = groups - zero.unsqueeze(-1)
+        whole: torch.Tensor = (groups * scale.unsqueeze(-1)).flatten(1)
+        return whole
+
+    def _span(
+        self,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        dtype: torch.dtype,
+        tensor_scale: torch.Tensor | None,
+    ) -> Grid:
+        span = 2**self.bits - 1
+        if self.symmetric:
+            return Grid(storable_scale(torch.maximum(-low, high) * 2 / span, dtype))
+        scale = storable_scale((high - low) / span, dtype)
+        zero = (self._lowest - low / scale).round().clamp(self._lowest, self._highest)
+        return Grid(scale, zero)
+
+    def _rounded(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.round().clamp(self._lowest, self._highest)
+
+    def _words(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return words that hold the codes of each row, the last one filled up with zero bits."""
+        unsigned = (codes - self._lowest).to(torch.uint8)
+        missing = -codes.shape[1] % (32 // self.bits)
+        return pack_words(functional.pad(unsigned, (0, missing)), self.bits)
+
+    def _codes(self, words: torch.Tensor, count: int) -> torch.Tensor:
+        codes: torch.Tensor = unpack_words(words, self.bits)[:, :count].float() + self._lowest
+        return codes
