@@ -16,12 +16,12 @@ from interposer import Candidate, Config, current_registry, place
 from interposer.records import Kernel
 from interposer_testing import conformance
 
-PACKAGE = "interposer_ops._triton"
+PACKAGE = "interposer_ops"
 PROMISES = ("determinism", "batch invariance")
 
 
 def kernels(module: str) -> Iterator[tuple[Kernel, Candidate]]:
-    """Yield the kernels whose functions stand in ``module`` of interposer_ops._triton."""
+    """Yield the kernels whose functions stand in ``module``, as in norms._norms_triton."""
     registry = current_registry()
     for candidate in (c for op in registry.ops for c in registry.candidates("kernel", op)):
         record = candidate.record
@@ -53,7 +53,7 @@ def result(op: str, candidate: Candidate, every: int, seed: int, promises: bool)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("modules", nargs="+", help="of interposer_ops._triton")
+    parser.add_argument("modules", nargs="+", help="as norms._norms_triton")
     parser.add_argument("--every", type=int, default=1, help="run one of so many cases")
     parser.add_argument("--promises", action="store_true", help="try what is promised of rows too")
     parser.add_argument("--seed", type=int, default=0)

@@ -19,7 +19,9 @@ from interposer.records import Kernel
 from interposer_ops._triton.records import triton_records
 
 RECORDS = triton_records()
-MODULES = sorted({r.target.split(":")[0].rsplit(".")[-1] for r in RECORDS if isinstance(r, Kernel)})
+MODULES = sorted(
+    {r.target.split(":")[0].partition(".")[2] for r in RECORDS if isinstance(r, Kernel)}
+)
 
 
 def interpreted(*arguments: str) -> str:
@@ -34,7 +36,7 @@ def interpreted(*arguments: str) -> str:
 
 
 def kernels_of(modules: Sequence[str]) -> set[str]:
-    prefixes = tuple(f"interposer_ops._triton.{module}:" for module in modules)
+    prefixes = tuple(f"interposer_ops.{module}:" for module in modules)
     return {r.name for r in RECORDS if isinstance(r, Kernel) and r.target.startswith(prefixes)}
 
 
@@ -42,6 +44,7 @@ def check(modules: Sequence[str], *arguments: str) -> None:
     """Run the cases of modules' kernels in a process; assert that each kernel ran and is right."""
     script = str(Path(__file__).with_name("interpret.py"))
     results = json.loads(interpreted(script, *modules, *arguments))
+    assert results, "no kernel stands in these modules"
     assert set(results) == kernels_of(modules), "no op that they could be kernels of is declared"
     assert {name: found["faults"] for name, found in results.items() if found["faults"]} == {}
     idle = {name: found["refusals"] for name, found in results.items() if not found["run"]}

@@ -17,7 +17,7 @@ from interposer_ops.layers.decoder_block import DecoderBlock
 # Without a compiler the platform works too, but has nothing to compute blocks with.
 pytestmark = pytest.mark.skipif(bool(native.why_absent()), reason=native.why_absent())
 
-MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
+MODEL = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
 TEXTS = ["import os\nimport sys\n\n\ndef main(path: str) -> int:\n    ", "class Error("]
 SCHEMES: dict[str, dict[str, Any] | None] = {
     "plain": None,

@@ -21,13 +21,13 @@ _X86 = frozenset({"x86_64"})
 
 # Kernels of one function without preparation: op, technique, where the function is.
 _PLAIN = (
-    ("rms_norm", "vector_norm", "norms:rms_norm"),
-    ("fused_add_rms_norm", "vector_norm", "norms:fused_add_rms_norm"),
-    ("silu_and_mul", "functional", "activations:silu_and_mul"),
-    ("gelu_and_mul", "functional", "activations:gelu_and_mul"),
-    ("rotary_embedding", "addcmul", "rotary:rotary_embedding"),
-    ("reshape_and_cache", "index_copy", "kv_cache:reshape_and_cache"),
-    ("embedding", "index_select", "linear:embedding"),
+    ("rms_norm", "vector_norm", "_norms:rms_norm"),
+    ("fused_add_rms_norm", "vector_norm", "_norms:fused_add_rms_norm"),
+    ("silu_and_mul", "functional", "_activations:silu_and_mul"),
+    ("gelu_and_mul", "functional", "_activations:gelu_and_mul"),
+    ("rotary_embedding", "addcmul", "_rotary:rotary_embedding"),
+    ("reshape_and_cache", "index_copy", "_kv_cache:reshape_and_cache"),
+    ("embedding", "index_select", "_linear:embedding"),
 )
 
 # Kernels of ``linear``: technique, where it was seen to win, its function, predicate and
@@ -56,20 +56,25 @@ _WIDE = ("float32", "bfloat16")
 _FORM = "packed for vectors of sixteen outputs"
 _NATIVE = (
     ("linear", _WIDE, "native:judge", "pack"),
-    ("w4a16_linear", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16"),
-    ("w8a16_linear", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w8a16"),
+    ("w4a16_linear", (*_WIDE, "float16"), "_kernels.linear:judge_groups", "pack_w4a16"),
+    ("w8a16_linear", (*_WIDE, "float16"), "_kernels.linear:judge_groups", "pack_w8a16"),
     ("mxfp4_linear", (*_WIDE, "float16"), "native:judge", "pack_mxfp4"),
     ("mxfp8_linear", (*_WIDE, "float16"), "native:judge", "pack_mxfp8"),
-    ("int8_linear", (*_WIDE, "float16"), "native_linear:judge_symmetric", "pack_int8"),
-    ("w4a8_linear", (*_WIDE, "float16"), "native_linear:judge_codes", "pack_w4a8"),
-    ("fp8_linear", (*_WIDE, "float16"), "native_linear:judge_fp8", "pack_fp8"),
-    ("fp8_block_linear", (*_WIDE, "float16"), "native_linear:judge_fp8_blocks", "pack_fp8_blocks"),
+    ("int8_linear", (*_WIDE, "float16"), "_kernels.linear:judge_symmetric", "pack_int8"),
+    ("w4a8_linear", (*_WIDE, "float16"), "_kernels.linear:judge_codes", "pack_w4a8"),
+    ("fp8_linear", (*_WIDE, "float16"), "_kernels.linear:judge_fp8", "pack_fp8"),
+    (
+        "fp8_block_linear",
+        (*_WIDE, "float16"),
+        "_kernels.linear:judge_fp8_blocks",
+        "pack_fp8_blocks",
+    ),
 )
 
 # Kernels of the compiled library for mixtures of experts: op, dtypes, predicate.
 _EXPERTS = (
     ("fused_experts", _WIDE, "native:judge"),
-    ("fused_experts_w4a16", (*_WIDE, "float16"), "native_experts:judge_groups"),
+    ("fused_experts_w4a16", (*_WIDE, "float16"), "_kernels.experts:judge_groups"),
     ("fused_experts_mxfp4", (*_WIDE, "float16"), "native:judge"),
     ("fused_experts_fp8", (*_WIDE, "float16"), "native:judge"),
 )
@@ -77,42 +82,42 @@ _EXPERTS = (
 # Kernels of the compiled library that read rows of what products read: op, dtypes, predicate,
 # preparation.
 _TABLES = (
-    ("embedding", _WIDE, "native_tables:judge_tied", "pack_table"),
-    ("w4a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w4a16_table"),
-    ("w8a16_embedding", (*_WIDE, "float16"), "native_linear:judge_groups", "pack_w8a16_table"),
+    ("embedding", _WIDE, "_kernels.tables:judge_tied", "pack_table"),
+    ("w4a16_embedding", (*_WIDE, "float16"), "_kernels.linear:judge_groups", "pack_w4a16_table"),
+    ("w8a16_embedding", (*_WIDE, "float16"), "_kernels.linear:judge_groups", "pack_w8a16_table"),
 )
 
 # Kernels of the compiled library that take rows one by one: op, module, preparation.
 _ROWS = (
-    ("rms_norm", "native_norms", "prepare"),
-    ("fused_add_rms_norm", "native_norms", "prepare"),
-    ("gemma_rms_norm", "native_norms", "prepare"),
-    ("fused_add_gemma_rms_norm", "native_norms", "prepare"),
-    ("layer_norm", "native_norms", "prepare_affine"),
-    ("qk_norm", "native_heads", "prepare_qk_norm"),
-    ("rotary_embedding", "native_heads", ""),
-    ("silu_and_mul", "native_activations", ""),
-    ("gelu_and_mul", "native_activations", ""),
-    ("quantize_fp8_blocks", "native_quantizers", ""),
-    ("quantize_fp8_per_token", "native_quantizers", ""),
-    ("quantize_fp8_static", "native_quantizers", ""),
-    ("quantize_int8_per_token", "native_quantizers", ""),
-    ("quantize_int8_static", "native_quantizers", ""),
-    ("quantize_mxfp8", "native_quantizers", ""),
-    ("apply_penalties", "native_sampling", ""),
-    ("gumbel_argmax", "native_sampling", ""),
-    ("sample_tokens", "native_sampling", ""),
-    ("grouped_topk", "native_routing", "prepare"),
-    ("topk_sigmoid", "native_routing", "prepare"),
-    ("topk_softmax", "native_routing", ""),
+    ("rms_norm", "_kernels.norms", "prepare"),
+    ("fused_add_rms_norm", "_kernels.norms", "prepare"),
+    ("gemma_rms_norm", "_kernels.norms", "prepare"),
+    ("fused_add_gemma_rms_norm", "_kernels.norms", "prepare"),
+    ("layer_norm", "_kernels.norms", "prepare_affine"),
+    ("qk_norm", "_kernels.heads", "prepare_qk_norm"),
+    ("rotary_embedding", "_kernels.heads", ""),
+    ("silu_and_mul", "_kernels.activations", ""),
+    ("gelu_and_mul", "_kernels.activations", ""),
+    ("quantize_fp8_blocks", "_kernels.quantizers", ""),
+    ("quantize_fp8_per_token", "_kernels.quantizers", ""),
+    ("quantize_fp8_static", "_kernels.quantizers", ""),
+    ("quantize_int8_per_token", "_kernels.quantizers", ""),
+    ("quantize_int8_static", "_kernels.quantizers", ""),
+    ("quantize_mxfp8", "_kernels.quantizers", ""),
+    ("apply_penalties", "_kernels.sampling", ""),
+    ("gumbel_argmax", "_kernels.sampling", ""),
+    ("sample_tokens", "_kernels.sampling", ""),
+    ("grouped_topk", "_kernels.routing", "prepare"),
+    ("topk_sigmoid", "_kernels.routing", "prepare"),
+    ("topk_softmax", "_kernels.routing", ""),
 )
 
 # What those of them accept that do not take all of their op.
 _JUDGES = {
-    "quantize_fp8_blocks": "native_quantizers:judge_blocks",
-    "quantize_fp8_per_token": "native_quantizers:judge_format",
-    "quantize_fp8_static": "native_quantizers:judge_format",
-    "quantize_int8_static": "native_quantizers:judge_symmetric",
+    "quantize_fp8_blocks": "_kernels.quantizers:judge_blocks",
+    "quantize_fp8_per_token": "_kernels.quantizers:judge_format",
+    "quantize_fp8_static": "_kernels.quantizers:judge_format",
+    "quantize_int8_static": "_kernels.quantizers:judge_symmetric",
 }
 # Kernels of the compiled library that round weights while they are loaded.
 _ROUNDING = ("quantize_weight_int8", "quantize_weight_int4", "quantize_weight_int4_asymmetric")
@@ -121,14 +126,14 @@ _ROUNDING = ("quantize_weight_int8", "quantize_weight_int4", "quantize_weight_in
 _DENSE = (
     ("ragged_attention", "native:judge"),
     ("ragged_attention_with_lse", "native:judge"),
-    ("latent_attention_decode", "native_dense:judge_latent"),
+    ("latent_attention_decode", "_kernels.dense:judge_latent"),
 )
 
 # Layers of the compiled library, which compute several of their parts at once.
 _BLOCKS = (
-    ("gated_mlp", "native_blocks:NativeGatedMLP"),
-    ("self_attention", "native_blocks:NativeSelfAttention"),
-    ("decoder_block", "native_decoder_block:NativeDecoderBlock"),
+    ("gated_mlp", "_kernels.blocks:NativeGatedMLP"),
+    ("self_attention", "_kernels.blocks:NativeSelfAttention"),
+    ("decoder_block", "_kernels.decoder_block:NativeDecoderBlock"),
 )
 
 # Processors that are described for planning, each in its file of ``devices``.
@@ -278,7 +283,7 @@ def interposer_records() -> list[Record]:
             properties=frozenset({"deterministic", "batch_invariant"}),
         ),
         AttentionEntry(
-            "native_rows",
+            "_kernels.rows",
             "interposer_cpu._kernels.rows_attention:NativeRowsBackend",
             "cpu",
             score=15.0,
