@@ -13,11 +13,11 @@ import pytest
 from interposer import Capability, Request, current_registry, place
 from interposer.records import Kernel
 from interposer.tooling import Direct, judge_declared
+from interposer_ops._records import triton_kernels
 from interposer_ops._triton import availability as triton_availability
 from interposer_ops._triton.availability import INTERPRETER, judge, judge_fp8
-from interposer_ops._triton.records import triton_records
 
-KERNELS = [record for record in triton_records() if isinstance(record, Kernel)]
+KERNELS = triton_kernels()
 
 
 def request(architecture: str, *features: str, **dims: str) -> Request:

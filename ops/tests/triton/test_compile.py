@@ -10,8 +10,8 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer import Capability, Request  # noqa: E402
-from interposer.records import Kernel  # noqa: E402
 from interposer.tooling import Direct, judge_declared  # noqa: E402
+from interposer_ops._records import triton_kernels  # noqa: E402
 from interposer_ops._triton.aot import (  # noqa: E402
     TARGETS,
     Report,
@@ -22,10 +22,9 @@ from interposer_ops._triton.aot import (  # noqa: E402
 )
 from interposer_ops._triton.build import Build  # noqa: E402
 from interposer_ops._triton.builds import BUILDS  # noqa: E402
-from interposer_ops._triton.records import triton_records  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[3] / "docs/triton-targets.md"
-KERNELS = {r.name: r for r in triton_records() if isinstance(r, Kernel)}
+KERNELS = {r.name: r for r in triton_kernels()}
 
 
 TARGET_OF = {target.architecture: target for target in TARGETS}

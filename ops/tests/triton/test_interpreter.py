@@ -16,9 +16,10 @@ pytest.importorskip("triton", reason="needs the package triton")
 from interposer import Config, PlatformEntry, place
 from interposer.errors import PlatformUnavailableError
 from interposer.records import Kernel
-from interposer_ops._triton.records import triton_records
+from interposer_ops._records import triton_kernels
+from interposer_ops.plugin import interposer_records
 
-RECORDS = triton_records()
+RECORDS = triton_kernels()
 MODULES = sorted(
     {r.target.split(":")[0].partition(".")[2] for r in RECORDS if isinstance(r, Kernel)}
 )
@@ -72,7 +73,7 @@ def test_kernels_draw_the_noise_of_the_ops() -> None:
 
 
 def test_the_interpreter_has_to_be_named_and_switched_on() -> None:
-    (entry,) = (record for record in RECORDS if isinstance(record, PlatformEntry))
+    (entry,) = (record for record in interposer_records() if isinstance(record, PlatformEntry))
     assert entry.explicit
     refusals = {refusal.candidate: refusal.reason for refusal in place().choice.refusals}
     assert "taken only where it is named" in refusals["interpreter"]

@@ -23,8 +23,8 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from interposer.records import Kernel, load_target
-from interposer_ops.triton import BUILDS, Build, assumed, triton_records
+from interposer.records import load_target
+from interposer_ops.triton import BUILDS, Build, assumed, triton_kernels
 
 # What triton's driver says of a stack of a Max 1550, which has what the others have.
 DEVICE = {
@@ -64,7 +64,7 @@ def launches(build: Build) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     def record(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append((self, given, options))
 
-    targets = {r.name: r.target for r in triton_records() if isinstance(r, Kernel)}
+    targets = {r.name: r.target for r in triton_kernels()}
     with patch.object(JITFunction, "run", record), assumed("xpu"):
         load_target(targets[build.kernel])(*build.arguments())
     return found

@@ -20,15 +20,14 @@ import pytest
 pytest.importorskip("triton", reason="needs the package triton, whose builds are compiled")
 
 from interposer import Capability, Request
-from interposer.records import Kernel
 from interposer.tooling import Direct, judge_declared
-from interposer_ops.triton import BUILDS, Build, triton_records
+from interposer_ops.triton import BUILDS, Build, triton_kernels
 
 HERE = Path(__file__).parent
 # The only triton for XPU on PyPI. It is older than the kernels are written for.
 TRITON = "triton-xpu==3.3.0b1"
 SHARED_BYTES = 128 * 1024
-RECORDS = {r.name: r for r in triton_records() if isinstance(r, Kernel)}
+RECORDS = {r.name: r for r in triton_kernels()}
 
 
 def taken(build: Build) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.library import infer_schema
 from torch.utils import _pytree
 
 from interposer._contract.errors import RecordError
+from interposer._contract.records import load_target
 
 __all__ = ["Case", "CaseGenerator", "CaseSampler", "CustomOp", "Tolerance", "custom_op"]
 
@@ -101,7 +103,6 @@ class CustomOp(Generic[P, R]):
         schema: typed schema in torch.library's language, taken from the function's annotations.
         mutates: names of the arguments that are written in place.
         constants: names of the tensor arguments that don't change after the weights were loaded.
-        sample: draws arguments of a given size; without it the op's kernels are not measured.
         batched: names of the arguments whose dimension 0 counts tokens, sequences or rows of a
             weight that the op treats one by one, or is 1 where one is for all of them; dimension 0
             of every output counts the same. Empty where the op has no such dimension, or treats
@@ -118,9 +119,9 @@ class CustomOp(Generic[P, R]):
         name: str,
         mutates: tuple[str, ...],
         constants: tuple[str, ...],
-        cases: CaseGenerator,
+        cases: CaseGenerator | str,
         tolerance: Tolerance,
-        sample: CaseSampler | None = None,
+        sample: CaseSampler | str | None = None,
         batched: tuple[str, ...] = (),
         ragged: Mapping[str, str] | None = None,
     ) -> None:
@@ -128,9 +129,9 @@ class CustomOp(Generic[P, R]):
         self.name = name
         self.mutates = mutates
         self.constants = constants
-        self.cases = cases
         self.tolerance = tolerance
-        self.sample = sample
+        self._cases = cases
+        self._sample = sample
         self.batched = batched
         self.ragged = dict(ragged or {})
         self.signature = inspect.signature(reference)
@@ -143,6 +144,16 @@ class CustomOp(Generic[P, R]):
             )
         self.schema = name + infer_schema(reference, mutates_args=mutates)
         self.__doc__ = reference.__doc__
+
+    @cached_property
+    def cases(self) -> CaseGenerator:
+        """The generator of cases."""
+        return load_target(self._cases) if isinstance(self._cases, str) else self._cases
+
+    @cached_property
+    def sample(self) -> CaseSampler | None:
+        """The sampler, or None where kernels are not measured."""
+        return load_target(self._sample) if isinstance(self._sample, str) else self._sample
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the reference."""
@@ -179,15 +190,19 @@ class CustomOp(Generic[P, R]):
 def custom_op(
     name: str,
     *,
-    cases: CaseGenerator,
+    cases: CaseGenerator | str,
     mutates: tuple[str, ...] = (),
     constants: tuple[str, ...] = (),
     tolerance: Tolerance | None = None,
-    sample: CaseSampler | None = None,
+    sample: CaseSampler | str | None = None,
     batched: tuple[str, ...] = (),
     ragged: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
-    """Turn a plain PyTorch function into the definition of the op ``name``."""
+    """Turn a plain PyTorch function into the definition of the op ``name``.
+
+    ``cases`` and ``sample`` may be import strings, which are loaded when somebody asks: what runs a
+    model needs neither.
+    """
 
     def define(reference: Callable[P, R]) -> CustomOp[P, R]:
         bounds = tolerance or Tolerance()

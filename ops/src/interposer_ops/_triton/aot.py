@@ -24,11 +24,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from interposer.records import Kernel, load_target
+from interposer.records import load_target
+from interposer_ops._records import triton_kernels
 from interposer_ops._triton.build import Build
 from interposer_ops._triton.builds import BUILDS
 from interposer_ops._triton.parameters import assumed
-from interposer_ops._triton.records import triton_records
 
 __all__ = [
     "TARGETS",
@@ -238,7 +238,7 @@ def _line(report: Report) -> str:
 
 
 def _targets() -> dict[str, str]:
-    return {r.name: r.target for r in triton_records() if isinstance(r, Kernel)}
+    return {r.name: r.target for r in triton_kernels()}
 
 
 def _read_cuda(asm: Mapping[str, Any]) -> tuple[int, int, tuple[str, ...]]:

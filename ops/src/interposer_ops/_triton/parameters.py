@@ -1,6 +1,6 @@
 """Launch parameters as data: one JSON file per kernel, one entry per architecture.
 
-``tuning/rms_norm.json`` says for ``rms_norm``:
+``norms/tuning/rms_norm.json`` says for ``rms_norm``:
 
     {"default": {"num_warps": 8, "num_stages": 1, "blocks": {"width": 8192, "tile": 1024}},
      "sm_90": {"num_warps": 16, "num_stages": 1, "blocks": {"width": 16384, "tile": 1024}}}
@@ -54,7 +54,7 @@ ARCHITECTURES = (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FOLDER = Path(__file__).parent / "tuning"
+_PACKAGE = Path(__file__).parents[1]
 _META = torch.device("meta")
 _assumptions: dict[torch.device, str] = {}
 _caches: list[Any] = []
@@ -114,8 +114,8 @@ def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[st
     """
     known = tuned_kernels()
     if kernel not in known:
-        raise UnknownNameError("kernel", kernel, known, where="in interposer_ops/triton/tuning")
-    written = json.loads((_FOLDER / f"{kernel}.json").read_text(encoding="utf-8"))
+        raise UnknownNameError("kernel", kernel, known, where="in interposer_ops/*/tuning")
+    written = json.loads(known[kernel].read_text(encoding="utf-8"))
     entries = {**written, **(overrides or {})}
     where = f"in the tuning of {kernel}"
     table = {name: _checked(name, entry, where) for name, entry in entries.items()}
@@ -128,9 +128,10 @@ def table_of(kernel: str, overrides: Mapping[str, Any] | None = None) -> dict[st
     return table
 
 
-def tuned_kernels() -> list[str]:
-    """Return the names of all kernels that have a file."""
-    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+@cache
+def tuned_kernels() -> Mapping[str, Path]:
+    """Return the files of all kernels that have one, by name."""
+    return {path.stem: path for path in sorted(_PACKAGE.glob("*/tuning/*.json"))}
 
 
 def architecture(device: torch.device) -> str:

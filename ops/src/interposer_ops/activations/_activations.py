@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.activations import _activations_cases as cases
-from interposer_ops.activations import _gated_activations_cases as gated_cases
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = [
     "fatrelu_and_mul",
@@ -26,18 +25,15 @@ __all__ = [
     "swiglu_oai_and_mul",
 ]
 
+_ACTIVATIONS_CASES = "interposer_ops.activations._activations_cases"
+_GATED_ACTIVATIONS_CASES = "interposer_ops.activations._gated_activations_cases"
+
 # The activation and the result may each be rounded; one more is left.
 _SINGLE = Tolerance(roundings=2)
 _GATED = Tolerance(roundings=3)
 
 
-@custom_op(
-    "gelu",
-    cases=cases.gelu_cases,
-    tolerance=_SINGLE,
-    sample=cases.gelu_sample,
-    batched=("x",),
-)
+@standard_op("gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Multiply each element by the probability that a normal variable is below it.
 
@@ -52,13 +48,7 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return functional.gelu(_wide(x), approximate=approximate).to(x.dtype)
 
 
-@custom_op(
-    "quick_gelu",
-    cases=cases.quick_gelu_cases,
-    tolerance=_SINGLE,
-    sample=cases.quick_gelu_sample,
-    batched=("x",),
-)
+@standard_op("quick_gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
 
@@ -71,12 +61,8 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
 
-@custom_op(
-    "relu2",
-    cases=cases.relu2_cases,
-    tolerance=_SINGLE,
-    sample=cases.relu2_sample,
-    batched=("x",),
+@standard_op(
+    "relu2", cases=_ACTIVATIONS_CASES, batch_invariant=True, tolerance=_SINGLE, batched=("x",)
 )
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
@@ -89,13 +75,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return _wide(x).relu().square().to(x.dtype)
 
 
-@custom_op(
-    "silu_and_mul",
-    cases=gated_cases.silu_and_mul_cases,
-    tolerance=_GATED,
-    sample=gated_cases.silu_and_mul_sample,
-    batched=("x",),
-)
+@standard_op("silu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Multiply the SiLU of the first half by the second half.
 
@@ -110,13 +90,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-@custom_op(
-    "gelu_and_mul",
-    cases=gated_cases.gelu_and_mul_cases,
-    tolerance=_GATED,
-    sample=gated_cases.gelu_and_mul_sample,
-    batched=("x",),
-)
+@standard_op("gelu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Multiply the GELU of the first half by the second half.
 
@@ -130,13 +104,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
 
 
-@custom_op(
-    "mul_and_silu",
-    cases=gated_cases.mul_and_silu_cases,
-    tolerance=_GATED,
-    sample=gated_cases.mul_and_silu_sample,
-    batched=("x",),
-)
+@standard_op("mul_and_silu", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     """Multiply the first half by the SiLU of the second half.
 
@@ -151,11 +119,11 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     return (up * functional.silu(gate)).to(x.dtype)
 
 
-@custom_op(
+@standard_op(
     "relu2_and_mul",
-    cases=gated_cases.relu2_and_mul_cases,
+    cases=_GATED_ACTIVATIONS_CASES,
+    batch_invariant=True,
     tolerance=_GATED,
-    sample=gated_cases.relu2_and_mul_sample,
     batched=("x",),
 )
 def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +140,11 @@ def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (gate.relu().square() * up).to(x.dtype)
 
 
-@custom_op(
+@standard_op(
     "fatrelu_and_mul",
-    cases=gated_cases.fatrelu_and_mul_cases,
+    cases=_GATED_ACTIVATIONS_CASES,
+    batch_invariant=True,
     tolerance=_GATED,
-    sample=gated_cases.fatrelu_and_mul_sample,
     batched=("x",),
 )
 def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -194,13 +162,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
     return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype)
 
 
-@custom_op(
-    "swiglu_oai_and_mul",
-    cases=gated_cases.swiglu_oai_and_mul_cases,
-    tolerance=_GATED,
-    sample=gated_cases.swiglu_oai_and_mul_sample,
-    batched=("x",),
-)
+@standard_op("swiglu_oai_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
 def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Gate interleaved elements as gpt-oss does.
 
@@ -219,12 +181,8 @@ def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Ten
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-@custom_op(
-    "swiglu_clamped_and_mul",
-    cases=gated_cases.swiglu_clamped_and_mul_cases,
-    tolerance=_GATED,
-    sample=gated_cases.swiglu_clamped_and_mul_sample,
-    batched=("x",),
+@standard_op(
+    "swiglu_clamped_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",)
 )
 def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     """Multiply the SiLU of the clamped first half by the clamped second half.

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
 __all__ = [
@@ -25,51 +26,61 @@ __all__ = [
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
+@triton_kernel("gelu")
 def gelu_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Compute ``gelu``."""
     return _activated(x, _GELU[approximate], "single")
 
 
+@triton_kernel("quick_gelu")
 def quick_gelu_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``quick_gelu``."""
     return _activated(x, "silu", "single", 1.702)
 
 
+@triton_kernel("relu2")
 def relu2_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``relu2``."""
     return _activated(x, "relu2", "single")
 
 
+@triton_kernel("silu_and_mul")
 def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``silu_and_mul``."""
     return _activated(x, "silu", "gate first")
 
 
+@triton_kernel("gelu_and_mul")
 def gelu_and_mul_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Compute ``gelu_and_mul``."""
     return _activated(x, _GELU[approximate], "gate first")
 
 
+@triton_kernel("mul_and_silu")
 def mul_and_silu_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``mul_and_silu``."""
     return _activated(x, "silu", "gate last")
 
 
+@triton_kernel("relu2_and_mul")
 def relu2_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``relu2_and_mul``."""
     return _activated(x, "relu2", "gate first")
 
 
+@triton_kernel("fatrelu_and_mul")
 def fatrelu_and_mul_triton(x: torch.Tensor, threshold: float) -> torch.Tensor:
     """Compute ``fatrelu_and_mul``."""
     return _activated(x, "threshold", "gate first", threshold)
 
 
+@triton_kernel("swiglu_oai_and_mul")
 def swiglu_oai_and_mul_triton(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Compute ``swiglu_oai_and_mul``."""
     return _activated(x, "silu", "pairs", alpha, limit)
 
 
+@triton_kernel("swiglu_clamped_and_mul")
 def swiglu_clamped_and_mul_triton(x: torch.Tensor, limit: float) -> torch.Tensor:
     """Compute ``swiglu_clamped_and_mul``."""
     return _activated(x, "clamped silu", "gate first", 1.0, limit)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.attention._attention_states_cases import (
-    merge_attention_states_cases,
-    merge_attention_states_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["merge_attention_states"]
 
+_CASES = "interposer_ops.attention._attention_states_cases"
 
-@custom_op(
+
+@standard_op(
     "merge_attention_states",
-    cases=merge_attention_states_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=2),
-    sample=merge_attention_states_sample,
     batched=("out_a", "lse_a", "out_b", "lse_b"),
 )
 def merge_attention_states(

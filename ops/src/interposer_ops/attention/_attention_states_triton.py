@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
 __all__ = ["merge_attention_states_triton"]
 
 
+@triton_kernel("merge_attention_states")
 def merge_attention_states_triton(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
-from interposer_ops.attention._paged_attention_cases import (
-    paged_attention_cases,
-    paged_attention_sample,
-)
 
 __all__ = ["paged_attention"]
 
+_CASES = "interposer_ops.attention._paged_attention_cases"
 
-@custom_op(
+
+@standard_op(
     "paged_attention",
-    cases=paged_attention_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=6),
-    sample=paged_attention_sample,
     batched=("page_table", "seq_lens", "prefix_lens"),
     ragged={"query": "query_starts"},
 )

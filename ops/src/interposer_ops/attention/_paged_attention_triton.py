@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops.attention._attention_tiles_triton import (
     LOG2E,
     quotient,
@@ -32,6 +33,7 @@ from interposer_ops.attention._paged_parts_triton import mix_parts
 __all__ = ["paged_attention_triton"]
 
 
+@triton_kernel("paged_attention", judge="judge_fp8", batch_invariant=False)
 def paged_attention_triton(
     query: torch.Tensor,
     key_cache: torch.Tensor,

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import attend, padded, unpadded
-from interposer_ops.attention._ragged_attention_cases import (
-    ragged_attention_cases,
-    ragged_attention_sample,
-)
 
 __all__ = ["ragged_attention", "ragged_attention_with_lse"]
 
+_CASES = "interposer_ops.attention._ragged_attention_cases"
 
-@custom_op(
+
+@standard_op(
     "ragged_attention",
-    cases=ragged_attention_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=6),
-    sample=ragged_attention_sample,
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention(
@@ -73,11 +71,10 @@ def ragged_attention(
     return out
 
 
-@custom_op(
+@standard_op(
     "ragged_attention_with_lse",
-    cases=ragged_attention_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=6),
-    sample=ragged_attention_sample,
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention_with_lse(

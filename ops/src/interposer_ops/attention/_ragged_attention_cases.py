@@ -187,3 +187,7 @@ def _attention(
     return Case(
         label, arguments, dims, reduction=head_size + longest, magnitude=1 + largest, rounded=1.0
     )
+
+
+ragged_attention_with_lse_cases = ragged_attention_cases
+ragged_attention_with_lse_sample = ragged_attention_sample

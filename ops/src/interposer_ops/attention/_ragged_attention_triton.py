@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.attention._attention_tiles_triton import (
     LN2,
@@ -30,6 +31,7 @@ __all__ = ["ragged_attention_triton", "ragged_attention_with_lse_triton"]
 _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 
 
+@triton_kernel("ragged_attention")
 def ragged_attention_triton(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -53,6 +55,7 @@ def ragged_attention_triton(
     return out
 
 
+@triton_kernel("ragged_attention_with_lse")
 def ragged_attention_with_lse_triton(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -9,24 +9,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import cached, positions_of
-from interposer_ops.attention._sparse_attention_cases import (
-    indexer_scores_cases,
-    indexer_scores_sample,
-    indexer_topk_cases,
-    indexer_topk_sample,
-)
 
 __all__ = ["indexer_scores", "indexer_topk"]
 
+_CASES = "interposer_ops.attention._sparse_attention_cases"
 
-@custom_op(
-    "indexer_scores",
-    cases=indexer_scores_cases,
-    tolerance=Tolerance(roundings=1),
-    sample=indexer_scores_sample,
-)
+
+@standard_op("indexer_scores", cases=_CASES, tolerance=Tolerance(roundings=1))
 def indexer_scores(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -72,12 +64,7 @@ def indexer_scores(
     return scores.masked_fill(~visible, -torch.inf)
 
 
-@custom_op(
-    "indexer_topk",
-    cases=indexer_topk_cases,
-    sample=indexer_topk_sample,
-    batched=("scores",),
-)
+@standard_op("indexer_topk", cases=_CASES, batched=("scores",))
 def indexer_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return where the ``top_k`` largest scores of each row stand, in ascending order.
 

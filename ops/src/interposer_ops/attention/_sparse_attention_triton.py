@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.attention._sequences_triton import context_of, sequence_of
 
@@ -22,6 +23,7 @@ _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the second axis of a grid
 
 
+@triton_kernel("indexer_scores", judge="judge_fp8")
 def indexer_scores_triton(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.caches._fp8_cache_cases import (
-    gather_cache_fp8_cases,
-    gather_cache_fp8_sample,
-    reshape_and_cache_fp8_cases,
-    reshape_and_cache_fp8_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.caches._kv_cache import gathered_rows
 
 __all__ = ["gather_cache_fp8", "reshape_and_cache_fp8"]
 
+_CASES = "interposer_ops.caches._fp8_cache_cases"
 
-@custom_op(
+
+@standard_op(
     "reshape_and_cache_fp8",
-    cases=reshape_and_cache_fp8_cases,
+    cases=_CASES,
+    batch_invariant=True,
     mutates=("key_cache", "value_cache"),
     constants=("key_scale", "value_scale"),
     tolerance=Tolerance(roundings=0),
-    sample=reshape_and_cache_fp8_sample,
     batched=("key", "value", "slots"),
 )
 def reshape_and_cache_fp8(
@@ -62,13 +59,8 @@ def reshape_and_cache_fp8(
         cache[pages, offsets] = _rounded(x, scale, cache_dtype).to(cache.dtype)
 
 
-@custom_op(
-    "gather_cache_fp8",
-    cases=gather_cache_fp8_cases,
-    constants=("scale",),
-    # The product may be rounded from float32 or from more, on either side of a tie.
-    tolerance=Tolerance(roundings=2),
-    sample=gather_cache_fp8_sample,
+@standard_op(
+    "gather_cache_fp8", cases=_CASES, constants=("scale",), tolerance=Tolerance(roundings=2)
 )
 def gather_cache_fp8(
     cache: torch.Tensor,

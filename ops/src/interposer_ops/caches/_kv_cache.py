@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.caches._kv_cache_cases import (
-    copy_pages_cases,
-    gather_cache_cases,
-    gather_cache_sample,
-    reshape_and_cache_cases,
-    reshape_and_cache_sample,
-    slots_of_positions_cases,
-    slots_of_positions_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["copy_pages", "gather_cache", "gathered_rows", "reshape_and_cache", "slots_of_positions"]
 
+_CASES = "interposer_ops.caches._kv_cache_cases"
 
-@custom_op(
+
+@standard_op(
     "reshape_and_cache",
-    cases=reshape_and_cache_cases,
+    cases=_CASES,
+    batch_invariant=True,
     mutates=("key_cache", "value_cache"),
     tolerance=Tolerance(roundings=0),
-    sample=reshape_and_cache_sample,
     batched=("key", "value", "slots"),
 )
 def reshape_and_cache(
@@ -55,12 +49,7 @@ def reshape_and_cache(
     value_cache[pages, offsets] = value
 
 
-@custom_op(
-    "gather_cache",
-    cases=gather_cache_cases,
-    tolerance=Tolerance(roundings=0),
-    sample=gather_cache_sample,
-)
+@standard_op("gather_cache", cases=_CASES, tolerance=Tolerance(roundings=0))
 def gather_cache(
     cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -85,9 +74,10 @@ def gather_cache(
     return gathered_rows(cache, page_table, seq_lens, starts, num_tokens)
 
 
-@custom_op(
+@standard_op(
     "copy_pages",
-    cases=copy_pages_cases,
+    cases=_CASES,
+    sample=False,
     mutates=("key_cache", "value_cache"),
     tolerance=Tolerance(roundings=0),
 )
@@ -110,11 +100,10 @@ def copy_pages(
     value_cache[targets] = value_cache[sources]
 
 
-@custom_op(
+@standard_op(
     "slots_of_positions",
-    cases=slots_of_positions_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=slots_of_positions_sample,
     batched=("sequences", "positions"),
 )
 def slots_of_positions(

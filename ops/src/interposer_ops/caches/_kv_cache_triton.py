@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import COPIED, triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import row_tile
 from interposer_ops._triton.small_floats import (
@@ -36,6 +37,7 @@ _UNSCALED = Fp8Format(0, 0, False, 0.0)  # nothing is rounded, so no figure of i
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+@triton_kernel("reshape_and_cache")
 def reshape_and_cache_triton(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -47,6 +49,7 @@ def reshape_and_cache_triton(
     _store(key, value, key_cache, value_cache, slots, None, None, _UNSCALED)
 
 
+@triton_kernel("reshape_and_cache_fp8")
 def reshape_and_cache_fp8_triton(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -62,6 +65,7 @@ def reshape_and_cache_fp8_triton(
     _store(key, value, keys, values, slots, key_scale, value_scale, fp8_format(cache_dtype))
 
 
+@triton_kernel("gather_cache", dtypes=COPIED)
 def gather_cache_triton(
     cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -76,6 +80,7 @@ def gather_cache_triton(
     return out
 
 
+@triton_kernel("gather_cache_fp8", judge="judge_fp8")
 def gather_cache_fp8_triton(
     cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -92,6 +97,7 @@ def gather_cache_fp8_triton(
     return out
 
 
+@triton_kernel("copy_pages", dtypes=COPIED)
 def copy_pages_triton(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.caches._mla_cache_cases import (
-    write_latent_cache_cases,
-    write_latent_cache_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["write_latent_cache"]
 
+_CASES = "interposer_ops.caches._mla_cache_cases"
 
-@custom_op(
+
+@standard_op(
     "write_latent_cache",
-    cases=write_latent_cache_cases,
+    cases=_CASES,
+    batch_invariant=True,
     mutates=("cache",),
     tolerance=Tolerance(roundings=0),
-    sample=write_latent_cache_sample,
     batched=("latent", "rope_key", "slots"),
 )
 def write_latent_cache(

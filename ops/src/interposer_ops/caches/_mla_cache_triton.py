@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
 __all__ = ["write_latent_cache_triton"]
 
 
+@triton_kernel("write_latent_cache")
 def write_latent_cache_triton(
     latent: torch.Tensor, rope_key: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
 ) -> None:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.embedding._quantized_embedding_cases import (
-    w4a16_embedding_cases,
-    w4a16_embedding_sample,
-    w8a16_embedding_cases,
-    w8a16_embedding_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
 __all__ = ["w4a16_embedding", "w8a16_embedding"]
 
+_CASES = "interposer_ops.embedding._quantized_embedding_cases"
+
 _MIDDLE = 8
 
 
-@custom_op(
+@standard_op(
     "w4a16_embedding",
-    cases=w4a16_embedding_cases,
+    cases=_CASES,
+    batch_invariant=True,
     constants=("weight", "scale", "zero_points"),
     tolerance=Tolerance(roundings=1),
-    sample=w4a16_embedding_sample,
     batched=("token_ids",),
 )
 def w4a16_embedding(
@@ -57,12 +54,12 @@ def w4a16_embedding(
     return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
 
 
-@custom_op(
+@standard_op(
     "w8a16_embedding",
-    cases=w8a16_embedding_cases,
+    cases=_CASES,
+    batch_invariant=True,
     constants=("weight", "scale", "zero_points"),
     tolerance=Tolerance(roundings=1),
-    sample=w8a16_embedding_sample,
     batched=("token_ids",),
 )
 def w8a16_embedding(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import RowTile, row_tile
 
@@ -25,11 +26,13 @@ __all__ = [
 ]
 
 
+@triton_kernel("embedding")
 def embedding_triton(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``embedding``."""
     return _selected(weight, token_ids, 0)
 
 
+@triton_kernel("vocab_parallel_embedding")
 def vocab_parallel_embedding_triton(
     token_ids: torch.Tensor, weight: torch.Tensor, first_row: int
 ) -> torch.Tensor:
@@ -37,11 +40,13 @@ def vocab_parallel_embedding_triton(
     return _selected(weight, token_ids, first_row)
 
 
+@triton_kernel("select_rows")
 def select_rows_triton(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Compute ``select_rows``."""
     return _selected(x, indices, 0)
 
 
+@triton_kernel("pad_rows")
 def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tensor:
     """Compute ``pad_rows``."""
     num_sequences = starts.shape[0] - 1
@@ -70,6 +75,7 @@ def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> tor
     return padded
 
 
+@triton_kernel("unpad_rows")
 def unpad_rows_triton(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Compute ``unpad_rows``."""
     rows = torch.empty((num_rows, *padded.shape[2:]), dtype=padded.dtype, device=padded.device)

@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.embedding._token_selection_cases import (
-    pad_rows_cases,
-    select_rows_cases,
-    select_rows_sample,
-    unpad_rows_cases,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["pad_rows", "select_rows", "unpad_rows"]
 
+_CASES = "interposer_ops.embedding._token_selection_cases"
 
-@custom_op(
-    "select_rows",
-    cases=select_rows_cases,
-    tolerance=Tolerance(roundings=0),
-    sample=select_rows_sample,
-    batched=("indices",),
-)
+
+@standard_op("select_rows", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("indices",))
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``x`` at ``indices``, as of the last tokens of all sequences.
 
@@ -37,7 +28,7 @@ def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x[indices]
 
 
-@custom_op("pad_rows", cases=pad_rows_cases, tolerance=Tolerance(roundings=0))
+@standard_op("pad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tensor:
     """Give every sequence L rows of its own, zeros behind those that it has.
 
@@ -56,7 +47,7 @@ def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tens
     return torch.where(kept, rows, torch.zeros_like(rows))
 
 
-@custom_op("unpad_rows", cases=unpad_rows_cases, tolerance=Tolerance(roundings=0))
+@standard_op("unpad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def unpad_rows(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Put the rows of sequences one after the other, zeros behind the last: undo ``pad_rows``.
 

@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.experts._expert_permutation_cases import (
-    moe_align_blocks_cases,
-    moe_permute_cases,
-    moe_permute_sample,
-    moe_sum_cases,
-    moe_sum_sample,
-    moe_unpermute_cases,
-    moe_unpermute_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["moe_align_blocks", "moe_permute", "moe_sum", "moe_unpermute"]
 
+_CASES = "interposer_ops.experts._expert_permutation_cases"
 
-@custom_op("moe_align_blocks", cases=moe_align_blocks_cases, tolerance=Tolerance(roundings=0))
+
+@standard_op("moe_align_blocks", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def moe_align_blocks(
     expert_ids: torch.Tensor, num_experts: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,12 +57,7 @@ def moe_align_blocks(
     return slots, block_experts.to(torch.int32), num_padded.to(torch.int32)
 
 
-@custom_op(
-    "moe_permute",
-    cases=moe_permute_cases,
-    tolerance=Tolerance(roundings=0),
-    sample=moe_permute_sample,
-)
+@standard_op("moe_permute", cases=_CASES, tolerance=Tolerance(roundings=0))
 def moe_permute(
     x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,12 +85,7 @@ def moe_permute(
     return rows, positions.to(torch.int32), starts.to(torch.int32)
 
 
-@custom_op(
-    "moe_unpermute",
-    cases=moe_unpermute_cases,
-    tolerance=Tolerance(roundings=1),
-    sample=moe_unpermute_sample,
-)
+@standard_op("moe_unpermute", cases=_CASES, tolerance=Tolerance(roundings=1))
 def moe_unpermute(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -125,13 +109,7 @@ def moe_unpermute(
     return (padded[places].to(wide) * factors[..., None]).sum(1).to(rows.dtype)
 
 
-@custom_op(
-    "moe_sum",
-    cases=moe_sum_cases,
-    tolerance=Tolerance(roundings=1),
-    sample=moe_sum_sample,
-    batched=("x",),
-)
+@standard_op("moe_sum", cases=_CASES, tolerance=Tolerance(roundings=1), batched=("x",))
 def moe_sum(x: torch.Tensor) -> torch.Tensor:
     """Add up what the experts of each token return, in float32 or wider.
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@triton_kernel("moe_align_blocks", dtypes=("int32", "int64"))
 def moe_align_blocks_triton(
     expert_ids: torch.Tensor, num_experts: int, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -41,6 +43,7 @@ def moe_align_blocks_triton(
     return slots, block_experts, num_padded
 
 
+@triton_kernel("moe_permute")
 def moe_permute_triton(
     x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,6 +77,7 @@ def moe_permute_triton(
     return rows, positions, starts
 
 
+@triton_kernel("moe_unpermute")
 def moe_unpermute_triton(
     rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -84,6 +88,7 @@ def moe_unpermute_triton(
     return y
 
 
+@triton_kernel("moe_sum")
 def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
     """Compute ``moe_sum``."""
     if x.stride(2) != 1 and x.shape[2] > 1:

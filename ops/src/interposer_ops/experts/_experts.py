@@ -10,20 +10,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
 from interposer.errors import RequestError
-from interposer_ops.experts._experts_cases import (
-    fused_experts_cases,
-    fused_experts_fp8_cases,
-    fused_experts_fp8_sample,
-    fused_experts_sample,
-    fused_experts_w4a16_cases,
-    fused_experts_w4a16_sample,
-)
-from interposer_ops.experts._experts_mxfp4_cases import (
-    fused_experts_mxfp4_cases,
-    fused_experts_mxfp4_sample,
-)
+from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
 __all__ = [
@@ -36,16 +25,18 @@ __all__ = [
     "fused_experts_w4a16",
 ]
 
+_EXPERTS_CASES = "interposer_ops.experts._experts_cases"
+_EXPERTS_MXFP4_CASES = "interposer_ops.experts._experts_mxfp4_cases"
+
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
 
 
-@custom_op(
+@standard_op(
     "fused_experts",
-    cases=fused_experts_cases,
+    cases=_EXPERTS_CASES,
     constants=("gate_up", "gate_up_bias", "down", "down_bias"),
-    tolerance=Tolerance(roundings=2),  # of h and y
-    sample=fused_experts_sample,
+    tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts(
@@ -98,12 +89,12 @@ def fused_experts(
     )
 
 
-@custom_op(
+@standard_op(
     "fused_experts_fp8",
-    cases=fused_experts_fp8_cases,
+    cases=_EXPERTS_CASES,
+    emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),  # of h and y
-    sample=fused_experts_fp8_sample,
+    tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_fp8(
@@ -144,12 +135,12 @@ def fused_experts_fp8(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@custom_op(
+@standard_op(
     "fused_experts_w4a16",
-    cases=fused_experts_w4a16_cases,
+    cases=_EXPERTS_CASES,
+    emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),  # of h and y
-    sample=fused_experts_w4a16_sample,
+    tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_w4a16(
@@ -187,12 +178,12 @@ def fused_experts_w4a16(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@custom_op(
+@standard_op(
     "fused_experts_mxfp4",
-    cases=fused_experts_mxfp4_cases,
+    cases=_EXPERTS_MXFP4_CASES,
+    emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
-    tolerance=Tolerance(roundings=2),  # of h and y
-    sample=fused_experts_mxfp4_sample,
+    tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_mxfp4(

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer import Dim
 from interposer.errors import RequestError
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import Parameters, parameters_for
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.experts._expert_permutation_triton import moe_align_blocks_triton, sum_of_slots
@@ -37,6 +39,7 @@ __all__ = [
 _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
 
 
+@triton_kernel("fused_experts")
 def fused_experts_triton(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -53,6 +56,7 @@ def fused_experts_triton(
     return _mixture("fused_experts", x, first, second, weights, expert_ids, activation)
 
 
+@triton_kernel("fused_experts_fp8")
 def fused_experts_fp8_triton(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -68,6 +72,7 @@ def fused_experts_fp8_triton(
     return _mixture("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
 
 
+@triton_kernel("fused_experts_w4a16", dims={"group_size": Dim(multiple_of=2)})
 def fused_experts_w4a16_triton(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -83,6 +88,7 @@ def fused_experts_w4a16_triton(
     return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
 
 
+@triton_kernel("fused_experts_mxfp4")
 def fused_experts_mxfp4_triton(
     x: torch.Tensor,
     gate_up: torch.Tensor,

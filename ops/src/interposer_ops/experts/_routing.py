@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
 from interposer.errors import RequestError
-from interposer_ops.experts._routing_cases import (
-    grouped_topk_cases,
-    grouped_topk_sample,
-    topk_sigmoid_cases,
-    topk_sigmoid_sample,
-    topk_softmax_cases,
-    topk_softmax_sample,
-)
+from interposer_ops._declare import standard_op
 
 __all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
+
+_CASES = "interposer_ops.experts._routing_cases"
 
 _LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
 
 
-@custom_op(
-    "topk_softmax",
-    cases=topk_softmax_cases,
-    tolerance=Tolerance(roundings=4),
-    sample=topk_softmax_sample,
-    batched=("logits",),
-)
+@standard_op("topk_softmax", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits",))
 def topk_softmax(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,12 +38,11 @@ def topk_softmax(
     return _weights(wide.softmax(-1), ids, renormalize, 1.0), ids.to(torch.int32)
 
 
-@custom_op(
+@standard_op(
     "topk_sigmoid",
-    cases=topk_sigmoid_cases,
+    cases=_CASES,
     constants=("bias",),
     tolerance=Tolerance(roundings=4),
-    sample=topk_sigmoid_sample,
     batched=("logits",),
 )
 def topk_sigmoid(
@@ -83,12 +71,11 @@ def topk_sigmoid(
     return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
 
 
-@custom_op(
+@standard_op(
     "grouped_topk",
-    cases=grouped_topk_cases,
+    cases=_CASES,
     constants=("bias",),
     tolerance=Tolerance(roundings=4),
-    sample=grouped_topk_sample,
     batched=("logits",),
 )
 def grouped_topk(

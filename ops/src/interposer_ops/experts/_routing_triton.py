@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from interposer.errors import RequestError
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
 __all__ = ["grouped_topk_triton", "topk_sigmoid_triton", "topk_softmax_triton"]
@@ -19,6 +20,7 @@ _LEAST_SUM = tl.constexpr(1e-20)  # keeps weights that are all zero from being d
 _SCORINGS = ("softmax", "sigmoid")
 
 
+@triton_kernel("topk_softmax")
 def topk_softmax_triton(
     logits: torch.Tensor, top_k: int, renormalize: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,6 +28,7 @@ def topk_softmax_triton(
     return _routed(logits, None, 1, 1, top_k, "softmax", renormalize, 1.0)
 
 
+@triton_kernel("topk_sigmoid")
 def topk_sigmoid_triton(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +36,7 @@ def topk_sigmoid_triton(
     return _routed(logits, bias, 1, 1, top_k, "sigmoid", renormalize, scale)
 
 
+@triton_kernel("grouped_topk")
 def grouped_topk_triton(
     logits: torch.Tensor,
     bias: torch.Tensor | None,

@@ -8,20 +8,33 @@ time, in float32. How many tokens each of them gets is read on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from interposer import Requires
+from interposer_ops._declare import standard_kernel
 from interposer_ops.experts._experts import activated
 from interposer_ops.quantizers._mx_quantizers import MX_BLOCK_SIZE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
 __all__ = ["fused_experts_in_turn", "fused_experts_mxfp4_in_turn"]
 
+# They wait for numbers of tokens, and hold less than the references.
+_in_turn = partial(
+    standard_kernel,
+    technique="in_turn",
+    requires=Requires(dtypes=("float32", "bfloat16", "float16")),
+    score=5.0,
+    properties=frozenset({"deterministic", "opaque"}),
+)
+
 Project = Callable[[int, torch.Tensor], torch.Tensor]
 """Returns the projection ``[S, outputs]`` of rows ``[S, inputs]`` by one expert."""
 
 
+@_in_turn("fused_experts")
 def fused_experts_in_turn(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -44,6 +57,7 @@ def fused_experts_in_turn(
     return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
 
 
+@_in_turn("fused_experts_mxfp4")
 def fused_experts_mxfp4_in_turn(
     x: torch.Tensor,
     gate_up: torch.Tensor,

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
-from interposer_ops.latent_attention._latent_attention_cases import (
-    latent_attention_decode_cases,
-    latent_attention_decode_sample,
-    sparse_latent_attention_cases,
-    sparse_latent_attention_sample,
-)
 
 __all__ = ["latent_attention_decode", "sparse_latent_attention"]
 
+_CASES = "interposer_ops.latent_attention._latent_attention_cases"
 
-@custom_op(
+
+@standard_op(
     "latent_attention_decode",
-    cases=latent_attention_decode_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=6),
-    sample=latent_attention_decode_sample,
     batched=("page_table", "seq_lens"),
     ragged={"query": "query_starts"},
 )
@@ -73,12 +69,7 @@ def latent_attention_decode(
     return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)
 
 
-@custom_op(
-    "sparse_latent_attention",
-    cases=sparse_latent_attention_cases,
-    tolerance=Tolerance(roundings=6),
-    sample=sparse_latent_attention_sample,
-)
+@standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
 def sparse_latent_attention(
     query: torch.Tensor,
     cache: torch.Tensor,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import row_tile
 from interposer_ops.attention._attention_tiles_triton import LOG2E, joined, quotient
@@ -28,6 +29,7 @@ _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the last axis of a grid
 
 
+@triton_kernel("latent_attention_decode", judge="judge_fp8")
 def latent_attention_decode_triton(
     query: torch.Tensor,
     cache: torch.Tensor,
@@ -48,6 +50,7 @@ def latent_attention_decode_triton(
     return _attended(query, cache, page_table, places, longest, latent_size, scale, cache_scale)
 
 
+@triton_kernel("sparse_latent_attention", judge="judge_fp8")
 def sparse_latent_attention_triton(
     query: torch.Tensor,
     cache: torch.Tensor,

@@ -9,30 +9,21 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.embedding._embedding_cases import (
-    embedding_cases,
-    embedding_sample,
-    vocab_parallel_embedding_cases,
-    vocab_parallel_embedding_sample,
-)
-from interposer_ops.linear._grouped_linear_cases import (
-    batched_linear_cases,
-    batched_linear_sample,
-    grouped_linear_cases,
-    grouped_linear_sample,
-)
-from interposer_ops.linear._linear_cases import linear_cases, linear_sample
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["batched_linear", "embedding", "grouped_linear", "linear", "vocab_parallel_embedding"]
 
+_LINEAR_CASES = "interposer_ops.linear._linear_cases"
+_GROUPED_LINEAR_CASES = "interposer_ops.linear._grouped_linear_cases"
+_EMBEDDING_CASES = "interposer_ops.embedding._embedding_cases"
 
-@custom_op(
+
+@standard_op(
     "linear",
-    cases=linear_cases,
+    cases=_LINEAR_CASES,
     constants=("weight", "bias"),
     tolerance=Tolerance(roundings=2),
-    sample=linear_sample,
     batched=("x",),
 )
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -48,12 +39,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return functional.linear(x, weight, bias)
 
 
-@custom_op(
+@standard_op(
     "grouped_linear",
-    cases=grouped_linear_cases,
+    cases=_GROUPED_LINEAR_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=1),
-    sample=grouped_linear_sample,
 )
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor
@@ -79,12 +69,11 @@ def grouped_linear(
     return result.to(x.dtype)
 
 
-@custom_op(
+@standard_op(
     "batched_linear",
-    cases=batched_linear_cases,
+    cases=_GROUPED_LINEAR_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=1),
-    sample=batched_linear_sample,
 )
 def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of every head by its own matrix, accumulated in float32 or wider.
@@ -105,12 +94,12 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product.to(x.dtype, memory_format=torch.contiguous_format)
 
 
-@custom_op(
+@standard_op(
     "embedding",
-    cases=embedding_cases,
+    cases=_EMBEDDING_CASES,
+    batch_invariant=True,
     constants=("weight",),
     tolerance=Tolerance(roundings=0),
-    sample=embedding_sample,
     batched=("token_ids",),
 )
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -126,12 +115,12 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.embedding(token_ids, weight)
 
 
-@custom_op(
+@standard_op(
     "vocab_parallel_embedding",
-    cases=vocab_parallel_embedding_cases,
+    cases=_EMBEDDING_CASES,
+    batch_invariant=True,
     constants=("weight",),
     tolerance=Tolerance(roundings=0),
-    sample=vocab_parallel_embedding_sample,
     batched=("token_ids",),
 )
 def vocab_parallel_embedding(

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from interposer_ops._triton.availability import MOST_SPLIT_ROWS
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
@@ -31,6 +32,13 @@ __all__ = ["fp8_linear_split", "linear_split"]
 _JOINED = 1024  # outputs of a program that adds parts
 
 
+@triton_kernel(
+    "linear",
+    technique="split",
+    dtypes=("bfloat16", "float16"),
+    judge="judge_split",
+    batch_invariant=False,
+)
 def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Compute ``linear``; more than ``MOST_SPLIT_ROWS`` rows by torch's own product."""
     out_features = weight.shape[0]
@@ -42,6 +50,9 @@ def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return y
 
 
+@triton_kernel(
+    "fp8_linear", technique="split", judge="judge_split", score=10.5, batch_invariant=False
+)
 def fp8_linear_split(
     x: torch.Tensor,
     weight: torch.Tensor,

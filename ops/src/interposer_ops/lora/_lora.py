@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.lora._lora_cases import (
-    lora_expand_cases,
-    lora_expand_sample,
-    lora_shrink_cases,
-    lora_shrink_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["lora_expand", "lora_shrink"]
 
+_CASES = "interposer_ops.lora._lora_cases"
 
-@custom_op(
+
+@standard_op(
     "lora_shrink",
-    cases=lora_shrink_cases,
+    cases=_CASES,
     constants=("lora_a",),
-    # The scaled product is rounded twice, in float32.
     tolerance=Tolerance(roundings=2),
-    sample=lora_shrink_sample,
     batched=("x", "adapter_ids"),
 )
 def lora_shrink(
@@ -46,14 +41,12 @@ def lora_shrink(
     return scale * _products(x, lora_a, adapter_ids)
 
 
-@custom_op(
+@standard_op(
     "lora_expand",
-    cases=lora_expand_cases,
+    cases=_CASES,
     mutates=("y",),
     constants=("lora_b",),
-    # The product may be rounded to the dtype of y before it is added.
     tolerance=Tolerance(roundings=2),
-    sample=lora_expand_sample,
     batched=("shrunk", "adapter_ids", "y"),
 )
 def lora_expand(

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 
 __all__ = ["lora_expand_triton", "lora_shrink_triton"]
@@ -20,6 +21,7 @@ __all__ = ["lora_expand_triton", "lora_shrink_triton"]
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
+@triton_kernel("lora_shrink")
 def lora_shrink_triton(
     x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -54,6 +56,7 @@ def lora_shrink_triton(
     return y
 
 
+@triton_kernel("lora_expand")
 def lora_expand_triton(
     shrunk: torch.Tensor,
     lora_b: torch.Tensor,

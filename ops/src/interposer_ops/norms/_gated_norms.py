@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.norms._gated_norms_cases import gated_rms_norm_cases, gated_rms_norm_sample
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["gated_rms_norm"]
 
+_CASES = "interposer_ops.norms._gated_norms_cases"
+
 
 # As rms_norm: the normalised row, its product and the result may each be rounded.
-@custom_op(
+@standard_op(
     "gated_rms_norm",
-    cases=gated_rms_norm_cases,
+    cases=_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=3),
-    sample=gated_rms_norm_sample,
     batched=("x", "gate"),
 )
 def gated_rms_norm(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.norms._head_norms_cases import (
-    l2_norm_cases,
-    l2_norm_sample,
-    qk_norm_cases,
-    qk_norm_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["l2_norm", "qk_norm"]
 
+_CASES = "interposer_ops.norms._head_norms_cases"
+
 
 # As rms_norm: the normalised row, its product and the result may each be rounded.
-@custom_op(
+@standard_op(
     "qk_norm",
-    cases=qk_norm_cases,
+    cases=_CASES,
     constants=("query_weight", "key_weight"),
     tolerance=Tolerance(roundings=3),
-    sample=qk_norm_sample,
     batched=("query", "key"),
 )
 def qk_norm(
@@ -49,13 +45,7 @@ def qk_norm(
 
 
 # The norm is applied to the element before it is rounded; one more is allowed.
-@custom_op(
-    "l2_norm",
-    cases=l2_norm_cases,
-    tolerance=Tolerance(roundings=2),
-    sample=l2_norm_sample,
-    batched=("x",),
-)
+@standard_op("l2_norm", cases=_CASES, tolerance=Tolerance(roundings=2), batched=("x",))
 def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each row of ``x`` to unit Euclidean length, as linear attention does its keys.
 

@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
 __all__ = ["gated_rms_norm_triton", "l2_norm_triton", "qk_norm_triton"]
 
 
+@triton_kernel("qk_norm")
 def qk_norm_triton(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -54,11 +56,13 @@ def qk_norm_triton(
     return y, key_y
 
 
+@triton_kernel("l2_norm")
 def l2_norm_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``l2_norm``."""
     return _normalised(x, None, None, eps, x.shape[-1], "l2")
 
 
+@triton_kernel("gated_rms_norm")
 def gated_rms_norm_triton(
     x: torch.Tensor,
     gate: torch.Tensor,

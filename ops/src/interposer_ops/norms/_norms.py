@@ -7,18 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.norms._layer_norm_cases import layer_norm_cases, layer_norm_sample
-from interposer_ops.norms._norms_cases import (
-    fused_add_gemma_rms_norm_cases,
-    fused_add_gemma_rms_norm_sample,
-    fused_add_rms_norm_cases,
-    fused_add_rms_norm_sample,
-    gemma_rms_norm_cases,
-    gemma_rms_norm_sample,
-    rms_norm_cases,
-    rms_norm_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = [
     "fused_add_gemma_rms_norm",
@@ -28,13 +18,15 @@ __all__ = [
     "rms_norm",
 ]
 
+_NORMS_CASES = "interposer_ops.norms._norms_cases"
+_LAYER_NORM_CASES = "interposer_ops.norms._layer_norm_cases"
 
-@custom_op(
+
+@standard_op(
     "rms_norm",
-    cases=rms_norm_cases,
+    cases=_NORMS_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=3),
-    sample=rms_norm_sample,
     batched=("x",),
 )
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,12 +43,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _normalise(x, weight, eps).to(x.dtype)
 
 
-@custom_op(
+@standard_op(
     "fused_add_rms_norm",
-    cases=fused_add_rms_norm_cases,
+    cases=_NORMS_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=4),
-    sample=fused_add_rms_norm_sample,
     batched=("x", "residual"),
 )
 def fused_add_rms_norm(
@@ -80,12 +71,11 @@ def fused_add_rms_norm(
 
 
 # What is left after the result's own rounding allows one more.
-@custom_op(
+@standard_op(
     "gemma_rms_norm",
-    cases=gemma_rms_norm_cases,
+    cases=_NORMS_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=2),
-    sample=gemma_rms_norm_sample,
     batched=("x",),
 )
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,12 +95,11 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 # As gemma_rms_norm; the sum's rounding shows in the element itself and in the row's statistic.
-@custom_op(
+@standard_op(
     "fused_add_gemma_rms_norm",
-    cases=fused_add_gemma_rms_norm_cases,
+    cases=_NORMS_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=4),
-    sample=fused_add_gemma_rms_norm_sample,
     batched=("x", "residual"),
 )
 def fused_add_gemma_rms_norm(
@@ -134,12 +123,11 @@ def fused_add_gemma_rms_norm(
 
 
 # What is left after the result's own rounding allows one more.
-@custom_op(
+@standard_op(
     "layer_norm",
-    cases=layer_norm_cases,
+    cases=_LAYER_NORM_CASES,
     constants=("weight", "bias"),
     tolerance=Tolerance(roundings=2),
-    sample=layer_norm_sample,
     batched=("x",),
 )
 def layer_norm(

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
 __all__ = [
@@ -18,16 +19,19 @@ __all__ = [
 ]
 
 
+@triton_kernel("rms_norm")
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``rms_norm``; a row stays in registers where it fits a tile."""
     return _normalised("rms_norm", x, None, weight, eps, False)[0]
 
 
+@triton_kernel("gemma_rms_norm")
 def gemma_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``gemma_rms_norm``."""
     return _normalised("rms_norm", x, None, weight, eps, True)[0]
 
 
+@triton_kernel("fused_add_rms_norm")
 def fused_add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,6 +39,7 @@ def fused_add_rms_norm_triton(
     return _normalised("fused_add_rms_norm", x, residual, weight, eps, False)
 
 
+@triton_kernel("fused_add_gemma_rms_norm")
 def fused_add_gemma_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,6 +47,7 @@ def fused_add_gemma_rms_norm_triton(
     return _normalised("fused_add_rms_norm", x, residual, weight, eps, True)
 
 
+@triton_kernel("layer_norm")
 def layer_norm_triton(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.norms._quantized_norms_cases import (
-    rms_norm_quantize_fp8_cases,
-    rms_norm_quantize_fp8_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["rms_norm_quantize_fp8"]
 
+_CASES = "interposer_ops.norms._quantized_norms_cases"
+
 
 # The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
-@custom_op(
+@standard_op(
     "rms_norm_quantize_fp8",
-    cases=rms_norm_quantize_fp8_cases,
+    cases=_CASES,
     constants=("weight",),
     tolerance=Tolerance(roundings=0),
-    sample=rms_norm_quantize_fp8_sample,
     batched=("x",),
 )
 def rms_norm_quantize_fp8(

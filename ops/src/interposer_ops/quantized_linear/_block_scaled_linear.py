@@ -9,27 +9,22 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantized_linear._block_scaled_linear_cases import (
-    mxfp4_linear_cases,
-    mxfp4_linear_sample,
-    mxfp8_linear_cases,
-    mxfp8_linear_sample,
-    nvfp4_linear_cases,
-    nvfp4_linear_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
 __all__ = ["mxfp4_linear", "mxfp8_linear", "nvfp4_linear"]
 
+_CASES = "interposer_ops.quantized_linear._block_scaled_linear_cases"
 
-@custom_op(
+
+@standard_op(
     "mxfp4_linear",
-    cases=mxfp4_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(roundings=2),
-    sample=mxfp4_linear_sample,
     batched=("x",),
 )
 def mxfp4_linear(
@@ -54,12 +49,12 @@ def mxfp4_linear(
     return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
 
 
-@custom_op(
+@standard_op(
     "mxfp8_linear",
-    cases=mxfp8_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=mxfp8_linear_sample,
     batched=("x", "x_scales"),
 )
 def mxfp8_linear(
@@ -93,12 +88,12 @@ def mxfp8_linear(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
-@custom_op(
+@standard_op(
     "nvfp4_linear",
-    cases=nvfp4_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "alpha", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=nvfp4_linear_sample,
     batched=("x", "x_scales"),
 )
 def nvfp4_linear(

@@ -9,24 +9,21 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantized_linear._fp8_linear_cases import (
-    fp8_block_linear_cases,
-    fp8_block_linear_sample,
-    fp8_linear_cases,
-    fp8_linear_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 
 __all__ = ["fp8_block_linear", "fp8_linear"]
 
+_CASES = "interposer_ops.quantized_linear._fp8_linear_cases"
 
-@custom_op(
+
+@standard_op(
     "fp8_linear",
-    cases=fp8_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=fp8_linear_sample,
     batched=("x", "x_scale"),
 )
 def fp8_linear(
@@ -57,12 +54,12 @@ def fp8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@custom_op(
+@standard_op(
     "fp8_block_linear",
-    cases=fp8_block_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=fp8_block_linear_sample,
     batched=("x", "x_scales"),
 )
 def fp8_block_linear(

@@ -5,21 +5,23 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantized_linear._int8_linear_cases import int8_linear_cases, int8_linear_sample
+from interposer import Tolerance
+from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
-from interposer_ops.quantized_linear._w4a8_linear_cases import w4a8_linear_cases, w4a8_linear_sample
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
 __all__ = ["int8_linear", "w4a8_linear"]
 
+_INT8_LINEAR_CASES = "interposer_ops.quantized_linear._int8_linear_cases"
+_W4A8_LINEAR_CASES = "interposer_ops.quantized_linear._w4a8_linear_cases"
 
-@custom_op(
+
+@standard_op(
     "int8_linear",
-    cases=int8_linear_cases,
+    cases=_INT8_LINEAR_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=int8_linear_sample,
     batched=("x", "x_scale", "x_zero_point"),
 )
 def int8_linear(
@@ -56,12 +58,12 @@ def int8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@custom_op(
+@standard_op(
     "w4a8_linear",
-    cases=w4a8_linear_cases,
+    cases=_W4A8_LINEAR_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "weight_zero_points", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    sample=w4a8_linear_sample,
     batched=("x", "x_scale", "x_zero_point"),
 )
 def w4a8_linear(

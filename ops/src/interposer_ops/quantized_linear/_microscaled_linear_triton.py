@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.rows import as_rows
 from interposer_ops._triton.small_floats import unpacked
@@ -19,6 +20,7 @@ from interposer_ops.quantized_linear._linear_tiles_triton import linear_tile, pl
 __all__ = ["mxfp4_linear_triton", "mxfp8_linear_triton", "nvfp4_linear_triton"]
 
 
+@triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
 def mxfp4_linear_triton(
     x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -26,6 +28,7 @@ def mxfp4_linear_triton(
     return _projected("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
 
 
+@triton_kernel("mxfp8_linear", judge="judge_operands", batch_invariant=False)
 def mxfp8_linear_triton(
     x: torch.Tensor,
     x_scales: torch.Tensor,
@@ -39,6 +42,7 @@ def mxfp8_linear_triton(
     return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
 
 
+@triton_kernel("nvfp4_linear", judge="judge_operands", batch_invariant=False)
 def nvfp4_linear_triton(
     x: torch.Tensor,
     x_scales: torch.Tensor,

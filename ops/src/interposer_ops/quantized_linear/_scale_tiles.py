@@ -13,16 +13,18 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantized_linear._scale_tiles_cases import tile_scales_cases
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["tile_scales"]
+
+_CASES = "interposer_ops.quantized_linear._scale_tiles_cases"
 
 _COLUMNS = 4
 _LANES = 32
 
 
-@custom_op("tile_scales", cases=tile_scales_cases, tolerance=Tolerance(roundings=0))
+@standard_op("tile_scales", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def tile_scales(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
     """Bring the scales of blocks into the order of tiles, with zeros where a tile is not full.
 

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer import Dim
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import (
@@ -19,6 +21,7 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 __all__ = ["fp8_block_linear_triton", "fp8_linear_triton", "int8_linear_triton"]
 
 
+@triton_kernel("fp8_linear", judge="judge_operands", batch_invariant=False)
 def fp8_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -31,6 +34,7 @@ def fp8_linear_triton(
     return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
 
 
+@triton_kernel("int8_linear", dims={"in_features": Dim(at_most=65536)}, judge="judge_integers")
 def int8_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -45,6 +49,12 @@ def int8_linear_triton(
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
 
 
+@triton_kernel(
+    "fp8_block_linear",
+    dims={"block_columns": Dim(multiple_of=32)},
+    judge="judge_operands",
+    batch_invariant=False,
+)
 def fp8_block_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,

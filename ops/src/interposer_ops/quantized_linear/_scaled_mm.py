@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Request, Verdict
+from interposer import Request, Requires, Verdict
+from interposer_ops._declare import standard_kernel
 
 __all__ = ["LEAST_ARCHITECTURE", "fp8_linear_scaled_mm", "judge"]
 
@@ -18,6 +19,14 @@ _MULTIPLE = 16
 _PAIRS = {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")}
 
 
+@standard_kernel(
+    "fp8_linear",
+    "scaled_mm",
+    requires=Requires(dtypes=("float32", "bfloat16", "float16")),
+    predicate=f"{__name__}:judge",
+    score=11.0,
+    properties=frozenset({"deterministic", "graph_safe", "traceable"}),
+)
 def fp8_linear_scaled_mm(
     x: torch.Tensor,
     weight: torch.Tensor,

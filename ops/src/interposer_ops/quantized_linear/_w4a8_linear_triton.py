@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer import Dim
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 
@@ -23,6 +25,7 @@ _LEAST_TOKENS = 16  # of a tile that matrix instructions take
 _LEAST_INPUTS = 32  # of 8 bits
 
 
+@triton_kernel("w4a8_linear", dims={"group_size": Dim(at_most=524288)}, judge="judge_integers")
 def w4a8_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -8,26 +8,23 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantized_linear._weight_only_linear_cases import (
-    w4a16_linear_cases,
-    w4a16_linear_sample,
-    w8a16_linear_cases,
-    w8a16_linear_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
 __all__ = ["w4a16_linear", "w8a16_linear"]
 
+_CASES = "interposer_ops.quantized_linear._weight_only_linear_cases"
+
 _MIDDLE = 8
 
 
-@custom_op(
+@standard_op(
     "w4a16_linear",
-    cases=w4a16_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
-    sample=w4a16_linear_sample,
     batched=("x",),
 )
 def w4a16_linear(
@@ -56,12 +53,12 @@ def w4a16_linear(
     return _project(x, unpack_nibbles(weight), scale, bias, zero_points, _MIDDLE)
 
 
-@custom_op(
+@standard_op(
     "w8a16_linear",
-    cases=w8a16_linear_cases,
+    cases=_CASES,
+    emulation=DEQUANTIZES,
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
-    sample=w8a16_linear_sample,
     batched=("x",),
 )
 def w8a16_linear(

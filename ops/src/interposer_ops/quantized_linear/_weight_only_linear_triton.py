@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 
@@ -22,6 +23,7 @@ __all__ = ["w4a16_linear_triton", "w8a16_linear_triton"]
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
+@triton_kernel("w4a16_linear", batch_invariant=False)
 def w4a16_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -33,6 +35,7 @@ def w4a16_linear_triton(
     return _projected(x, weight, scale, bias, zero_points, 8)
 
 
+@triton_kernel("w8a16_linear", batch_invariant=False)
 def w8a16_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -11,15 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantizers._fp8_quantizers_cases import (
-    quantize_fp8_blocks_cases,
-    quantize_fp8_blocks_sample,
-    quantize_fp8_dynamic_cases,
-    quantize_fp8_per_token_cases,
-    quantize_fp8_per_token_sample,
-    quantize_fp8_static_cases,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = [
     "quantize_fp8_blocks",
@@ -28,10 +21,13 @@ __all__ = [
     "quantize_fp8_static",
 ]
 
+_CASES = "interposer_ops.quantizers._fp8_quantizers_cases"
 
-@custom_op(
+
+@standard_op(
     "quantize_fp8_static",
-    cases=quantize_fp8_static_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("x",),
 )
@@ -52,9 +48,7 @@ def quantize_fp8_static(
     return _rounded(_wide(x) / scale, out_dtype)
 
 
-@custom_op(
-    "quantize_fp8_dynamic", cases=quantize_fp8_dynamic_cases, tolerance=Tolerance(roundings=0)
-)
+@standard_op("quantize_fp8_dynamic", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def quantize_fp8_dynamic(
     x: torch.Tensor, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +68,11 @@ def quantize_fp8_dynamic(
     return _rounded(wide / scale, out_dtype), scale
 
 
-@custom_op(
+@standard_op(
     "quantize_fp8_per_token",
-    cases=quantize_fp8_per_token_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_fp8_per_token_sample,
     batched=("x",),
 )
 def quantize_fp8_per_token(
@@ -103,11 +97,11 @@ def quantize_fp8_per_token(
     return _rounded(wide / scale, out_dtype), scale
 
 
-@custom_op(
+@standard_op(
     "quantize_fp8_blocks",
-    cases=quantize_fp8_blocks_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_fp8_blocks_sample,
     batched=("x",),
 )
 def quantize_fp8_blocks(

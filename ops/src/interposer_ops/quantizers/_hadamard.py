@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantizers._hadamard_cases import (
-    hadamard_transform_cases,
-    hadamard_transform_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["hadamard_transform"]
 
+_CASES = "interposer_ops.quantizers._hadamard_cases"
 
-@custom_op(
-    "hadamard_transform",
-    cases=hadamard_transform_cases,
-    tolerance=Tolerance(roundings=2),
-    sample=hadamard_transform_sample,
-    batched=("x",),
-)
+
+@standard_op("hadamard_transform", cases=_CASES, tolerance=Tolerance(roundings=2), batched=("x",))
 def hadamard_transform(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Multiply each row by the Hadamard matrix of its width, in Sylvester's order, and ``scale``.
 

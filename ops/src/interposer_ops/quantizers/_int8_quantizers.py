@@ -8,14 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantizers._int8_quantizers_cases import (
-    quantize_int8_per_token_asymmetric_cases,
-    quantize_int8_per_token_asymmetric_sample,
-    quantize_int8_per_token_cases,
-    quantize_int8_per_token_sample,
-    quantize_int8_static_cases,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = [
     "quantize_int8_per_token",
@@ -23,10 +17,13 @@ __all__ = [
     "quantize_int8_static",
 ]
 
+_CASES = "interposer_ops.quantizers._int8_quantizers_cases"
 
-@custom_op(
+
+@standard_op(
     "quantize_int8_static",
-    cases=quantize_int8_static_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("x",),
 )
@@ -48,11 +45,11 @@ def quantize_int8_static(
     return _saturated(rounded if zero_point is None else rounded + zero_point)
 
 
-@custom_op(
+@standard_op(
     "quantize_int8_per_token",
-    cases=quantize_int8_per_token_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_int8_per_token_sample,
     batched=("x",),
 )
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,11 +68,11 @@ def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return _saturated((wide / scale).round()), scale
 
 
-@custom_op(
+@standard_op(
     "quantize_int8_per_token_asymmetric",
-    cases=quantize_int8_per_token_asymmetric_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_int8_per_token_asymmetric_sample,
     batched=("x",),
 )
 def quantize_int8_per_token_asymmetric(

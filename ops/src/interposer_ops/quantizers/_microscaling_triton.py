@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.rounding import divided
 from interposer_ops._triton.rows import as_rows, row_tile
@@ -36,6 +37,7 @@ __all__ = [
 _MX_BLOCK, _NV_BLOCK = 32, 16
 
 
+@triton_kernel("quantize_mxfp8")
 def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``quantize_mxfp8``."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -44,6 +46,7 @@ def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scales
 
 
+@triton_kernel("quantize_mxfp4")
 def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``quantize_mxfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
@@ -52,6 +55,7 @@ def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scales
 
 
+@triton_kernel("quantize_nvfp4")
 def quantize_nvfp4_triton(
     x: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,6 +68,7 @@ def quantize_nvfp4_triton(
     return q, scales
 
 
+@triton_kernel("dequantize_mxfp4")
 def dequantize_mxfp4_triton(
     packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -71,6 +76,7 @@ def dequantize_mxfp4_triton(
     return _dequantized(packed, scales, None, out_dtype, _MX_BLOCK)
 
 
+@triton_kernel("dequantize_nvfp4")
 def dequantize_nvfp4_triton(
     packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -78,6 +84,7 @@ def dequantize_nvfp4_triton(
     return _dequantized(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
 
 
+@triton_kernel("tile_scales", dtypes=("uint8", "float8_e4m3fn"))
 def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
     """Compute ``tile_scales``."""
     num_rows, num_columns = scales.shape

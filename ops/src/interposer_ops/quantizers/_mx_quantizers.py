@@ -11,14 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantizers._mx_quantizers_cases import (
-    dequantize_mxfp4_cases,
-    quantize_mxfp4_cases,
-    quantize_mxfp4_sample,
-    quantize_mxfp8_cases,
-    quantize_mxfp8_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import (
     decode_e2m1,
     decode_e8m0,
@@ -30,16 +24,18 @@ from interposer_ops.quantizers._small_floats import (
 
 __all__ = ["MX_BLOCK_SIZE", "dequantize_mxfp4", "quantize_mxfp4", "quantize_mxfp8"]
 
+_CASES = "interposer_ops.quantizers._mx_quantizers_cases"
+
 MX_BLOCK_SIZE = 32
 _E4M3_LARGEST_EXPONENT = 8
 _E2M1_LARGEST_EXPONENT = 2
 
 
-@custom_op(
+@standard_op(
     "quantize_mxfp8",
-    cases=quantize_mxfp8_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_mxfp8_sample,
     batched=("x",),
 )
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,11 +53,11 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quotients.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
-@custom_op(
+@standard_op(
     "quantize_mxfp4",
-    cases=quantize_mxfp4_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=0),
-    sample=quantize_mxfp4_sample,
     batched=("x",),
 )
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,9 +76,10 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_nibbles(encode_e2m1(quotients)), scales
 
 
-@custom_op(
+@standard_op(
     "dequantize_mxfp4",
-    cases=dequantize_mxfp4_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("packed", "scales"),
 )

@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.quantizers._nvfp4_quantizers_cases import (
-    dequantize_nvfp4_cases,
-    quantize_nvfp4_cases,
-    quantize_nvfp4_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import (
     E2M1_MAX,
     decode_e2m1,
@@ -27,16 +23,18 @@ from interposer_ops.quantizers._small_floats import (
 
 __all__ = ["NVFP4_BLOCK_SIZE", "dequantize_nvfp4", "quantize_nvfp4"]
 
+_CASES = "interposer_ops.quantizers._nvfp4_quantizers_cases"
+
 NVFP4_BLOCK_SIZE = 16
 _E4M3_MAX = 448.0
 
 
-@custom_op(
+@standard_op(
     "quantize_nvfp4",
-    cases=quantize_nvfp4_cases,
+    cases=_CASES,
+    batch_invariant=True,
     constants=("global_scale",),
     tolerance=Tolerance(roundings=0),
-    sample=quantize_nvfp4_sample,
     batched=("x",),
 )
 def quantize_nvfp4(
@@ -65,11 +63,11 @@ def quantize_nvfp4(
     return pack_nibbles(codes.flatten(-2)), scales
 
 
-@custom_op(
+@standard_op(
     "dequantize_nvfp4",
-    cases=dequantize_nvfp4_cases,
+    cases=_CASES,
+    sample=False,
     constants=("global_scale",),
-    # The result's own rounding and that of what is expected.
     tolerance=Tolerance(roundings=2),
 )
 def dequantize_nvfp4(

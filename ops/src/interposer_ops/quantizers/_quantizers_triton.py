@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rounding import divided, quantized, rounded
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
@@ -21,6 +22,7 @@ __all__ = [
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
 
 
+@triton_kernel("quantize_fp8_per_token")
 def quantize_fp8_per_token_triton(
     x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,6 +30,7 @@ def quantize_fp8_per_token_triton(
     return _quantized_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
 
 
+@triton_kernel("quantize_fp8_blocks")
 def quantize_fp8_blocks_triton(
     x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,11 +38,13 @@ def quantize_fp8_blocks_triton(
     return _quantized_fp8(x, block_size, out_dtype, None, power_of_two_scales)
 
 
+@triton_kernel("quantize_int8_per_token")
 def quantize_int8_per_token_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``quantize_int8_per_token``."""
     return _quantized_int8(x, None)
 
 
+@triton_kernel("quantize_int8_per_token_asymmetric")
 def quantize_int8_per_token_asymmetric_triton(
     x: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rounding import quantized
 from interposer_ops._triton.rows import as_rows, row_tile
@@ -21,6 +22,7 @@ __all__ = [
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float, and the kernel knows its range
 
 
+@triton_kernel("quantize_fp8_static")
 def quantize_fp8_static_triton(
     x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -31,6 +33,7 @@ def quantize_fp8_static_triton(
     return q
 
 
+@triton_kernel("quantize_fp8_dynamic", batch_invariant=False)
 def quantize_fp8_dynamic_triton(
     x: torch.Tensor, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +69,7 @@ def quantize_fp8_dynamic_triton(
     return q, scale
 
 
+@triton_kernel("quantize_int8_static")
 def quantize_int8_static_triton(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
 ) -> torch.Tensor:

@@ -14,13 +14,9 @@ from collections.abc import Iterator
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import pack_nibbles
-from interposer_ops.quantizers._weight_quantizers_cases import (
-    quantize_weight_int4_asymmetric_cases,
-    quantize_weight_int4_cases,
-    quantize_weight_int8_cases,
-)
 
 __all__ = [
     "quantize_weight_int4",
@@ -29,15 +25,18 @@ __all__ = [
     "row_chunks",
 ]
 
+_CASES = "interposer_ops.quantizers._weight_quantizers_cases"
+
 # Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is
 # small beside a weight. Four million at a time take four to seven times as long.
 _AT_A_TIME = 1 << 19
 _MIDDLE = 8  # of the codes of four bits
 
 
-@custom_op(
+@standard_op(
     "quantize_weight_int8",
-    cases=quantize_weight_int8_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("weight",),
 )
@@ -65,9 +64,10 @@ def quantize_weight_int8(
     return codes, scale
 
 
-@custom_op(
+@standard_op(
     "quantize_weight_int4",
-    cases=quantize_weight_int4_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("weight",),
 )
@@ -95,9 +95,10 @@ def quantize_weight_int4(
     return codes, scale
 
 
-@custom_op(
+@standard_op(
     "quantize_weight_int4_asymmetric",
-    cases=quantize_weight_int4_asymmetric_cases,
+    cases=_CASES,
+    sample=False,
     tolerance=Tolerance(roundings=0),
     batched=("weight",),
 )

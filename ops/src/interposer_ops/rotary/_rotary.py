@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.rotary._rotary_cases import (
-    rotary_embedding_cases,
-    rotary_embedding_interleaved_cases,
-    rotary_embedding_sample,
-)
-from interposer_ops.rotary._rotary_tables_cases import rotary_tables_cases, rotary_tables_sample
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["rotary_embedding", "rotary_embedding_interleaved", "rotary_tables", "rotated_halves"]
 
+_ROTARY_CASES = "interposer_ops.rotary._rotary_cases"
+_ROTARY_TABLES_CASES = "interposer_ops.rotary._rotary_tables_cases"
 
-@custom_op(
+
+@standard_op(
     "rotary_embedding",
-    cases=rotary_embedding_cases,
+    cases=_ROTARY_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=3),
-    sample=rotary_embedding_sample,
     batched=("query", "key", "cos", "sin"),
 )
 def rotary_embedding(
@@ -44,11 +42,11 @@ def rotary_embedding(
     return rotated_halves(query, cos, sin), rotated_halves(key, cos, sin)
 
 
-@custom_op(
+@standard_op(
     "rotary_embedding_interleaved",
-    cases=rotary_embedding_interleaved_cases,
+    cases=_ROTARY_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=3),
-    sample=rotary_embedding_sample,
     batched=("query", "key", "cos", "sin"),
 )
 def rotary_embedding_interleaved(
@@ -71,12 +69,10 @@ def rotary_embedding_interleaved(
     return _rotated_pairs(query, cos, sin), _rotated_pairs(key, cos, sin)
 
 
-@custom_op(
+@standard_op(
     "rotary_tables",
-    cases=rotary_tables_cases,
-    # Sine and cosine are within two units of the last place, the product with the factor adds one.
+    cases=_ROTARY_TABLES_CASES,
     tolerance=Tolerance(roundings=6),
-    sample=rotary_tables_sample,
     batched=("positions",),
 )
 def rotary_tables(

@@ -100,3 +100,6 @@ def rotary_case(
         # The two products cancel where the result is small.
         rounded=largest,
     )
+
+
+rotary_embedding_interleaved_sample = rotary_embedding_sample

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.rotary._rotary import rotated_halves
-from interposer_ops.rotary._rotary_sections_cases import (
-    multimodal_rotary_embedding_cases,
-    multimodal_rotary_embedding_sample,
-)
 
 __all__ = ["multimodal_rotary_embedding"]
 
+_CASES = "interposer_ops.rotary._rotary_sections_cases"
 
-@custom_op(
-    "multimodal_rotary_embedding",
-    cases=multimodal_rotary_embedding_cases,
-    tolerance=Tolerance(roundings=3),
-    sample=multimodal_rotary_embedding_sample,
-)
+
+@standard_op("multimodal_rotary_embedding", cases=_CASES, tolerance=Tolerance(roundings=3))
 def multimodal_rotary_embedding(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@triton_kernel("rotary_embedding")
 def rotary_embedding_triton(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,6 +28,7 @@ def rotary_embedding_triton(
     return _rotated(query, key, cos, sin)
 
 
+@triton_kernel("rotary_embedding_interleaved")
 def rotary_embedding_interleaved_triton(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +36,7 @@ def rotary_embedding_interleaved_triton(
     return _rotated(query, key, cos, sin, pairs=True)
 
 
+@triton_kernel("multimodal_rotary_embedding")
 def multimodal_rotary_embedding_triton(
     query: torch.Tensor,
     key: torch.Tensor,

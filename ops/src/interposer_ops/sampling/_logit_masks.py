@@ -8,21 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.sampling._logit_masks_cases import (
-    apply_logit_bias_cases,
-    apply_logit_bias_sample,
-    apply_temperature_cases,
-    apply_temperature_sample,
-    apply_token_bitmask_cases,
-    apply_token_bitmask_sample,
-    mask_min_p_cases,
-    mask_min_p_sample,
-    mask_top_k_top_p_cases,
-    mask_top_k_top_p_sample,
-    suppress_tokens_until_cases,
-    suppress_tokens_until_sample,
-)
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.sampling._truncation import truncation_threshold
 
 __all__ = [
@@ -34,14 +21,15 @@ __all__ = [
     "suppress_tokens_until",
 ]
 
+_CASES = "interposer_ops.sampling._logit_masks_cases"
+
 _WORD = 32  # tokens in a word of a bit mask
 
 
-@custom_op(
+@standard_op(
     "apply_logit_bias",
-    cases=apply_logit_bias_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=1),
-    sample=apply_logit_bias_sample,
     batched=("logits", "token_ids", "values"),
 )
 def apply_logit_bias(
@@ -64,11 +52,10 @@ def apply_logit_bias(
     return (logits.to(wide) + bias[:, :vocab_size]).to(logits.dtype)
 
 
-@custom_op(
+@standard_op(
     "apply_token_bitmask",
-    cases=apply_token_bitmask_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=apply_token_bitmask_sample,
     batched=("logits", "bitmask"),
 )
 def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
@@ -89,11 +76,10 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Te
     return torch.where(allowed, logits, float("-inf"))
 
 
-@custom_op(
+@standard_op(
     "suppress_tokens_until",
-    cases=suppress_tokens_until_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=suppress_tokens_until_sample,
     batched=("logits", "steps", "min_tokens", "stop_ids"),
 )
 def suppress_tokens_until(
@@ -115,11 +101,10 @@ def suppress_tokens_until(
     return logits.masked_fill(stops & (steps < min_tokens)[:, None], float("-inf"))
 
 
-@custom_op(
+@standard_op(
     "apply_temperature",
-    cases=apply_temperature_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=2),
-    sample=apply_temperature_sample,
     batched=("logits", "temperature"),
 )
 def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -136,11 +121,10 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     return logits.to(wide) / divisor[:, None]
 
 
-@custom_op(
+@standard_op(
     "mask_top_k_top_p",
-    cases=mask_top_k_top_p_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=mask_top_k_top_p_sample,
     batched=("logits", "top_k", "top_p"),
 )
 def mask_top_k_top_p(
@@ -162,12 +146,8 @@ def mask_top_k_top_p(
     return _truncated(logits, top_k, top_p, None)
 
 
-@custom_op(
-    "mask_min_p",
-    cases=mask_min_p_cases,
-    tolerance=Tolerance(roundings=0),
-    sample=mask_min_p_sample,
-    batched=("logits", "min_p"),
+@standard_op(
+    "mask_min_p", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("logits", "min_p")
 )
 def mask_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Rule out each token that is less than ``min_p`` times as likely as the likeliest one.

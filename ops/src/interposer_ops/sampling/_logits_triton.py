@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 
+@triton_kernel("apply_penalties")
 def apply_penalties_triton(
     logits: torch.Tensor,
     prompt_mask: torch.Tensor,
@@ -54,6 +56,7 @@ def apply_penalties_triton(
     return y
 
 
+@triton_kernel("apply_temperature")
 def apply_temperature_triton(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Compute ``apply_temperature``."""
     y = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -77,6 +80,7 @@ def apply_temperature_triton(logits: torch.Tensor, temperature: torch.Tensor) ->
     return y
 
 
+@triton_kernel("apply_token_bitmask")
 def apply_token_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
     """Compute ``apply_token_bitmask``."""
     y = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -101,6 +105,7 @@ def apply_token_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor) -> t
     return y
 
 
+@triton_kernel("apply_logit_bias")
 def apply_logit_bias_triton(
     logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
@@ -110,6 +115,7 @@ def apply_logit_bias_triton(
     return y
 
 
+@triton_kernel("suppress_tokens_until")
 def suppress_tokens_until_triton(
     logits: torch.Tensor, steps: torch.Tensor, min_tokens: torch.Tensor, stop_ids: torch.Tensor
 ) -> torch.Tensor:

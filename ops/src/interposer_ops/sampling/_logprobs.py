@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.sampling._logprobs_cases import token_logprobs_cases, token_logprobs_sample
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["token_logprobs"]
 
+_CASES = "interposer_ops.sampling._logprobs_cases"
 
-@custom_op(
-    "token_logprobs",
-    cases=token_logprobs_cases,
-    tolerance=Tolerance(roundings=4),
-    sample=token_logprobs_sample,
-    batched=("logits", "tokens"),
+
+@standard_op(
+    "token_logprobs", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits", "tokens")
 )
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: int

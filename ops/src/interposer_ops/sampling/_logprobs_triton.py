@@ -10,12 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer import Dim
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import natural_log
 
 __all__ = ["token_logprobs_triton"]
 
 
+@triton_kernel("token_logprobs", dims={"num_top": Dim(at_most=64)})
 def token_logprobs_triton(
     logits: torch.Tensor, tokens: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

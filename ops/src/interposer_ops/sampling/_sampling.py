@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise
-from interposer_ops.sampling._sampling_cases import (
-    apply_penalties_cases,
-    apply_penalties_sample,
-    gumbel_argmax_cases,
-    gumbel_argmax_sample,
-    sample_tokens_cases,
-    sample_tokens_sample,
-)
 from interposer_ops.sampling._truncation import temper, truncation_threshold
 
 __all__ = ["apply_penalties", "gumbel_argmax", "sample_tokens"]
 
+_CASES = "interposer_ops.sampling._sampling_cases"
 
-@custom_op(
+
+@standard_op(
     "apply_penalties",
-    cases=apply_penalties_cases,
+    cases=_CASES,
+    batch_invariant=True,
     tolerance=Tolerance(roundings=4),
-    sample=apply_penalties_sample,
     batched=(
         "logits",
         "prompt_mask",
@@ -68,11 +63,10 @@ def apply_penalties(
     return y - frequency.to(wide)[:, None] * output_counts
 
 
-@custom_op(
+@standard_op(
     "sample_tokens",
-    cases=sample_tokens_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=4),
-    sample=sample_tokens_sample,
     batched=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "steps"),
 )
 def sample_tokens(
@@ -120,11 +114,10 @@ def sample_tokens(
     return tokens, chosen - wide.logsumexp(-1)
 
 
-@custom_op(
+@standard_op(
     "gumbel_argmax",
-    cases=gumbel_argmax_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=gumbel_argmax_sample,
     batched=("logits", "temperature", "seeds", "steps"),
 )
 def gumbel_argmax(

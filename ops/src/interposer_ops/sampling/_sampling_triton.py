@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import gumbel_noise, natural_log, stream_key
 from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
@@ -17,6 +18,7 @@ from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
 __all__ = ["gumbel_argmax_triton", "sample_tokens_triton"]
 
 
+@triton_kernel("gumbel_argmax")
 def gumbel_argmax_triton(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
 ) -> torch.Tensor:
@@ -26,6 +28,7 @@ def gumbel_argmax_triton(
     return tokens
 
 
+@triton_kernel("sample_tokens")
 def sample_tokens_triton(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,

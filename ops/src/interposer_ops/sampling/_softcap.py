@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
-from interposer_ops.sampling._softcap_cases import logits_softcap_cases, logits_softcap_sample
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 
 __all__ = ["logits_softcap"]
 
+_CASES = "interposer_ops.sampling._softcap_cases"
 
-@custom_op(
-    "logits_softcap",
-    cases=logits_softcap_cases,
-    tolerance=Tolerance(roundings=1),
-    sample=logits_softcap_sample,
-    batched=("logits",),
-)
+
+@standard_op("logits_softcap", cases=_CASES, tolerance=Tolerance(roundings=1), batched=("logits",))
 def logits_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     """Keep ``logits`` between -cap and cap: y = cap tanh(x / cap), in float32 or wider.
 

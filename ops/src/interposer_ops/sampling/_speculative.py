@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import torch
 
-from interposer import Tolerance, custom_op
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
-from interposer_ops.sampling._speculative_cases import (
-    greedy_verify_cases,
-    greedy_verify_sample,
-    rejection_sample_cases,
-    rejection_sample_sample,
-)
 
 __all__ = ["greedy_verify", "rejection_sample"]
 
+_CASES = "interposer_ops.sampling._speculative_cases"
 
-@custom_op(
+
+@standard_op(
     "greedy_verify",
-    cases=greedy_verify_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=greedy_verify_sample,
     batched=("draft_tokens", "target_logits", "num_draft"),
 )
 def greedy_verify(
@@ -48,11 +44,10 @@ def greedy_verify(
     return _verified(draft_tokens, draft_tokens == best[:, :-1], best, num_draft)
 
 
-@custom_op(
+@standard_op(
     "rejection_sample",
-    cases=rejection_sample_cases,
+    cases=_CASES,
     tolerance=Tolerance(roundings=0),
-    sample=rejection_sample_sample,
     batched=("draft_tokens", "draft_probs", "target_probs", "num_draft", "seeds", "steps"),
 )
 def rejection_sample(

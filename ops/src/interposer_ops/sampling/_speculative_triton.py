@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import (
     gumbel_noise,
@@ -21,6 +22,7 @@ from interposer_ops.sampling._noise_triton import (
 __all__ = ["greedy_verify_triton", "rejection_sample_triton"]
 
 
+@triton_kernel("greedy_verify")
 def greedy_verify_triton(
     draft_tokens: torch.Tensor, target_logits: torch.Tensor, num_draft: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +72,7 @@ def greedy_verify_triton(
     return tokens, accepted
 
 
+@triton_kernel("rejection_sample")
 def rejection_sample_triton(
     draft_tokens: torch.Tensor,
     draft_probs: torch.Tensor | None,

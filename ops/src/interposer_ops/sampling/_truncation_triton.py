@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import natural_log
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
     farthest: torch.Tensor
 
 
+@triton_kernel("mask_top_k_top_p")
 def mask_top_k_top_p_triton(
     logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
 ) -> torch.Tensor:
@@ -44,6 +46,7 @@ def mask_top_k_top_p_triton(
     return _cut(logits, top_k, top_p, None)
 
 
+@triton_kernel("mask_min_p")
 def mask_min_p_triton(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Compute ``mask_min_p``."""
     return _cut(logits, None, None, min_p)
