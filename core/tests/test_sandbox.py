@@ -25,8 +25,9 @@ import pytest
 import interposer
 from interposer import Config, Verdict
 from interposer._config.storage import default_store
-from interposer._sandbox import Finding, Task, client, examine, examine_all, forget_verdicts
-from interposer._sandbox.examiner import VerdictWarning
+from interposer._sandbox import client
+from interposer._sandbox.examiner import VerdictWarning, examine, examine_all, forget_verdicts
+from interposer._sandbox.task import Finding, Task
 from interposer._validation.distribution import Distribution
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -657,7 +658,8 @@ for name in ("interposer", "torch"):
         print(name)
 from interposer import Config
 from interposer._validation.distribution import Distribution
-from interposer._sandbox import Task, examine, forget_verdicts
+from interposer._sandbox.task import Task
+from interposer._sandbox.examiner import examine, forget_verdicts
 for _ in range(2):
     found = examine(
         Distribution("acme", "1.0", "f" * 64, (), sys.argv[1], False),

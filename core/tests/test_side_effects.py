@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from interposer import hookimpl, register
-from interposer._sandbox import Witness
+from interposer._sandbox.side_effects import Witness
 from interposer.records import Record
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from interposer import Config
     from interposer_models._language_model import LanguageModel
 
-__all__ = ["run"]
-
 
 def run(
     model_dir: Annotated[

@@ -16,8 +16,6 @@ from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._tokenizer import Detokenizer, TextTokenizer
 
-__all__ = ["Completion", "Delta", "LanguageModel"]
-
 Prompt = str | Sequence[int]
 
 

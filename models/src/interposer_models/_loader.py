@@ -31,8 +31,6 @@ from interposer_models._tokenizer import stop_tokens
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
 
-__all__ = ["Plan", "load", "plan"]
-
 PAGE_TOKENS = 16
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"

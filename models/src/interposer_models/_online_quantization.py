@@ -8,8 +8,6 @@ from typing import Any
 from interposer import Registry
 from interposer.errors import ConfigError, UnknownNameError
 
-__all__ = ["ONLINE", "quantization_settings"]
-
 ONLINE = "online_"
 """What the ``quant_method`` of a scheme starts with that quantizes plain weights."""
 

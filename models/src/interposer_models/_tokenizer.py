@@ -11,8 +11,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from interposer.errors import CheckpointError, RequestError
 from interposer_models._checkpoint.checkpoint import read_json
 
-__all__ = ["Detokenizer", "TextTokenizer", "stop_tokens"]
-
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 

@@ -6,8 +6,6 @@ import math
 
 import torch
 
-__all__ = ["normal_numbers"]
-
 _PERIOD = 1_048_583  # a prime, so that equal rows come as late as they can
 
 

@@ -8,8 +8,6 @@ import torch
 
 from interposer_testing.cases import Axis, Point
 
-__all__ = ["combined"]
-
 Valid = Callable[[Point, torch.dtype], bool]
 
 

@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "auto_round_examples",
-    "awq_examples",
-    "fbgemm_fp8_examples",
-    "fp8_examples",
-    "gptq_examples",
-    "inc_examples",
-    "modelopt_examples",
-]
-
 
 def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
     """Return settings of every granularity of scales, by label, as their writers state them."""

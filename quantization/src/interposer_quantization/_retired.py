@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["INSTEAD_OF"]
-
 INSTEAD_OF: Mapping[str, frozenset[str]] = {
     "auto-round": frozenset({"intel/auto-round"}),
     "awq": frozenset({"awq_bitblas", "awq_marlin"}),

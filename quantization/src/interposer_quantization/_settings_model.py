@@ -10,8 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from interposer.errors import ConfigError, UnknownNameError
 
-__all__ = ["SEARCH_SETTINGS", "GroupSize", "SettingsModel"]
-
 SEARCH_SETTINGS = frozenset(
     {
         "act_group_aware",

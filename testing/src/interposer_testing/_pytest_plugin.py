@@ -13,8 +13,6 @@ import pytest
 if TYPE_CHECKING:
     from interposer_testing._trials.trial_group import TrialGroup
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_generate_tests"]
-
 _MARKER = (
     "conformance(distribution, op='', quick=True, seed=0): test what a distribution declares "
     "against the definitions of its ops; the test takes `trial` and calls `trial.verify()`"

@@ -28,8 +28,6 @@ from interposer_tools._commands.ops import ops
 from interposer_tools._commands.tune import tune
 from interposer_tools._commands.verify import verify
 
-__all__ = ["main"]
-
 GROUP = "interposer.commands"
 # Of a failed write; where the error names no file, it was one to standard output.
 _UNWRITTEN = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}

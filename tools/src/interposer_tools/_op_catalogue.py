@@ -15,8 +15,6 @@ from interposer.errors import UnknownNameError
 from interposer.records import OpEntry
 from interposer_testing.cases import CaseSpace, planned_cases
 
-__all__ = ["OpCatalogue", "OpFacts"]
-
 _SECTION = re.compile(r"^(Args|Dims|Returns|Raises|Source):\s*(.*)$")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
 _SHOWN = ("mutates", "constants", "batched", "ragged", "properties", "dtypes", "kernels")

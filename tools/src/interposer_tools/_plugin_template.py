@@ -22,8 +22,6 @@ from interposer.errors import ConfigError, InterposerError, StorageError
 from interposer.hookspecs import GROUP
 from interposer.tooling import API_RANGE, STANDARD
 
-__all__ = ["License", "NewPlugin", "PluginKind"]
-
 _TEMPLATE = Path(__file__).parent / "templates" / "plugin"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 # So that no line of the template, where the name stands, gets longer than its linter allows.

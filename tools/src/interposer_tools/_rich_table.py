@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["table"]
-
 
 def table(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table of plain cells, in which no bracket is taken for markup."""

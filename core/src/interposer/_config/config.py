@@ -40,18 +40,6 @@ from interposer._config.rules import (
 )
 from interposer._contract.errors import ConfigError, UnknownNameError
 
-__all__ = [
-    "Config",
-    "Rule",
-    "Source",
-    "child_environment",
-    "config_sources",
-    "effective_config",
-    "environment_guard",
-    "use",
-    "variables",
-]
-
 
 def _as_text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path

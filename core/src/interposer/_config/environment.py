@@ -8,8 +8,6 @@ from typing import Any
 from interposer._config.rules import parse_rules
 from interposer._contract.errors import ConfigError, UnknownNameError
 
-__all__ = ["read_variables"]
-
 _PREFIX = "INTERPOSER_"
 _IN_ENVIRONMENT = (
     "platform",

@@ -11,8 +11,6 @@ from platformdirs import user_config_path
 
 from interposer._contract.errors import ConfigError
 
-__all__ = ["ConfigFile", "read_project_file", "read_user_file"]
-
 _OWN = "interposer.toml"
 _SHARED = "pyproject.toml"
 

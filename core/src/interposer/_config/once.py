@@ -8,8 +8,6 @@ from functools import lru_cache, update_wrapper
 from threading import RLock
 from typing import Generic, ParamSpec, TypeVar
 
-__all__ = ["Memoized", "memoized"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -21,21 +21,6 @@ from pydantic import (
 
 from interposer._contract.errors import ConfigError, UnknownNameError
 
-__all__ = [
-    "REQUIRABLE",
-    "AnyNames",
-    "AnyRule",
-    "Names",
-    "Required",
-    "Rule",
-    "Rules",
-    "check_key",
-    "config_error",
-    "no_rules",
-    "parse_rules",
-    "read_rule",
-]
-
 REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "traceable"})
 """The properties that can be required of a kernel or an attention backend."""
 

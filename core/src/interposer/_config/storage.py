@@ -27,17 +27,6 @@ from platformdirs import user_cache_dir
 from interposer._config.config import Config, effective_config
 from interposer._contract.errors import StorageError
 
-__all__ = [
-    "JSON",
-    "Entry",
-    "StorageWarning",
-    "Store",
-    "canonical_json",
-    "checksum",
-    "default_store",
-    "write_text",
-]
-
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 _VERSION = 1

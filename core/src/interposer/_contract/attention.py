@@ -18,8 +18,6 @@ from interposer._contract.layer import Site
 from interposer._contract.request import AttentionType
 from interposer._contract.verdict import Verdict
 
-__all__ = ["AttentionBackend", "AttentionBatch", "AttentionSpec", "KVCacheLayout"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

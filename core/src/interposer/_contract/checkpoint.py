@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CheckpointFile"]
-
 
 class CheckpointFile(ABC):
     """A model in a file of a format of its own, told in the words of a Hugging Face directory.

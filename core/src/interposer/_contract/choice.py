@@ -10,8 +10,6 @@ from interposer._contract.records import Record
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 
-__all__ = ["Candidate", "Choice", "Measured"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

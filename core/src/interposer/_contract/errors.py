@@ -9,27 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal
 
-__all__ = [
-    "FOREIGN_ERRORS",
-    "CheckpointError",
-    "ConfigError",
-    "GraphError",
-    "InterposerError",
-    "LockError",
-    "MissingMemberError",
-    "NoCandidateError",
-    "PlatformUnavailableError",
-    "PluginConflictError",
-    "PluginError",
-    "RecordError",
-    "RequestError",
-    "StorageError",
-    "UnknownNameError",
-    "UnsupportedModelError",
-    "described",
-    "nearest_first",
-]
-
 
 FOREIGN_ERRORS = (Exception, SystemExit)
 """What the code of a plugin may raise; whoever catches these quarantines the plugin."""

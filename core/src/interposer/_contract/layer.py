@@ -16,8 +16,6 @@ from interposer._contract.errors import RecordError
 from interposer._contract.op import CustomOp, Dims
 from interposer._contract.verdict import Refusal
 
-__all__ = ["Binder", "BoundKernel", "PluggableLayer", "Site", "check_replacement"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Q = ParamSpec("Q")

@@ -18,8 +18,6 @@ import torch
 
 from interposer._contract.errors import ConfigError
 
-__all__ = ["NumericsPolicy", "applied"]
-
 _PRECISIONS = ("highest", "high", "medium")
 
 

@@ -17,8 +17,6 @@ from torch.utils import _pytree
 from interposer._contract.errors import RecordError
 from interposer._contract.records import load_target
 
-__all__ = ["Case", "CaseGenerator", "CaseSampler", "CustomOp", "Tolerance", "custom_op"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Dims = Mapping[str, int | float | str | bool]

@@ -20,8 +20,6 @@ from interposer._contract.errors import MissingMemberError
 from interposer._contract.numerics import NumericsPolicy, applied
 from interposer._contract.verdict import Verdict
 
-__all__ = ["Placement", "Platform", "optional"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -15,15 +15,6 @@ from torch import nn
 
 from interposer._contract.layer import Site
 
-__all__ = [
-    "CacheFormat",
-    "EmbeddingMethod",
-    "ExpertsMethod",
-    "ExpertsSpec",
-    "LinearMethod",
-    "QuantizationScheme",
-]
-
 Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """A kernel, and what it is called with behind its first argument."""
 

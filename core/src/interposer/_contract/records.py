@@ -17,23 +17,6 @@ from typing import Any
 from interposer._contract.errors import RecordError, nearest_first
 from interposer._contract.requires import Requires
 
-__all__ = [
-    "PROPERTIES",
-    "AttentionEntry",
-    "CheckpointEntry",
-    "DeviceEntry",
-    "Kernel",
-    "LayerEntry",
-    "OpEntry",
-    "PlatformEntry",
-    "Record",
-    "SchemeEntry",
-    "TuningEntry",
-    "identity",
-    "load_target",
-    "resource_path",
-]
-
 PROPERTIES = frozenset(
     {"batch_invariant", "deterministic", "graph_safe", "in_place", "opaque", "traceable"}
 )

@@ -8,8 +8,6 @@ from typing import Any, Literal, Protocol
 
 from interposer._contract.capability import Capability
 
-__all__ = ["AttentionType", "Detail", "Kind", "Request"]
-
 Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "checkpoint"]
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 

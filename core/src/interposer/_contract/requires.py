@@ -12,8 +12,6 @@ from interposer._contract.verdict import Verdict
 if TYPE_CHECKING:
     from interposer._contract.request import Request
 
-__all__ = ["DTYPES", "Dim", "Requires"]
-
 _FLOATS = """
     float64 float32 bfloat16 float16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
     float8_e8m0fnu float4_e2m1fn_x2 complex128 complex64 complex32

@@ -23,8 +23,6 @@ from interposer._selection.described_device import described_placement
 from interposer._selection.placement import place
 from interposer._selection.planning import Planned, planned
 
-__all__ = ["Explainable", "Explanation", "Row", "explain"]
-
 VERSION = 1
 """Of what ``Explanation.to_dict`` returns."""
 

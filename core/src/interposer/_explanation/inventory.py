@@ -16,8 +16,6 @@ from interposer._plugins.acceptance import accept, judge_requirements
 from interposer._plugins.plugins import Plugin
 from interposer._plugins.registry import Registry
 
-__all__ = ["Option", "Stray", "Subject", "inventory", "requirements", "strays"]
-
 KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme")
 
 

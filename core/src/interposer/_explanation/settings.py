@@ -9,8 +9,6 @@ from typing import Any
 from interposer._config.config import Config, config_sources
 from interposer._contract.platform import Placement
 
-__all__ = ["Setting", "settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -19,17 +19,6 @@ from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._sandbox.task import Task
 
-__all__ = [
-    "Access",
-    "Direct",
-    "Judge",
-    "accept",
-    "judge_attention",
-    "judge_declared",
-    "judge_platform",
-    "judge_requirements",
-]
-
 Judge = Callable[[Request], Verdict]
 
 

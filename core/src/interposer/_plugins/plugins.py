@@ -26,17 +26,6 @@ from interposer._validation.distribution import STANDARD, Distribution
 from interposer._validation.hooks import declared_records, hook_names, register_hooks
 from interposer._validation.records import check_facts
 
-__all__ = [
-    "Blame",
-    "Failure",
-    "Plugin",
-    "PluginWarning",
-    "Plugins",
-    "Skipped",
-    "Source",
-    "in_code",
-]
-
 
 class PluginWarning(UserWarning):
     """A plugin cannot be used; the text says which and why."""

@@ -12,10 +12,8 @@ from interposer._config.once import Memoized, memoized
 from interposer._contract.errors import FOREIGN_ERRORS, PluginError, described
 from interposer._contract.records import Record
 from interposer._plugins.plugins import Plugins, Source, in_code
-from interposer._sandbox import check_plugin
+from interposer._sandbox.inspection import check_plugin
 from interposer._validation.records import check_classes
-
-__all__ = ["Registration", "forget_registries", "per_registry", "register", "registrations"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
-from interposer._config.config import Config, Rule, effective_config
+from interposer._config.config import Config, effective_config
 from interposer._config.once import memoized
+from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
 from interposer._contract.errors import FOREIGN_ERRORS, PluginError, UnknownNameError, described
 from interposer._contract.records import (
@@ -41,10 +42,10 @@ from interposer._plugins.registration import (
     per_registry,
     registrations,
 )
-from interposer._sandbox import Task, examine, forget_verdicts, perform
+from interposer._sandbox.examiner import examine, forget_verdicts
+from interposer._sandbox.task import Task
+from interposer._sandbox.tasks import perform
 from interposer._validation.distribution import Distribution
-
-__all__ = ["Registry", "current_registry", "forget_discovery"]
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Record)

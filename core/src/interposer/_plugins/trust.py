@@ -20,8 +20,6 @@ from interposer._contract.errors import LockError, StorageError, UnknownNameErro
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import STANDARD, Distribution
 
-__all__ = ["Lock", "LockedDistribution", "allowed", "check_lock", "lock_path"]
-
 _FILE = "interposer.lock"
 _EDITABLE = "editable"
 _MOST_NAMED = 5

@@ -25,8 +25,6 @@ from interposer._sandbox import client as process
 from interposer._sandbox.task import Finding, Reporter, Task
 from interposer._sandbox.tasks import perform
 
-__all__ = ["DUMP_SIGNAL", "FAILED_CODE", "Order", "Pipes", "become_subject"]
-
 FAILED_CODE = 70
 """What a subject exits with that could not tell anything."""
 

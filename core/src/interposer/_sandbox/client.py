@@ -17,8 +17,6 @@ from typing import Any
 
 from interposer._contract.errors import InterposerError
 
-__all__ = ["ExaminationError", "ask", "forbid", "release", "stop"]
-
 _log = logging.getLogger("interposer")
 
 _PROGRAM = """

@@ -29,8 +29,6 @@ from interposer._sandbox.task import Finding, Task
 from interposer._sandbox.tasks import perform
 from interposer._validation.distribution import Distribution, read_distribution
 
-__all__ = ["ExaminationError", "VerdictWarning", "examine", "examine_all", "forget_verdicts"]
-
 _KIND = "verdicts"
 # Lines of /proc/cpuinfo that are the same whenever and on whichever core they are read.
 _LASTING = frozenset(

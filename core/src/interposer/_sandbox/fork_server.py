@@ -24,8 +24,6 @@ from interposer._sandbox.child import Order, Pipes, become_subject
 from interposer._sandbox.supervisor import Ended, Watch
 from interposer._sandbox.task import Finding, Task
 
-__all__ = ["main"]
-
 _IDLE_SECONDS = 60.0
 _WARM_SECONDS = 120
 # Imported once here instead of in each fork, but only when they are needed.

@@ -20,16 +20,6 @@ from interposer._validation.compatibility import check_api
 from interposer._validation.hooks import declared_records, register_hooks
 from interposer._validation.records import check_classes, check_records
 
-__all__ = [
-    "check_plugin",
-    "examine_platform",
-    "examine_plugin",
-    "examine_predicate",
-    "examine_targets",
-    "load_all",
-    "load_value",
-]
-
 
 def load_value(value: str) -> Any:
     """Return what the value of an entry point names, ``"module"`` or ``"module:attribute"``."""

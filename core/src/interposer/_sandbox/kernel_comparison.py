@@ -20,8 +20,6 @@ from interposer._sandbox.inspection import check_plugin, load_all, load_value
 from interposer._sandbox.side_effects import Witness
 from interposer._sandbox.task import Finding, Reporter, Task
 
-__all__ = ["examine_kernel"]
-
 # The conformance kit stands above the core, so it is named here and imported when it is needed.
 _CHECK = "interposer_testing:check_kernel"
 _CASES = "interposer_testing.cases:planned_cases"

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from interposer._config.config import environment_guard
 
-__all__ = ["Witness"]
-
 _PRINTED_LIMIT = 200
 # A thread that was joined may still be listed for a moment, and one that was started not yet be.
 _THREAD_GRACE_SECONDS = 0.02

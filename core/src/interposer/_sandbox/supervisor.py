@@ -14,8 +14,6 @@ from interposer._contract.verdict import Verdict
 from interposer._sandbox.child import DUMP_SIGNAL, FAILED_CODE, Order, Pipes
 from interposer._sandbox.task import Finding
 
-__all__ = ["Ended", "Watch"]
-
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _DUMP_SECONDS = 0.1

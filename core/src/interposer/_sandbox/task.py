@@ -12,8 +12,6 @@ from interposer._contract.errors import described
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 
-__all__ = ["Finding", "Reporter", "Task", "TaskName", "plain", "read_request"]
-
 TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
 
 _TEXT_LIMIT = 2_000

@@ -11,8 +11,6 @@ from interposer._sandbox.inspection import (
 )
 from interposer._sandbox.task import Finding, Reporter, Task
 
-__all__ = ["perform"]
-
 
 def perform(task: Task, reporter: Reporter | None = None) -> Finding:
     """Do a task in this process and return what was found.

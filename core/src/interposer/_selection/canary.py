@@ -10,10 +10,8 @@ from interposer._contract.records import Kernel, OpEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._plugins.registry import Registry
-from interposer._sandbox import Task
+from interposer._sandbox.task import Task
 from interposer._validation.distribution import STANDARD
-
-__all__ = ["Canary"]
 
 _STRIKES = 3
 

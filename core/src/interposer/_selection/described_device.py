@@ -34,8 +34,6 @@ from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 from interposer._plugins.registry import Registry
 
-__all__ = ["DescribedPlatform", "DeviceDescription", "described_placement", "find_description"]
-
 _MOST_NAMED = 3
 
 

@@ -16,8 +16,6 @@ import torch
 from interposer._contract.choice import Candidate
 from interposer._contract.errors import FOREIGN_ERRORS, described
 
-__all__ = ["Fallback", "Replace"]
-
 
 class Replace(Protocol):
     """Quarantines the failed kernel and returns the function of the next one."""

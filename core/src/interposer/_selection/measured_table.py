@@ -14,22 +14,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 from interposer._config.storage import JSON, Store, checksum, write_text
 from interposer._contract.errors import StorageError
 
-__all__ = [
-    "KIND",
-    "Entry",
-    "Figures",
-    "Key",
-    "Measurement",
-    "NotMeasured",
-    "Table",
-    "address",
-    "geometric_mean",
-    "parsed",
-    "plain",
-    "this_host",
-    "write_entry",
-]
-
 KIND = "measurements"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -29,8 +29,6 @@ from interposer._selection.measured_table import (
     this_host,
 )
 
-__all__ = ["Measurements", "torch_version"]
-
 Accepted = Callable[[], Sequence[Candidate]]
 
 

@@ -25,8 +25,6 @@ from interposer._plugins.registration import per_registry
 from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.select import select
 
-__all__ = ["Placement", "current_platform", "place", "unless_explicit"]
-
 _REQUEST = Request("platform", "")
 
 

@@ -13,8 +13,6 @@ from interposer._contract.platform import Placement
 from interposer._plugins.registry import current_registry
 from interposer._selection.resolver import Resolver
 
-__all__ = ["Planned", "planned"]
-
 
 @runtime_checkable
 class Planned(Protocol):

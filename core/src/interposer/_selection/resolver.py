@@ -40,8 +40,6 @@ from interposer._selection.measurements import Measurements
 from interposer._selection.select import acceptable, select
 from interposer._selection.tied_weights import form_of, judge_lookup, judge_product
 
-__all__ = ["Resolver"]
-
 _log = logging.getLogger("interposer")
 
 P = ParamSpec("P")

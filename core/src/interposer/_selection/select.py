@@ -18,8 +18,6 @@ from interposer._contract.errors import ConfigError, NoCandidateError, UnknownNa
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 
-__all__ = ["acceptable", "select"]
-
 _FREE = Policy()
 _UNMEASURED = (1, 0.0)
 

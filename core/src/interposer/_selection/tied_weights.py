@@ -7,8 +7,6 @@ from collections.abc import Collection
 from interposer._contract.choice import Candidate, Choice
 from interposer._contract.verdict import Verdict
 
-__all__ = ["Form", "form_of", "judge_lookup", "judge_product"]
-
 Form = tuple[str, str]
 """Who provides what holds a table, and the name of the form in which it does."""
 

@@ -18,8 +18,6 @@ from interposer._contract.errors import FOREIGN_ERRORS, described
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
 
-__all__ = ["API_RANGE", "API_VERSION", "check_api", "check_requirements"]
-
 API_VERSION = "1.0"
 """The version of what plugins see: records, hooks and base classes.
 

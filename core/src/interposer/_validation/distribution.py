@@ -20,8 +20,6 @@ from packaging.version import InvalidVersion, Version
 
 from interposer._config.storage import checksum
 
-__all__ = ["STANDARD", "Distribution", "Metadata", "read_distribution"]
-
 STANDARD = frozenset(
     {
         "interposer",

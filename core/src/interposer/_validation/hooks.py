@@ -13,8 +13,6 @@ from interposer import hookspecs
 from interposer._contract.errors import FOREIGN_ERRORS, RecordError, nearest_first
 from interposer._validation.records import MOST_RECORDS
 
-__all__ = ["declared_records", "hook_names", "register_hooks"]
-
 _PREFIX = "interposer_"
 _MARK = "interposer_impl"  # what ``hookimpl`` leaves on a function
 _KNOWN: dict[str, list[str]] = {

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from interposer._contract.errors import nearest_first
 
-__all__ = ["check_import_string", "is_loaded"]
-
 # A module that uses one of these may define names that its source does not show.
 _DYNAMIC = frozenset(
     {"__getattr__", "__path__", "eval", "exec", "globals", "locals", "setattr", "vars"}

@@ -32,15 +32,6 @@ from interposer._validation.import_string import check_import_string, is_loaded
 if TYPE_CHECKING:
     from interposer._contract.layer import PluggableLayer
 
-__all__ = [
-    "MOST_RECORDS",
-    "NAME_LIMIT",
-    "check_classes",
-    "check_facts",
-    "check_records",
-    "plain_name",
-]
-
 MOST_RECORDS = 1_000
 """How many records one plugin may declare."""
 

@@ -16,8 +16,6 @@ from safetensors import SafetensorError, safe_open
 
 from interposer.errors import CheckpointError
 
-__all__ = ["Checkpoint", "reading"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Up to the first number: what follows belongs to one block.

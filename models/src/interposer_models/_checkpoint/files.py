@@ -16,8 +16,6 @@ from interposer.records import CheckpointEntry
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._tokenizer import TextTokenizer
 
-__all__ = ["config_source", "open_checkpoint", "tokenizer_of"]
-
 
 def open_checkpoint(
     path: str | Path, config: Config

@@ -18,8 +18,6 @@ from interposer.errors import CheckpointError
 from interposer_models._checkpoint.tensor_places import TensorPlace
 from interposer_ops.devices import host_memory
 
-__all__ = ["Filling", "LayerGroup", "State", "groups_of"]
-
 State = dict[str, Any]
 """Attributes of a layer by name, without what every module has besides its parameters."""
 

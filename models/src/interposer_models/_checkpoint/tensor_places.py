@@ -12,8 +12,6 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["TensorPlace", "absent_biases", "places_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:

@@ -13,8 +13,6 @@ import torch
 from interposer_models._checkpoint.layer_group import LayerGroup, State
 from interposer_ops.quantized_linear import CodedProduct
 
-__all__ = ["Renewal"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 # Kinds of which equal ones are as good as the same one.

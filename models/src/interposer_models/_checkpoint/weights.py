@@ -14,8 +14,6 @@ from interposer_models._checkpoint.tensor_places import absent_biases, places_of
 from interposer_models._checkpoint.weight_update import Renewal
 from interposer_ops.devices import host_memory
 
-__all__ = ["Progress", "Weights"]
-
 Progress = Callable[[int], None]
 """Told the bytes of every tensor that was placed."""
 

@@ -19,8 +19,6 @@ from interposer.errors import (
 from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from interposer_ops.rotary import rotary_frequencies
 
-__all__ = ["ARCHITECTURES", "DecoderConfig", "Mixture", "Traits"]
-
 # Far above any model; a product of two still fits a tensor.
 Positive = Annotated[int, Field(gt=0, le=2**24)]
 _LARGEST_TENSOR = 2**48

@@ -22,8 +22,6 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_ops.rotary import rotary_table
 
-__all__ = ["CausalLM"]
-
 _FIRST_POSITIONS = 4096
 
 

@@ -12,8 +12,6 @@ from interposer import ExpertsSpec, Site
 from interposer_models._decoder.config import DecoderConfig, Mixture
 from interposer_ops.layers.experts import Experts, Router
 
-__all__ = ["MixtureMLP"]
-
 
 class MixtureMLP(nn.Module):
     """A router and the experts that it sends tokens to."""

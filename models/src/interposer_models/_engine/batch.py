@@ -11,8 +11,6 @@ import torch
 from interposer import AttentionBatch
 from interposer_models._engine.scheduler import Chunk
 
-__all__ = ["StepBatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

@@ -14,8 +14,6 @@ from interposer_models._engine.graph_batch import GraphBatch
 from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
 from interposer_ops.devices.graphs import judge_compilation
 
-__all__ = ["Capture", "DecodeGraphs", "Step"]
-
 Step = Callable[[StepBatch], torch.Tensor]
 """From a batch to a row of results per token."""
 

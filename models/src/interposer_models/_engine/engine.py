@@ -23,8 +23,6 @@ from interposer_models._engine.sequence import Sequence
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 
-__all__ = ["Engine", "Event"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

@@ -15,8 +15,6 @@ from interposer.errors import ConfigError
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.graph_buckets import Bucket
 
-__all__ = ["GraphBatch"]
-
 
 class GraphBatch:
     """One bucket's inputs at addresses that never change.

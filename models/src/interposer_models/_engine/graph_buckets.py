@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from interposer.errors import ConfigError
 
-__all__ = ["Bucket", "GraphBuckets"]
-
 _FIRST_WIDTH = 64
 _WIDER = 4
 

@@ -6,8 +6,6 @@ import heapq
 
 from interposer.errors import RequestError
 
-__all__ = ["PagePool"]
-
 
 class PagePool:
     """Hands out pages, lowest number first, so that a lone sequence lies in one run of memory."""

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
 
-__all__ = ["SamplingParams"]
-
 _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 
 # Each description says in an error what is allowed.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sequence import Sequence
 
-__all__ = ["Chunk", "Scheduler"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -7,8 +7,6 @@ from typing import Literal
 
 from interposer_models._engine.sampling_params import SamplingParams
 
-__all__ = ["FinishReason", "Sequence"]
-
 FinishReason = Literal["stop", "length", "cancelled"]
 
 

@@ -25,8 +25,6 @@ from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing import SecondMoments
 
-__all__ = ["CalibratedBlocks"]
-
 Rounder = Callable[[Mapping[str, torch.Tensor], torch.Tensor], list[torch.Tensor]]
 """Of the weights ``[O, I]`` of layers that run as one product, by name, and the second moments of
 their inputs ``[I, I]``, returns the float32 weights that they stand for once they are quantized."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from interposer.errors import ConfigError
 from interposer_models._tokenizer import TextTokenizer
 
-__all__ = ["calibration_sequences"]
-
 _MOST_SEQUENCES = 128
 _MOST_TOKENS = 2048
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from interposer_models._quantizing.quantizer import Quantized
     from interposer_models._quantizing.rounded_layers import Progress
 
-__all__ = ["quantize"]
-
 
 def quantize(
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],

@@ -15,8 +15,6 @@ from interposer_models._quantizing.shard_file import DTYPE_NAMES, ShardFile, lay
 from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_models._quantizing.work_folder import WorkFolder
 
-__all__ = ["CopyWriter"]
-
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ckpt")
 

@@ -14,8 +14,6 @@ from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing import WeightFormat
 
-__all__ = ["Layer", "check_groups", "layers_of", "mixture_patterns", "selected"]
-
 _REGEX = "re:"
 _MOST_NAMED = 8
 

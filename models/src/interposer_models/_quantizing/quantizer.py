@@ -27,8 +27,6 @@ from interposer_models._quantizing.work_folder import WorkFolder
 from interposer_models._tokenizer import TextTokenizer
 from interposer_quantization.writing import quantization_config, weight_format
 
-__all__ = ["Quantized", "quantize"]
-
 
 @dataclass(frozen=True, slots=True)
 class Quantized:

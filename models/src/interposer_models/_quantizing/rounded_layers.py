@@ -20,8 +20,6 @@ from interposer_quantization.writing import (
     tensor_peak,
 )
 
-__all__ = ["Progress", "RoundedLayers"]
-
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done and how much there is."""
 

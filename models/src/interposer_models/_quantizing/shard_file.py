@@ -19,8 +19,6 @@ import torch
 
 from interposer.errors import StorageError
 
-__all__ = ["DTYPE_NAMES", "ShardFile", "layout_bytes", "write_shard"]
-
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

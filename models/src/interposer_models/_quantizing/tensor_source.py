@@ -11,8 +11,6 @@ from safetensors import safe_open
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.checkpoint import reading
 
-__all__ = ["StoredTensor", "TensorSource", "read_file"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

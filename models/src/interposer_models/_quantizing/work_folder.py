@@ -16,8 +16,6 @@ from typing import Any
 from interposer.errors import StorageError
 from interposer.tooling import write_text
 
-__all__ = ["WorkFolder"]
-
 _MANIFEST = "manifest.json"
 
 

@@ -30,19 +30,6 @@ from interposer_ops._triton.build import Build
 from interposer_ops._triton.builds import BUILDS
 from interposer_ops._triton.parameters import assumed
 
-__all__ = [
-    "TARGETS",
-    "Launch",
-    "Report",
-    "Target",
-    "all_reports",
-    "build_reports",
-    "compiled",
-    "launches",
-    "reports",
-    "table",
-]
-
 
 @dataclass(frozen=True)
 class Target:

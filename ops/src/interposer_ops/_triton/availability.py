@@ -9,18 +9,6 @@ from pathlib import Path
 
 from interposer import Request, Verdict
 
-__all__ = [
-    "INTERPRETER",
-    "LEAST_VERSION",
-    "MOST_SPLIT_ROWS",
-    "judge",
-    "judge_fp8",
-    "judge_integers",
-    "judge_operands",
-    "judge_package",
-    "judge_split",
-]
-
 LEAST_VERSION = (3, 6)
 """The oldest triton that the kernels are written for, as major and minor."""
 

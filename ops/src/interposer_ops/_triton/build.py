@@ -10,8 +10,6 @@ import torch
 
 from interposer import Dims
 
-__all__ = ["Build", "meta"]
-
 
 @dataclass(frozen=True)
 class Build:

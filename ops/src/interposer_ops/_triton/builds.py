@@ -13,8 +13,6 @@ from pathlib import Path
 from interposer_ops._records import triton_kernels
 from interposer_ops._triton.build import Build
 
-__all__ = ["BUILDS"]
-
 _MODULES = sorted({kernel.target.partition(":")[0] for kernel in triton_kernels()})
 _PACKAGE = Path(__file__).parents[1]
 _MODULES += [

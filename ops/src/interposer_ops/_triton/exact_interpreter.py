@@ -31,8 +31,6 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-__all__ = ["ExactBuilder", "make_exact"]
-
 _NARROW = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from interposer_ops._triton.parameters import architecture, per_device
 
-__all__ = ["Operands", "decoded", "operands"]
-
 _OCP = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 

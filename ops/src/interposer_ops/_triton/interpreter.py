@@ -19,8 +19,6 @@ import torch
 from interposer import Capability, Device, Memory, Platform, Verdict
 from interposer_ops._triton.availability import INTERPRETER, judge_package
 
-__all__ = ["InterpreterPlatform"]
-
 
 class InterpreterPlatform(Platform):
     """One device that interprets Triton kernels over tensors in host memory."""

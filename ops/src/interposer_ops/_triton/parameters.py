@@ -32,17 +32,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from interposer.errors import ConfigError, UnknownNameError
 
-__all__ = [
-    "ARCHITECTURES",
-    "Parameters",
-    "architecture",
-    "assumed",
-    "parameters_for",
-    "per_device",
-    "table_of",
-    "tuned_kernels",
-]
-
 ARCHITECTURES = (
     "default",
     "interpreter",

@@ -8,8 +8,6 @@ import triton.language as tl
 
 from interposer_ops._triton.small_floats import clamped, to_fp8
 
-__all__ = ["divided", "quantized", "rounded"]
-
 
 @triton.jit
 def divided(value, divisor):

@@ -9,8 +9,6 @@ import triton
 
 from interposer_ops._triton.parameters import parameters_for, per_device
 
-__all__ = ["RowTile", "as_rows", "row_tile"]
-
 
 class RowTile(NamedTuple):
     """Rows and columns of one program, and how it is compiled.

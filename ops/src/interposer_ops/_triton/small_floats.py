@@ -20,18 +20,6 @@ import triton.language as tl
 
 from interposer_ops._triton.parameters import architecture, per_device
 
-__all__ = [
-    "Fp8Format",
-    "clamped",
-    "e2m1_codes",
-    "e2m1_numbers",
-    "fp8_codes",
-    "fp8_format",
-    "fp8_memory",
-    "to_fp8",
-    "unpacked",
-]
-
 
 class Fp8Format(NamedTuple):
     """An 8-bit float.

@@ -12,19 +12,6 @@ from torch.nn import functional
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = [
-    "fatrelu_and_mul",
-    "gelu",
-    "gelu_and_mul",
-    "mul_and_silu",
-    "quick_gelu",
-    "relu2",
-    "relu2_and_mul",
-    "silu_and_mul",
-    "swiglu_clamped_and_mul",
-    "swiglu_oai_and_mul",
-]
-
 _ACTIVATIONS_CASES = "interposer_ops.activations._activations_cases"
 _GATED_ACTIVATIONS_CASES = "interposer_ops.activations._gated_activations_cases"
 

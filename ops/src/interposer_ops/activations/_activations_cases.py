@@ -12,18 +12,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, peak, uniform
 
-__all__ = [
-    "EXTREMES",
-    "FORMS",
-    "SHAPES",
-    "gelu_cases",
-    "gelu_sample",
-    "quick_gelu_cases",
-    "quick_gelu_sample",
-    "relu2_cases",
-    "relu2_sample",
-]
-
 SHAPES = {
     "many rows": (33, 128),
     "one row": (1, 64),

@@ -10,19 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = [
-    "fatrelu_and_mul_triton",
-    "gelu_and_mul_triton",
-    "gelu_triton",
-    "mul_and_silu_triton",
-    "quick_gelu_triton",
-    "relu2_and_mul_triton",
-    "relu2_triton",
-    "silu_and_mul_triton",
-    "swiglu_clamped_and_mul_triton",
-    "swiglu_oai_and_mul_triton",
-]
-
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 

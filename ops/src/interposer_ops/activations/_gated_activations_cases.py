@@ -13,23 +13,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.activations._activations_cases import EXTREMES, FORMS, SHAPES
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, peak, uniform
 
-__all__ = [
-    "fatrelu_and_mul_cases",
-    "fatrelu_and_mul_sample",
-    "gelu_and_mul_cases",
-    "gelu_and_mul_sample",
-    "mul_and_silu_cases",
-    "mul_and_silu_sample",
-    "relu2_and_mul_cases",
-    "relu2_and_mul_sample",
-    "silu_and_mul_cases",
-    "silu_and_mul_sample",
-    "swiglu_clamped_and_mul_cases",
-    "swiglu_clamped_and_mul_sample",
-    "swiglu_oai_and_mul_cases",
-    "swiglu_oai_and_mul_sample",
-]
-
 # A kernel that compares with less or equal differs from one that compares with less at 0.5, and the
 # threshold is one of every float type.
 _NEAR_THRESHOLD = (-1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 0.50390625, 0.75, 2.0)

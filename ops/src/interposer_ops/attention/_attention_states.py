@@ -7,8 +7,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["merge_attention_states"]
-
 _CASES = "interposer_ops.attention._attention_states_cases"
 
 

@@ -7,8 +7,6 @@ import torch
 from interposer import Case, Dims
 from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
-__all__ = ["merge_attention_states_cases", "merge_attention_states_sample"]
-
 _SHAPES = {
     "": (5, 4, 32),
     "one token": (1, 4, 64),

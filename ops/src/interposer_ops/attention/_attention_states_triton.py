@@ -10,8 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
-__all__ = ["merge_attention_states_triton"]
-
 
 @triton_kernel("merge_attention_states")
 def merge_attention_states_triton(

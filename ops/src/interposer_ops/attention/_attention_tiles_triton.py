@@ -14,8 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LN2", "LOG2E", "joined", "quotient", "scored", "seen", "seen_by_all", "seen_by_any"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["attend", "cached", "padded", "positions_of", "unpadded"]
-
 
 def attend(
     queries: torch.Tensor,

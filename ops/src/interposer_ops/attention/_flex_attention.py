@@ -40,8 +40,6 @@ from interposer_ops.caches._fp8_cache import gather_cache_fp8
 from interposer_ops.caches._int8_cache import gather_cache_int8
 from interposer_ops.caches._kv_cache import gather_cache
 
-__all__ = ["FlexBackend"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _LEAST_HEAD = 16

@@ -12,8 +12,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from interposer import AttentionBatch
 
-__all__ = ["FlexPlan", "make_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class FlexPlan:

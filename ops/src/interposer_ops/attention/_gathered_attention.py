@@ -17,8 +17,6 @@ import torch
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
 from interposer_ops.caches._paged_slots import cumulated, read_slots
 
-__all__ = ["GatheredBackend", "GatheredStep", "window_ends"]
-
 
 @dataclass(frozen=True, slots=True)
 class GatheredStep:

@@ -9,8 +9,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP16, _FP32, _INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _NO_E4M3 = frozenset({"sm_75", "sm_80"})

@@ -17,8 +17,6 @@ from interposer_ops.caches._paging_cases import attention_dims, caches
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 from interposer_testing.workload import typical_sequences
 
-__all__ = ["cache_dtype_name", "paged_attention_cases", "paged_attention_sample"]
-
 _WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # of samples; the dims do not tell how large they are
 _PREFIX_TOKENS = 64  # of samples
 

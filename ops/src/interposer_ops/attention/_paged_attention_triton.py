@@ -30,8 +30,6 @@ from interposer_ops.attention._attention_tiles_triton import (
 from interposer_ops.attention._paged_keys_triton import over_keys, paged_tile
 from interposer_ops.attention._paged_parts_triton import mix_parts
 
-__all__ = ["paged_attention_triton"]
-
 
 @triton_kernel("paged_attention", judge="judge_fp8", batch_invariant=False)
 def paged_attention_triton(

@@ -15,8 +15,6 @@ import triton.language as tl
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.attention._attention_tiles_triton import joined, scored, seen
 
-__all__ = ["LEAST_SIDE", "PagedTile", "over_keys", "paged_tile"]
-
 LEAST_SIDE = 16
 """The least elements of each side of what tl.dot multiplies."""
 

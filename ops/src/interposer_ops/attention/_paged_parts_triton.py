@@ -16,8 +16,6 @@ from interposer_ops._triton.parameters import parameters_for
 from interposer_ops.attention._attention_tiles_triton import LOG2E
 from interposer_ops.attention._paged_keys_triton import LEAST_SIDE, over_keys, paged_tile
 
-__all__ = ["mix_parts"]
-
 
 def mix_parts(
     query: torch.Tensor,

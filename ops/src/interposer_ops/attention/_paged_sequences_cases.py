@@ -11,8 +11,6 @@ import torch
 
 from interposer_ops.caches._paging_cases import SPARE_PAGES, scattered, starts_of
 
-__all__ = ["LENGTHS", "Lengths", "Paged", "paged"]
-
 
 @dataclass(frozen=True)
 class Lengths:

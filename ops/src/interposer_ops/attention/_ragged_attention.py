@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import attend, padded, unpadded
 
-__all__ = ["ragged_attention", "ragged_attention_with_lse"]
-
 _CASES = "interposer_ops.attention._ragged_attention_cases"
 
 

@@ -9,8 +9,6 @@ import torch
 from interposer import Dims
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _TOKENS = 4096
 
 

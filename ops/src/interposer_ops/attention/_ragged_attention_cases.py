@@ -16,8 +16,6 @@ from interposer_ops._case_pruning import combined
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 
-__all__ = ["ragged_attention_cases", "ragged_attention_sample"]
-
 Sequences = tuple[tuple[int, int], ...]
 
 _WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # of samples; the dims do not tell how large they are

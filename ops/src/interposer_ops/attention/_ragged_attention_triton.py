@@ -26,8 +26,6 @@ from interposer_ops.attention._attention_tiles_triton import (
     seen_by_any,
 )
 
-__all__ = ["ragged_attention_triton", "ragged_attention_with_lse_triton"]
-
 _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 
 

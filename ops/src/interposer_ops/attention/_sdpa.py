@@ -23,8 +23,6 @@ from interposer import (
 )
 from interposer_ops.attention._sdpa_plan import Decodes, Plan, Prompt, make_plan
 
-__all__ = ["SdpaBackend"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -12,8 +12,6 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec
 
-__all__ = ["Decodes", "Plan", "Prompt", "make_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

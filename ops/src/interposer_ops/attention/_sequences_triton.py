@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["context_of", "sequence_of"]
-
 _AT_ONCE = tl.constexpr(256)  # starts that are compared with a token
 
 

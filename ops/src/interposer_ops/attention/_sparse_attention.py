@@ -13,8 +13,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import cached, positions_of
 
-__all__ = ["indexer_scores", "indexer_topk"]
-
 _CASES = "interposer_ops.attention._sparse_attention_cases"
 
 

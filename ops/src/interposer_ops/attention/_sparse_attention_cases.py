@@ -18,13 +18,6 @@ from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, pa
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, uniform
 from interposer_testing.workload import typical_sequences
 
-__all__ = [
-    "indexer_scores_cases",
-    "indexer_scores_sample",
-    "indexer_topk_cases",
-    "indexer_topk_sample",
-]
-
 _HEADS = {
     "": (4, 32),
     "one head": (1, 32),

@@ -17,8 +17,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.attention._sequences_triton import context_of, sequence_of
 
-__all__ = ["indexer_scores_triton"]
-
 _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the second axis of a grid
 

@@ -14,8 +14,6 @@ from interposer_ops.caches._fp8_cache import reshape_and_cache_fp8
 from interposer_ops.caches._int8_cache import reshape_and_cache_int8
 from interposer_ops.caches._kv_cache import reshape_and_cache
 
-__all__ = ["CacheWriter"]
-
 # The dims of ``reshape_and_cache``, and those of the ops that round which a spec knows.
 _WRITTEN = ("num_heads", "num_kv_heads", "head_size", "page_size", "windowed", "softcapped")
 _ROUNDED = ("num_kv_heads", "head_size", "page_size")

@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.caches._kv_cache import gathered_rows
 
-__all__ = ["gather_cache_fp8", "reshape_and_cache_fp8"]
-
 _CASES = "interposer_ops.caches._fp8_cache_cases"
 
 

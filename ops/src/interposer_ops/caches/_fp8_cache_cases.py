@@ -17,13 +17,6 @@ from interposer_ops.caches._kv_cache_cases import (
 from interposer_ops.caches._paging_cases import caches
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
-__all__ = [
-    "gather_cache_fp8_cases",
-    "gather_cache_fp8_sample",
-    "reshape_and_cache_fp8_cases",
-    "reshape_and_cache_fp8_sample",
-]
-
 _DTYPES = {"": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SCALES = {"": False, "scale per head": True}
 _HEADS = {"": (2, 64), "odd sizes": (3, 20), "one kv head": (1, 128)}

@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.caches._kv_cache import gathered_rows
 
-__all__ = ["gather_cache_int8", "reshape_and_cache_int8"]
-
 _CASES = "interposer_ops.caches._int8_cache_cases"
 
 

@@ -18,13 +18,6 @@ from interposer_ops.caches._paging_cases import caches
 from interposer_ops.quantizers._quantizer_inputs_cases import clear_of_boundaries, signed_choice
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
-__all__ = [
-    "gather_cache_int8_cases",
-    "gather_cache_int8_sample",
-    "reshape_and_cache_int8_cases",
-    "reshape_and_cache_int8_sample",
-]
-
 _SCALES = {"": False, "scale per head": True}
 _HEADS = {"": (2, 64), "odd sizes": (3, 20), "one kv head": (1, 128)}
 _PAGE_SIZES = {"": 16, "page of one": 1, "page of 12": 12}

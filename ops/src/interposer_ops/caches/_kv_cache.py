@@ -11,8 +11,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["copy_pages", "gather_cache", "gathered_rows", "reshape_and_cache", "slots_of_positions"]
-
 _CASES = "interposer_ops.caches._kv_cache_cases"
 
 

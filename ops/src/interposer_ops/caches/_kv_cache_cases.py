@@ -13,24 +13,6 @@ from interposer_ops.caches._paging_cases import SPARE_PAGES, attention_dims, cac
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 from interposer_testing.workload import typical_sequences
 
-__all__ = [
-    "BATCHES",
-    "HEADS",
-    "PAGE_SIZES",
-    "TOKENS",
-    "cache_dims",
-    "copy_pages_cases",
-    "gather_cache_cases",
-    "gather_cache_sample",
-    "gathering",
-    "reshape_and_cache_cases",
-    "reshape_and_cache_sample",
-    "slots_of_positions_cases",
-    "slots_of_positions_sample",
-    "step_slots",
-    "typical_gathering",
-]
-
 FP8 = torch.float8_e4m3fn
 HEADS = {  # K, D
     "": (2, 64),

@@ -24,14 +24,6 @@ from interposer_ops._triton.small_floats import (
     to_fp8,
 )
 
-__all__ = [
-    "copy_pages_triton",
-    "gather_cache_fp8_triton",
-    "gather_cache_triton",
-    "reshape_and_cache_fp8_triton",
-    "reshape_and_cache_triton",
-]
-
 _UNSCALED = Fp8Format(0, 0, False, 0.0)  # nothing is rounded, so no figure of it is read
 # Copied as whole numbers, whatever they stand for: every GPU knows these.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

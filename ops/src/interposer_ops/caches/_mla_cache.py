@@ -10,8 +10,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["write_latent_cache"]
-
 _CASES = "interposer_ops.caches._mla_cache_cases"
 
 

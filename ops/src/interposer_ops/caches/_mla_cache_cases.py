@@ -8,8 +8,6 @@ from interposer import Case, Dims
 from interposer_ops.caches._kv_cache_cases import PAGE_SIZES, TOKENS, step_slots
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = ["write_latent_cache_cases", "write_latent_cache_sample"]
-
 _SIZES = {  # C, R
     "": (128, 64),
     "of DeepSeek-V3": (512, 64),

@@ -10,8 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
-__all__ = ["write_latent_cache_triton"]
-
 
 @triton_kernel("write_latent_cache")
 def write_latent_cache_triton(

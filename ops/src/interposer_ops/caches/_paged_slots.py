@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["cumulated", "read_slots"]
-
 
 def cumulated(lengths: torch.Tensor) -> torch.Tensor:
     """Return ``[B + 1]`` int32 starts of parts of ``lengths`` ``[B]``, and where the last ends."""

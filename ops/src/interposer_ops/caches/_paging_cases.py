@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SPARE_PAGES", "attention_dims", "caches", "scattered", "starts_of"]
-
 SPARE_PAGES = 3
 
 

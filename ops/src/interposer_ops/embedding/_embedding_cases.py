@@ -8,14 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = [
-    "TOKENS",
-    "embedding_cases",
-    "embedding_sample",
-    "vocab_parallel_embedding_cases",
-    "vocab_parallel_embedding_sample",
-]
-
 _TABLES = {  # V, H
     "": (200, 128),
     "odd width": (7, 33),

@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-__all__ = ["w4a16_embedding", "w8a16_embedding"]
-
 _CASES = "interposer_ops.embedding._quantized_embedding_cases"
 
 _MIDDLE = 8

@@ -11,13 +11,6 @@ from interposer_ops.embedding._embedding_cases import TOKENS
 from interposer_ops.quantizers._small_floats import pack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, uniform
 
-__all__ = [
-    "w4a16_embedding_cases",
-    "w4a16_embedding_sample",
-    "w8a16_embedding_cases",
-    "w8a16_embedding_sample",
-]
-
 _W4_TABLES = {  # V, H, G
     "groups of 32": (200, 128, 32),
     "groups of 128": (70, 256, 128),

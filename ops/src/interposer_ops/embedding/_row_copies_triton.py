@@ -17,14 +17,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import RowTile, row_tile
 
-__all__ = [
-    "embedding_triton",
-    "pad_rows_triton",
-    "select_rows_triton",
-    "unpad_rows_triton",
-    "vocab_parallel_embedding_triton",
-]
-
 
 @triton_kernel("embedding")
 def embedding_triton(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["pad_rows", "select_rows", "unpad_rows"]
-
 _CASES = "interposer_ops.embedding._token_selection_cases"
 
 

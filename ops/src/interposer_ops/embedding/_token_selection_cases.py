@@ -14,8 +14,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = ["pad_rows_cases", "select_rows_cases", "select_rows_sample", "unpad_rows_cases"]
-
 _ROWS = {  # shape of a row
     "": (64,),
     "odd width": (65,),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Errors"]
-
 
 class Errors:
     """Bounds of what errors of numbers on the way are in the results, to the first order.

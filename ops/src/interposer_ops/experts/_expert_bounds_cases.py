@@ -17,20 +17,6 @@ from interposer import Case, Dims
 from interposer_ops.experts._expert_permutation_cases import random_experts
 from interposer_testing.cases import Point, peak
 
-__all__ = [
-    "ACTIVATIONS",
-    "EVEN_SHAPES",
-    "RANKS",
-    "Shape",
-    "Weights",
-    "bounded_case",
-    "evenly_routed",
-    "routed",
-    "sampled_case",
-    "shape_of",
-    "spread",
-]
-
 # Sizes that groups and blocks divide: T, H, I, E, K.
 EVEN_SHAPES = {
     "many tokens": (9, 64, 32, 6, 2),

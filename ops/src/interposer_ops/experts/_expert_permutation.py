@@ -13,8 +13,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["moe_align_blocks", "moe_permute", "moe_sum", "moe_unpermute"]
-
 _CASES = "interposer_ops.experts._expert_permutation_cases"
 
 

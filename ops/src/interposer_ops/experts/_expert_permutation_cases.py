@@ -8,17 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
-__all__ = [
-    "moe_align_blocks_cases",
-    "moe_permute_cases",
-    "moe_permute_sample",
-    "moe_sum_cases",
-    "moe_sum_sample",
-    "moe_unpermute_cases",
-    "moe_unpermute_sample",
-    "random_experts",
-]
-
 # T, E, K.
 _SHAPES = {
     "many tokens": (33, 16, 4),

@@ -18,14 +18,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = [
-    "moe_align_blocks_triton",
-    "moe_permute_triton",
-    "moe_sum_triton",
-    "moe_unpermute_triton",
-    "sum_of_slots",
-]
-
 
 @triton_kernel("moe_align_blocks", dtypes=("int32", "int64"))
 def moe_align_blocks_triton(

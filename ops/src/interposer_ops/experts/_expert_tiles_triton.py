@@ -9,9 +9,6 @@ import triton.language as tl
 
 from interposer_ops._triton.parameters import architecture, per_device
 
-__all__ = ["activated", "expert_tile", "load_weights", "scaled", "seen"]
-
-
 _BITS = {
     torch.float8_e4m3fn: "e4m3fn",
     torch.float8_e4m3fnuz: "e4m3fnuz",

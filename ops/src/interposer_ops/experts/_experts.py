@@ -15,16 +15,6 @@ from interposer.errors import RequestError
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-__all__ = [
-    "SWIGLU_ALPHA",
-    "SWIGLU_LIMIT",
-    "activated",
-    "fused_experts",
-    "fused_experts_fp8",
-    "fused_experts_mxfp4",
-    "fused_experts_w4a16",
-]
-
 _EXPERTS_CASES = "interposer_ops.experts._experts_cases"
 _EXPERTS_MXFP4_CASES = "interposer_ops.experts._experts_mxfp4_cases"
 

@@ -23,15 +23,6 @@ from interposer_ops.experts._expert_bounds_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal
 
-__all__ = [
-    "fused_experts_cases",
-    "fused_experts_fp8_cases",
-    "fused_experts_fp8_sample",
-    "fused_experts_sample",
-    "fused_experts_w4a16_cases",
-    "fused_experts_w4a16_sample",
-]
-
 # T, H, I, E, K.
 _SHAPES = {
     "many tokens": (17, 32, 16, 8, 2),

@@ -24,8 +24,6 @@ from interposer_ops.experts._expert_bounds_cases import (
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = ["fused_experts_mxfp4_cases", "fused_experts_mxfp4_sample"]
-
 # Powers of two that the scales of a matrix differ by.
 _EXPONENTS = {"": 3, "equal": 1, "far apart": 12}
 

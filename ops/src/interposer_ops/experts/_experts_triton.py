@@ -29,13 +29,6 @@ from interposer_ops.experts._expert_tiles_triton import (
     seen,
 )
 
-__all__ = [
-    "fused_experts_fp8_triton",
-    "fused_experts_mxfp4_triton",
-    "fused_experts_triton",
-    "fused_experts_w4a16_triton",
-]
-
 _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
 
 

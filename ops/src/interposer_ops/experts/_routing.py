@@ -8,8 +8,6 @@ from interposer import Tolerance
 from interposer.errors import RequestError
 from interposer_ops._declare import standard_op
 
-__all__ = ["grouped_topk", "topk_sigmoid", "topk_softmax"]
-
 _CASES = "interposer_ops.experts._routing_cases"
 
 _LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero

@@ -6,8 +6,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 BUILDS = (

@@ -17,15 +17,6 @@ from interposer import Case, Dims
 from interposer_ops.sampling._margins_cases import clear_rows
 from interposer_testing.cases import Axis, CaseSpace, Point
 
-__all__ = [
-    "grouped_topk_cases",
-    "grouped_topk_sample",
-    "topk_sigmoid_cases",
-    "topk_sigmoid_sample",
-    "topk_softmax_cases",
-    "topk_softmax_sample",
-]
-
 _STEP = 1 / 32
 _MARGIN = 1e-5  # of scores that are rounded by about 1e-7
 

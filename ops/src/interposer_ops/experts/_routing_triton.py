@@ -14,8 +14,6 @@ from interposer.errors import RequestError
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = ["grouped_topk_triton", "topk_sigmoid_triton", "topk_softmax_triton"]
-
 _LEAST_SUM = tl.constexpr(1e-20)  # keeps weights that are all zero from being divided by zero
 _SCORINGS = ("softmax", "sigmoid")
 

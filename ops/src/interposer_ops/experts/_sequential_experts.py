@@ -19,8 +19,6 @@ from interposer_ops.experts._experts import activated
 from interposer_ops.quantizers._mx_quantizers import MX_BLOCK_SIZE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-__all__ = ["fused_experts_in_turn", "fused_experts_mxfp4_in_turn"]
-
 # They wait for numbers of tokens, and hold less than the references.
 _in_turn = partial(
     standard_kernel,

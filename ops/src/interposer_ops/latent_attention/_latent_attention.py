@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
 
-__all__ = ["latent_attention_decode", "sparse_latent_attention"]
-
 _CASES = "interposer_ops.latent_attention._latent_attention_cases"
 
 

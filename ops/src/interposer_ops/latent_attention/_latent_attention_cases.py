@@ -18,13 +18,6 @@ from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, Pa
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 from interposer_testing.workload import typical_sequences
 
-__all__ = [
-    "latent_attention_decode_cases",
-    "latent_attention_decode_sample",
-    "sparse_latent_attention_cases",
-    "sparse_latent_attention_sample",
-]
-
 # Heads, latent size, rotary size.
 _HEADS = {
     "": (4, 32, 16),

@@ -23,8 +23,6 @@ from interposer_ops._triton.rows import row_tile
 from interposer_ops.attention._attention_tiles_triton import LOG2E, joined, quotient
 from interposer_ops.attention._sequences_triton import context_of, sequence_of
 
-__all__ = ["latent_attention_decode_triton", "sparse_latent_attention_triton"]
-
 _LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the last axis of a grid
 

@@ -18,8 +18,6 @@ from interposer_ops.experts._error_propagation_cases import Errors
 from interposer_ops.layers.attention import Attention
 from interposer_testing.cases import LayerCase, OfLayer, Placed, normal
 
-__all__ = ["Step", "attended", "attention_layers", "spec_at"]
-
 
 def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
     """Yield prompts, chunks and decoding; backends have trials of their own for all the rest."""

@@ -21,21 +21,6 @@ from interposer_ops.norms._norms_cases import norm_weight
 from interposer_ops.rotary._rotary import rotary_embedding
 from interposer_testing.cases import ORDINARY, LayerCase, Placed, normal, peak, planned_cases
 
-__all__ = [
-    "activation_layers",
-    "embedding_layers",
-    "experts_layers",
-    "few_cases",
-    "gated_mlp_layers",
-    "linear_layers",
-    "lm_head_layers",
-    "merged_linear_layers",
-    "rms_norm_layers",
-    "rotary_embedding_layers",
-    "router_layers",
-    "self_attention_layers",
-]
-
 _GELU_NAMES = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 
 

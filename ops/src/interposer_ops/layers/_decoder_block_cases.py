@@ -25,8 +25,6 @@ from interposer_ops.norms._norms_cases import norm_weight
 from interposer_ops.rotary._rotary import rotated_halves
 from interposer_testing.cases import LayerCase, OfLayer, normal
 
-__all__ = ["decoder_block_layers"]
-
 _EPS = 1e-6
 _GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}
 

@@ -15,8 +15,6 @@ from interposer_ops.sampling._margins_cases import clearly_won
 from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 from interposer_testing.cases import LayerCase, OfLayer
 
-__all__ = ["sampler_layers"]
-
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seeds", "steps")
 
 

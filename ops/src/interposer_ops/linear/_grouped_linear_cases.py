@@ -14,13 +14,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal
 
-__all__ = [
-    "batched_linear_cases",
-    "batched_linear_sample",
-    "grouped_linear_cases",
-    "grouped_linear_sample",
-]
-
 _GROUPS = {
     "several groups": [5, 9, 1, 16, 3],
     "empty groups": [0, 7, 0, 0, 4, 0],

@@ -8,8 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak, uniform
 
-__all__ = ["linear_cases", "linear_sample"]
-
 _ROWS = {  # shape of x without its last dimension
     "many rows": (33,),
     "one row": (1,),

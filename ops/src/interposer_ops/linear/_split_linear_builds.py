@@ -10,8 +10,6 @@ import torch
 from interposer import Dims
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _E4M3, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 # What the records refuse.

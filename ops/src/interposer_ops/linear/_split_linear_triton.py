@@ -27,8 +27,6 @@ from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear import _scaled_linear_triton as scaled_linear
 from interposer_ops.quantized_linear._linear_tiles_triton import product, stored
 
-__all__ = ["fp8_linear_split", "linear_split"]
-
 _JOINED = 1024  # outputs of a program that adds parts
 
 

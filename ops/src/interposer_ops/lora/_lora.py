@@ -10,8 +10,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["lora_expand", "lora_shrink"]
-
 _CASES = "interposer_ops.lora._lora_cases"
 
 

@@ -11,13 +11,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak
 
-__all__ = [
-    "lora_expand_cases",
-    "lora_expand_sample",
-    "lora_shrink_cases",
-    "lora_shrink_sample",
-]
-
 _TOKENS = {  # the adapters of some rows in turn, -1 for none; A is 3
     "adapters in turn": ([0, -1, 2, 1, 2], 23),
     "one token": ([1], 1),

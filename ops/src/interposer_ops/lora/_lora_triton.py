@@ -16,8 +16,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 
-__all__ = ["lora_expand_triton", "lora_shrink_triton"]
-
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 

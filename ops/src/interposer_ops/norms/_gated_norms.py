@@ -8,8 +8,6 @@ from torch.nn import functional
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["gated_rms_norm"]
-
 _CASES = "interposer_ops.norms._gated_norms_cases"
 
 

@@ -12,8 +12,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.norms._norms_cases import norm_weight, rms_peak
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
-__all__ = ["gated_rms_norm_cases", "gated_rms_norm_sample"]
-
 _EPS = 1e-5
 _TOKENS = {"": (17,), "one row": (1,), "three dimensions": (2, 3), "no rows": (0,)}
 # Hidden size and group size.

@@ -7,8 +7,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["l2_norm", "qk_norm"]
-
 _CASES = "interposer_ops.norms._head_norms_cases"
 
 

@@ -9,8 +9,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.norms._norms_cases import norm_weight, rms_peak
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
-__all__ = ["l2_norm_cases", "l2_norm_sample", "qk_norm_cases", "qk_norm_sample"]
-
 _EPS = 1e-6
 _TOKENS = {"": 9, "one token": 1, "no tokens": 0}
 _HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (5, 1)}

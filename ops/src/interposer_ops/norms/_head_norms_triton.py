@@ -13,8 +13,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = ["gated_rms_norm_triton", "l2_norm_triton", "qk_norm_triton"]
-
 
 @triton_kernel("qk_norm")
 def qk_norm_triton(

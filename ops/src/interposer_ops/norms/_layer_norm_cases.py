@@ -11,8 +11,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.norms._norms_cases import norm_weight
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
-__all__ = ["layer_norm_cases", "layer_norm_sample"]
-
 _SHAPES = {
     "one row": (1, 64),
     "many rows": (33, 256),

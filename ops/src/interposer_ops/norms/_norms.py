@@ -10,14 +10,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = [
-    "fused_add_gemma_rms_norm",
-    "fused_add_rms_norm",
-    "gemma_rms_norm",
-    "layer_norm",
-    "rms_norm",
-]
-
 _NORMS_CASES = "interposer_ops.norms._norms_cases"
 _LAYER_NORM_CASES = "interposer_ops.norms._layer_norm_cases"
 

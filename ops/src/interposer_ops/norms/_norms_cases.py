@@ -11,19 +11,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
-__all__ = [
-    "fused_add_gemma_rms_norm_cases",
-    "fused_add_gemma_rms_norm_sample",
-    "fused_add_rms_norm_cases",
-    "fused_add_rms_norm_sample",
-    "gemma_rms_norm_cases",
-    "gemma_rms_norm_sample",
-    "norm_weight",
-    "rms_norm_cases",
-    "rms_norm_sample",
-    "rms_peak",
-]
-
 _SHAPES = {
     "one row": (1, 64),
     "many rows": (33, 256),

@@ -10,14 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = [
-    "fused_add_gemma_rms_norm_triton",
-    "fused_add_rms_norm_triton",
-    "gemma_rms_norm_triton",
-    "layer_norm_triton",
-    "rms_norm_triton",
-]
-
 
 @triton_kernel("rms_norm")
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -7,8 +7,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["rms_norm_quantize_fp8"]
-
 _CASES = "interposer_ops.norms._quantized_norms_cases"
 
 

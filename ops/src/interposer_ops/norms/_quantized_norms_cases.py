@@ -13,8 +13,6 @@ from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.norms._norms_cases import norm_weight
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = ["rms_norm_quantize_fp8_cases", "rms_norm_quantize_fp8_sample"]
-
 _EPS = 1e-5
 _SHAPES = {
     "many rows": (33, 256),

@@ -12,8 +12,6 @@ from interposer_ops._triton.rounding import quantized
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import fp8_format, fp8_memory
 
-__all__ = ["rms_norm_quantize_fp8_triton"]
-
 
 @triton_kernel("rms_norm_quantize_fp8")
 def rms_norm_quantize_fp8_triton(

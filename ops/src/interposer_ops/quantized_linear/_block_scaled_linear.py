@@ -14,8 +14,6 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-__all__ = ["mxfp4_linear", "mxfp8_linear", "nvfp4_linear"]
-
 _CASES = "interposer_ops.quantized_linear._block_scaled_linear_cases"
 
 

@@ -18,15 +18,6 @@ from interposer_ops.quantized_linear._quantized_linear_cases import (
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, normal
 
-__all__ = [
-    "mxfp4_linear_cases",
-    "mxfp4_linear_sample",
-    "mxfp8_linear_cases",
-    "mxfp8_linear_sample",
-    "nvfp4_linear_cases",
-    "nvfp4_linear_sample",
-]
-
 # Shape of x without its last dimension, number of blocks, O.
 _SHAPES = {
     "many rows": ((33,), 8, 96),

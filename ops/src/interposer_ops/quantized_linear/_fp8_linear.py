@@ -13,8 +13,6 @@ from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 
-__all__ = ["fp8_block_linear", "fp8_linear"]
-
 _CASES = "interposer_ops.quantized_linear._fp8_linear_cases"
 
 

@@ -14,13 +14,6 @@ from interposer_ops.quantized_linear._quantized_linear_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
-__all__ = [
-    "fp8_block_linear_cases",
-    "fp8_block_linear_sample",
-    "fp8_linear_cases",
-    "fp8_linear_sample",
-]
-
 # Shape of x without its last dimension, I, O.
 _SHAPES = {
     "many rows": ((33,), 256, 96),

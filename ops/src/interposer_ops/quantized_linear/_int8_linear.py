@@ -10,8 +10,6 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-__all__ = ["int8_linear", "w4a8_linear"]
-
 _INT8_LINEAR_CASES = "interposer_ops.quantized_linear._int8_linear_cases"
 _W4A8_LINEAR_CASES = "interposer_ops.quantized_linear._w4a8_linear_cases"
 

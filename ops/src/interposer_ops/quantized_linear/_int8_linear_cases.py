@@ -12,8 +12,6 @@ from interposer_ops.quantized_linear._quantized_linear_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak, uniform
 
-__all__ = ["int8_linear_cases", "int8_linear_sample"]
-
 # Shape of x without its last dimension, I, O.
 _SHAPES = {
     "many rows": ((33,), 256, 96),

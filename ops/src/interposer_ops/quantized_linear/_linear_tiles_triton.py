@@ -12,8 +12,6 @@ import triton.language as tl
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.parameters import parameters_for, per_device
 
-__all__ = ["LinearTile", "linear_tile", "place_of", "product", "stored"]
-
 
 class LinearTile(NamedTuple):
     """What a program computes, and how it is compiled.

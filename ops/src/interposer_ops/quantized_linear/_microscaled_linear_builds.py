@@ -9,8 +9,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP16, _FP32, _BYTE = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 _E4M3 = torch.float8_e4m3fn
 _HIDDEN, _MLP = 4096, 14336

@@ -17,8 +17,6 @@ from interposer_ops._triton.rows import as_rows
 from interposer_ops._triton.small_floats import unpacked
 from interposer_ops.quantized_linear._linear_tiles_triton import linear_tile, place_of
 
-__all__ = ["mxfp4_linear_triton", "mxfp8_linear_triton", "nvfp4_linear_triton"]
-
 
 @triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
 def mxfp4_linear_triton(

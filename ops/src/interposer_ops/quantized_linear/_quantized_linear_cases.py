@@ -10,8 +10,6 @@ import torch
 from interposer import Case, Dims
 from interposer_testing.cases import longest_row, normal, peak
 
-__all__ = ["WITH_OUT_DTYPE", "bias_of", "float8", "linear_case", "sampled_case"]
-
 WITH_OUT_DTYPE = 2
 """Roundings to ``out_dtype``: of the result, and of what is expected, which is rounded to it as
 well. The bias is added before, where the scales are applied."""

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CodedProduct", "StaticProduct"]
-
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:

@@ -16,8 +16,6 @@ from torch.nn import functional
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["tile_scales"]
-
 _CASES = "interposer_ops.quantized_linear._scale_tiles_cases"
 
 _COLUMNS = 4

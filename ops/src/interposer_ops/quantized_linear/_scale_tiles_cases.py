@@ -7,8 +7,6 @@ import torch
 from interposer import Case
 from interposer_testing.cases import Axis, CaseSpace, Point
 
-__all__ = ["tile_scales_cases"]
-
 _SHAPES = {
     "several tiles": (256, 12),
     "one tile": (128, 4),

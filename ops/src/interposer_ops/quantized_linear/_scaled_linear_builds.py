@@ -10,8 +10,6 @@ import torch
 from interposer import Dims
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP32, _INT8, _INT32 = torch.bfloat16, torch.float32, torch.int8, torch.int32
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _FNUZ = torch.float8_e4m3fnuz

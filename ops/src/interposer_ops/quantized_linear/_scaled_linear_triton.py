@@ -18,8 +18,6 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
     stored,
 )
 
-__all__ = ["fp8_block_linear_triton", "fp8_linear_triton", "int8_linear_triton"]
-
 
 @triton_kernel("fp8_linear", judge="judge_operands", batch_invariant=False)
 def fp8_linear_triton(

@@ -10,8 +10,6 @@ import torch
 from interposer import Request, Requires, Verdict
 from interposer_ops._declare import standard_kernel
 
-__all__ = ["LEAST_ARCHITECTURE", "fp8_linear_scaled_mm", "judge"]
-
 LEAST_ARCHITECTURE = 89
 """The first compute capability, without its point, that multiplies 8-bit floats."""
 

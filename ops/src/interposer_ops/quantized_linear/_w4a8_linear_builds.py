@@ -10,8 +10,6 @@ import torch
 from interposer import Dims
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP32, _INT32 = torch.bfloat16, torch.float32, torch.int32
 _UINT8, _INT8 = torch.uint8, torch.int8
 

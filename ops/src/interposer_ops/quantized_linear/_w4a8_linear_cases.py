@@ -14,8 +14,6 @@ from interposer_ops.quantized_linear._quantized_linear_cases import bias_of
 from interposer_ops.quantizers._small_floats import pack_nibbles, unpack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
 
-__all__ = ["w4a8_linear_cases", "w4a8_linear_sample"]
-
 # Shape of x, O, S.
 _SHAPES = {
     "groups of 32": ((7, 128), 40, 32),

@@ -19,8 +19,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 
-__all__ = ["w4a8_linear_triton"]
-
 _LEAST_TOKENS = 16  # of a tile that matrix instructions take
 _LEAST_INPUTS = 32  # of 8 bits
 

@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-__all__ = ["w4a16_linear", "w8a16_linear"]
-
 _CASES = "interposer_ops.quantized_linear._weight_only_linear_cases"
 
 _MIDDLE = 8

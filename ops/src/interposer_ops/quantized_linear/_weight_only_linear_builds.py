@@ -9,8 +9,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _UINT8, _INT8 = torch.uint8, torch.int8
 

@@ -16,13 +16,6 @@ from interposer_ops.quantized_linear._quantized_linear_cases import (
 from interposer_ops.quantizers._small_floats import pack_nibbles
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal, uniform
 
-__all__ = [
-    "w4a16_linear_cases",
-    "w4a16_linear_sample",
-    "w8a16_linear_cases",
-    "w8a16_linear_sample",
-]
-
 # Shape of x, O, G.
 _W4_SHAPES = {
     "groups of 32": ((7, 128), 40, 32),

@@ -18,8 +18,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 
-__all__ = ["w4a16_linear_triton", "w8a16_linear_triton"]
-
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 

@@ -14,13 +14,6 @@ from torch.nn import functional
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = [
-    "quantize_fp8_blocks",
-    "quantize_fp8_dynamic",
-    "quantize_fp8_per_token",
-    "quantize_fp8_static",
-]
-
 _CASES = "interposer_ops.quantizers._fp8_quantizers_cases"
 
 

@@ -21,15 +21,6 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-__all__ = [
-    "quantize_fp8_blocks_cases",
-    "quantize_fp8_blocks_sample",
-    "quantize_fp8_dynamic_cases",
-    "quantize_fp8_per_token_cases",
-    "quantize_fp8_per_token_sample",
-    "quantize_fp8_static_cases",
-]
-
 _TIES = "ties"
 # Around what the largest magnitudes of rows lie; float16 ends at 65504.
 _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}

@@ -7,8 +7,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["hadamard_transform"]
-
 _CASES = "interposer_ops.quantizers._hadamard_cases"
 
 

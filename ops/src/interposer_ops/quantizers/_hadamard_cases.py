@@ -8,8 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal
 
-__all__ = ["hadamard_transform_cases", "hadamard_transform_sample"]
-
 _ROWS = {
     "many rows": (33,),
     "one row": (1,),

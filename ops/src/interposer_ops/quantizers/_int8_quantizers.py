@@ -11,12 +11,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = [
-    "quantize_int8_per_token",
-    "quantize_int8_per_token_asymmetric",
-    "quantize_int8_static",
-]
-
 _CASES = "interposer_ops.quantizers._int8_quantizers_cases"
 
 

@@ -15,14 +15,6 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-__all__ = [
-    "quantize_int8_per_token_asymmetric_cases",
-    "quantize_int8_per_token_asymmetric_sample",
-    "quantize_int8_per_token_cases",
-    "quantize_int8_per_token_sample",
-    "quantize_int8_static_cases",
-]
-
 _TIES = "ties"
 # Around what the largest magnitudes of rows lie; float16 ends at 65504.
 _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}

@@ -25,15 +25,6 @@ from interposer_ops._triton.small_floats import (
     unpacked,
 )
 
-__all__ = [
-    "dequantize_mxfp4_triton",
-    "dequantize_nvfp4_triton",
-    "quantize_mxfp4_triton",
-    "quantize_mxfp8_triton",
-    "quantize_nvfp4_triton",
-    "tile_scales_triton",
-]
-
 _MX_BLOCK, _NV_BLOCK = 32, 16
 
 

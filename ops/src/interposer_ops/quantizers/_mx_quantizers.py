@@ -22,8 +22,6 @@ from interposer_ops.quantizers._small_floats import (
     unpack_nibbles,
 )
 
-__all__ = ["MX_BLOCK_SIZE", "dequantize_mxfp4", "quantize_mxfp4", "quantize_mxfp8"]
-
 _CASES = "interposer_ops.quantizers._mx_quantizers_cases"
 
 MX_BLOCK_SIZE = 32

@@ -22,14 +22,6 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, shared_exponents
 from interposer_testing.cases import Axis, CaseSpace, Point
 
-__all__ = [
-    "dequantize_mxfp4_cases",
-    "quantize_mxfp4_cases",
-    "quantize_mxfp4_sample",
-    "quantize_mxfp8_cases",
-    "quantize_mxfp8_sample",
-]
-
 _BLOCK = 32
 _TIES = "ties"
 _SHAPES = {

@@ -21,8 +21,6 @@ from interposer_ops.quantizers._small_floats import (
     unpack_nibbles,
 )
 
-__all__ = ["NVFP4_BLOCK_SIZE", "dequantize_nvfp4", "quantize_nvfp4"]
-
 _CASES = "interposer_ops.quantizers._nvfp4_quantizers_cases"
 
 NVFP4_BLOCK_SIZE = 16

@@ -16,8 +16,6 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
 from interposer_ops.quantizers._small_floats import E2M1_MAX, decode_e2m1
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-__all__ = ["dequantize_nvfp4_cases", "quantize_nvfp4_cases", "quantize_nvfp4_sample"]
-
 _BLOCK = 16
 _TIES = "ties"
 _SHAPES = {

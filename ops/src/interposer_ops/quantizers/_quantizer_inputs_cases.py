@@ -15,19 +15,6 @@ import torch
 
 from interposer_ops.quantizers._small_floats import E2M1_MAX, decode_e2m1, encode_e2m1
 
-__all__ = [
-    "FP8_FORMATS",
-    "SHAPES",
-    "clear_of_boundaries",
-    "fp8_numbers",
-    "midpoints",
-    "nearest_e2m1",
-    "nearest_fp8",
-    "peaked",
-    "signed_choice",
-    "with_peaks",
-]
-
 # More than a scale of float32 and a quotient can be wrong by, even with an approximate reciprocal.
 _MARGIN = 2.0**-16
 

@@ -9,8 +9,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _BF16, _FP32, _INT32, _UINT8 = torch.bfloat16, torch.float32, torch.int32, torch.uint8
 _E4M3, _E5M2, _FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 _SCALE = meta(_FP32, 1)

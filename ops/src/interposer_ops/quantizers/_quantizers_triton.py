@@ -12,13 +12,6 @@ from interposer_ops._triton.rounding import divided, quantized, rounded
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
 
-__all__ = [
-    "quantize_fp8_blocks_triton",
-    "quantize_fp8_per_token_triton",
-    "quantize_int8_per_token_asymmetric_triton",
-    "quantize_int8_per_token_triton",
-]
-
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
 
 

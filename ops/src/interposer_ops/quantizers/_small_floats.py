@@ -9,16 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "E2M1_MAX",
-    "decode_e2m1",
-    "decode_e8m0",
-    "encode_e2m1",
-    "pack_nibbles",
-    "shared_exponents",
-    "unpack_nibbles",
-]
-
 E2M1_MAX = 6.0
 _E8M0_BIAS = 127
 _E8M0_NAN = 255

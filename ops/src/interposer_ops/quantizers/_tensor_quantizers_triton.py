@@ -13,12 +13,6 @@ from interposer_ops._triton.rounding import quantized
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
 
-__all__ = [
-    "quantize_fp8_dynamic_triton",
-    "quantize_fp8_static_triton",
-    "quantize_int8_static_triton",
-]
-
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float, and the kernel knows its range
 
 

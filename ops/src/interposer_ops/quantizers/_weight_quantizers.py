@@ -18,13 +18,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import pack_nibbles
 
-__all__ = [
-    "quantize_weight_int4",
-    "quantize_weight_int4_asymmetric",
-    "quantize_weight_int8",
-    "row_chunks",
-]
-
 _CASES = "interposer_ops.quantizers._weight_quantizers_cases"
 
 # Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is

@@ -12,12 +12,6 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-__all__ = [
-    "quantize_weight_int4_asymmetric_cases",
-    "quantize_weight_int4_cases",
-    "quantize_weight_int8_cases",
-]
-
 _TIES = "ties"
 # Around what the largest magnitudes of groups lie; float16 ends at 65504.
 _NUMBERS = {"": 0.1, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0}

@@ -14,8 +14,6 @@ import torch
 
 from interposer.errors import ConfigError, UnknownNameError
 
-__all__ = ["ROPE_TYPES", "rotary_frequencies", "rotary_table"]
-
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 

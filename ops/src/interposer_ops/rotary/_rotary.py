@@ -10,8 +10,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["rotary_embedding", "rotary_embedding_interleaved", "rotary_tables", "rotated_halves"]
-
 _ROTARY_CASES = "interposer_ops.rotary._rotary_cases"
 _ROTARY_TABLES_CASES = "interposer_ops.rotary._rotary_tables_cases"
 

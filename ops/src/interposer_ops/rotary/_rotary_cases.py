@@ -8,15 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
-__all__ = [
-    "HEADS",
-    "TOKENS",
-    "rotary_case",
-    "rotary_embedding_cases",
-    "rotary_embedding_interleaved_cases",
-    "rotary_embedding_sample",
-]
-
 TOKENS = {"many tokens": 33, "one token": 1, "no tokens": 0}
 HEADS = {"": (4, 2), "one kv head": (8, 1), "odd head counts": (5, 3), "one head": (1, 1)}  # N, K
 _SIZES = {  # D, R

@@ -11,8 +11,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.rotary._rotary import rotated_halves
 
-__all__ = ["multimodal_rotary_embedding"]
-
 _CASES = "interposer_ops.rotary._rotary_sections_cases"
 
 

@@ -10,8 +10,6 @@ from interposer import Case, Dims
 from interposer_ops.rotary._rotary_cases import HEADS, TOKENS, rotary_case
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
-__all__ = ["multimodal_rotary_embedding_cases", "multimodal_rotary_embedding_sample"]
-
 _SECTIONS = {  # D, sections
     "of Qwen2-VL": (128, [16, 24, 24]),
     "of Qwen3-VL": (128, [24, 20, 20]),

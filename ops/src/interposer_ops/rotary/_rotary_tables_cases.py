@@ -7,8 +7,6 @@ import torch
 from interposer import Case, Dims
 from interposer_testing.cases import Axis, CaseSpace, Point
 
-__all__ = ["rotary_tables_cases", "rotary_tables_sample"]
-
 _ROUNDED_POSITIONS = 4096
 
 

@@ -13,12 +13,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
-__all__ = [
-    "multimodal_rotary_embedding_triton",
-    "rotary_embedding_interleaved_triton",
-    "rotary_embedding_triton",
-]
-
 
 @triton_kernel("rotary_embedding")
 def rotary_embedding_triton(

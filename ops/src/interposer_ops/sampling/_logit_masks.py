@@ -12,15 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.sampling._truncation import truncation_threshold
 
-__all__ = [
-    "apply_logit_bias",
-    "apply_temperature",
-    "apply_token_bitmask",
-    "mask_min_p",
-    "mask_top_k_top_p",
-    "suppress_tokens_until",
-]
-
 _CASES = "interposer_ops.sampling._logit_masks_cases"
 
 _WORD = 32  # tokens in a word of a bit mask

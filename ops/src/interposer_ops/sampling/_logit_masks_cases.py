@@ -11,21 +11,6 @@ from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows
 from interposer_ops.sampling._margins_cases import clear_rows, clearly_truncated
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
 
-__all__ = [
-    "apply_logit_bias_cases",
-    "apply_logit_bias_sample",
-    "apply_temperature_cases",
-    "apply_temperature_sample",
-    "apply_token_bitmask_cases",
-    "apply_token_bitmask_sample",
-    "mask_min_p_cases",
-    "mask_min_p_sample",
-    "mask_top_k_top_p_cases",
-    "mask_top_k_top_p_sample",
-    "suppress_tokens_until_cases",
-    "suppress_tokens_until_sample",
-]
-
 # M, and how many places of each row hold a token; None for a random number.
 _LISTS = {
     "": (7, None),

@@ -8,8 +8,6 @@ import torch
 
 from interposer_ops._triton.build import Build, meta
 
-__all__ = ["BUILDS"]
-
 _FP32, _INT32, _INT64 = torch.float32, torch.int32, torch.int64
 _ROWS, _VOCAB_SIZE = 64, 128256
 _LABEL = "64 rows of 128256"

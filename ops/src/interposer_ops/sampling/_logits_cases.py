@@ -7,8 +7,6 @@ import torch
 from interposer_testing.cases import normal
 from interposer_testing.workload import typical_sequences
 
-__all__ = ["LOGITS", "LOGIT_SHAPES", "num_rows", "random_logits"]
-
 LOGIT_SHAPES = {
     "many rows": (9, 257),
     "one row": (1, 64),

@@ -10,14 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = [
-    "apply_logit_bias_triton",
-    "apply_penalties_triton",
-    "apply_temperature_triton",
-    "apply_token_bitmask_triton",
-    "suppress_tokens_until_triton",
-]
-
 
 @triton_kernel("apply_penalties")
 def apply_penalties_triton(

@@ -7,8 +7,6 @@ import torch
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-__all__ = ["token_logprobs"]
-
 _CASES = "interposer_ops.sampling._logprobs_cases"
 
 

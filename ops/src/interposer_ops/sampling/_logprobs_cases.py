@@ -11,8 +11,6 @@ from interposer import Case, Dims
 from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
 from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-__all__ = ["token_logprobs_cases", "token_logprobs_sample"]
-
 _STEP = 1 / 64
 
 

@@ -15,8 +15,6 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import natural_log
 
-__all__ = ["token_logprobs_triton"]
-
 
 @triton_kernel("token_logprobs", dims={"num_top": Dim(at_most=64)})
 def token_logprobs_triton(

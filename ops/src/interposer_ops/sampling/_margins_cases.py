@@ -8,8 +8,6 @@ import torch
 
 from interposer_ops.sampling._truncation import truncation_threshold
 
-__all__ = ["clear_rows", "clearly_truncated", "clearly_won"]
-
 _MARGIN = 1e-3  # of scaled logits with noise, which float32 rounds by about 1e-6
 _MASS_MARGIN = 1e-5  # of probabilities summed over the vocabulary
 

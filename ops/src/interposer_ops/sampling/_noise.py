@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["gumbel_noise", "uniform_noise"]
-
 
 def _signed(word: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit word."""

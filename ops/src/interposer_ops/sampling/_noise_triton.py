@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["gumbel_noise", "natural_log", "stream_key", "uniform_noise"]
-
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)

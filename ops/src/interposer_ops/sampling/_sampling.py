@@ -9,8 +9,6 @@ from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper, truncation_threshold
 
-__all__ = ["apply_penalties", "gumbel_argmax", "sample_tokens"]
-
 _CASES = "interposer_ops.sampling._sampling_cases"
 
 

@@ -18,15 +18,6 @@ from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
-__all__ = [
-    "apply_penalties_cases",
-    "apply_penalties_sample",
-    "gumbel_argmax_cases",
-    "gumbel_argmax_sample",
-    "sample_tokens_cases",
-    "sample_tokens_sample",
-]
-
 # Values of every row; what a setting leaves out is None in its case. "mixed" makes every second
 # row greedy.
 _Setting = Mapping[str, float]

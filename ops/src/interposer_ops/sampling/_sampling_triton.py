@@ -15,8 +15,6 @@ from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import gumbel_noise, natural_log, stream_key
 from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
 
-__all__ = ["gumbel_argmax_triton", "sample_tokens_triton"]
-
 
 @triton_kernel("gumbel_argmax")
 def gumbel_argmax_triton(

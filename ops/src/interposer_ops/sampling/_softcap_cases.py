@@ -8,8 +8,6 @@ from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
-__all__ = ["logits_softcap_cases", "logits_softcap_sample"]
-
 _SHAPES = {
     "many rows": (17, 129),
     "one row": (1, 1000),

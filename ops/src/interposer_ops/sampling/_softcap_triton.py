@@ -10,8 +10,6 @@ import triton.language as tl
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
-__all__ = ["logits_softcap_triton"]
-
 
 @triton_kernel("logits_softcap")
 def logits_softcap_triton(logits: torch.Tensor, cap: float) -> torch.Tensor:

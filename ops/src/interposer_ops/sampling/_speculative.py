@@ -12,8 +12,6 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 
-__all__ = ["greedy_verify", "rejection_sample"]
-
 _CASES = "interposer_ops.sampling._speculative_cases"
 
 

@@ -16,13 +16,6 @@ from interposer_ops.sampling._margins_cases import clearly_won
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 from interposer_testing.cases import Axis, CaseSpace, Point
 
-__all__ = [
-    "greedy_verify_cases",
-    "greedy_verify_sample",
-    "rejection_sample_cases",
-    "rejection_sample_sample",
-]
-
 # B, S, V.
 _SHAPES = {
     "many rows": (9, 4, 65),

@@ -19,8 +19,6 @@ from interposer_ops.sampling._noise_triton import (
     uniform_noise,
 )
 
-__all__ = ["greedy_verify_triton", "rejection_sample_triton"]
-
 
 @triton_kernel("greedy_verify")
 def greedy_verify_triton(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["temper", "truncation_threshold"]
-
 _UNITS = 2**52  # of probability mass in 1
 
 

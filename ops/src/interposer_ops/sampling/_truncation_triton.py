@@ -20,8 +20,6 @@ from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import natural_log
 
-__all__ = ["Limits", "distance_bits", "limits_of", "mask_min_p_triton", "mask_top_k_top_p_triton"]
-
 _UNITS = tl.constexpr(4503599627370496.0)  # 2^52, of probability mass in 1
 _BEYOND = tl.constexpr(0xFFFFFFFF)  # farther than any distance, infinity included
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["gelu_and_mul", "silu_and_mul"]
-
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Return the op ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""

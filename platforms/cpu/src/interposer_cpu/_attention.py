@@ -20,8 +20,6 @@ from interposer import (
 )
 from interposer_cpu._attention_plan import Decode, Decodes, Plan, Prompt, Span, make_plan
 
-__all__ = ["SdpaBackend"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

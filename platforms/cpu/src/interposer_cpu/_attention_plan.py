@@ -13,8 +13,6 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec
 
-__all__ = ["Decode", "Decodes", "Plan", "Prompt", "Span", "make_plan"]
-
 # In 16 bits, plain products win from so many rows on, up to so many bytes of float32 scores: larger
 # ones are new memory in every call, whose first touch costs more than the products save.
 _PRODUCT_ROWS, _PRODUCT_BYTES = 64, 1 << 20

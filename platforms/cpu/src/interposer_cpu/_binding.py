@@ -9,8 +9,6 @@ from pathlib import Path
 
 from interposer import Verdict
 
-__all__ = ["bind_process"]
-
 
 def bind_process(processors: Iterable[int]) -> Verdict:
     """Bind every thread of this process, or refuse and leave all as it was.

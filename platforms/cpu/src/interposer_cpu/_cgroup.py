@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryLimit", "cpu_limit", "memory_limits"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:

@@ -13,8 +13,6 @@ from interposer_cpu import _host as host
 from interposer_cpu import native
 from interposer_ops.devices.host_memory import huge_pages
 
-__all__ = ["facts", "start_method"]
-
 _ROOT = Path("/")
 _GIB = 2**30
 

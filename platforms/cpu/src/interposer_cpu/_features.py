@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["architecture", "features", "formats", "reported_by_os", "reported_by_torch"]
-
 _ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 _OTHER_NAMES = {
     # x86, as Linux says it

@@ -14,18 +14,6 @@ from pathlib import Path
 from interposer import Memory
 from interposer_cpu._cgroup import cpu_limit, memory_limits
 
-__all__ = [
-    "allowed_processors",
-    "caches_bytes",
-    "cores",
-    "listed",
-    "memory",
-    "numa_nodes",
-    "processor_name",
-    "usable_cores",
-    "wsl",
-]
-
 _ROOT = Path("/")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 

@@ -6,8 +6,6 @@ import torch
 
 from interposer_ops.caches import reshape_and_cache as reshape_and_cache_op
 
-__all__ = ["reshape_and_cache"]
-
 
 def reshape_and_cache(
     key: torch.Tensor,

@@ -12,16 +12,6 @@ from torch.nn import functional
 
 from interposer import Request, Verdict
 
-__all__ = [
-    "embedding",
-    "judge_packed",
-    "judge_packed_by_rows",
-    "linear_packed",
-    "linear_packed_by_rows",
-    "pack",
-    "pack_beside",
-]
-
 # Up to this many products in float32, oneDNN's call costs more than it saves.
 _FEW_PRODUCTS = 1 << 18
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fused_add_rms_norm", "rms_norm"]
-
 # Elements up to which the calls cost more than the memory traffic.
 _FEW = 1 << 15
 

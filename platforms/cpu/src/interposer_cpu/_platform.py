@@ -14,8 +14,6 @@ from interposer_cpu import _host as host
 from interposer_cpu import native
 from interposer_cpu._binding import bind_process
 
-__all__ = ["CPUPlatform"]
-
 
 class CPUPlatform(Platform):
     """All processors that this process may use, as one device."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["rotary_embedding"]
-
 # Elements from which fresh temporaries cost more than passes over one that is there.
 _MANY = 1 << 20
 

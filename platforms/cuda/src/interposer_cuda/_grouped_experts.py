@@ -15,8 +15,6 @@ from torch.nn import functional
 from interposer import Request, Verdict
 from interposer_ops.experts import activated, moe_permute
 
-__all__ = ["fused_experts", "judge", "prepare"]
-
 _ALIGNED_BYTES = 16
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["grouped_linear"]
-
 _ALIGNED_BYTES = 16
 
 

@@ -21,8 +21,6 @@ from interposer_cuda._hardware.visibility import DEVICES, ORDER
 from interposer_ops.devices.graph_recorder import GraphRecorder
 from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 
-__all__ = ["CUDAPlatform"]
-
 _COMPUTE_MODES = {2: "prohibited", 3: "for one process"}
 _GIB = 2**30
 _REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))

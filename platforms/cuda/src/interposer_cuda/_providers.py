@@ -13,15 +13,6 @@ from packaging.specifiers import SpecifierSet
 
 from interposer import Verdict
 
-__all__ = [
-    "FLASHINFER",
-    "FLASHINFER_PRODUCTS",
-    "FLASH_ATTENTION_2",
-    "FLASH_ATTENTION_3",
-    "HUB_KERNELS",
-    "Provider",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Provider:

@@ -22,8 +22,6 @@ from interposer.errors import InterposerError, PluginError
 from interposer.tooling import variables
 from interposer_rocm import _package_inquiry as package_inquiry
 
-__all__ = ["ExaminedPackage", "Inquiry"]
-
 # Modules may be compiled when it is first imported on a machine.
 _LIMIT_SECONDS = 900.0
 _KNOWN = ("ImportError", "OSError", "CalledProcessError", "RuntimeError", "KeyError")

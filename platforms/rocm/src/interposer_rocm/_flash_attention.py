@@ -19,8 +19,6 @@ from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_rocm._examined_package import ExaminedPackage
 from interposer_rocm._flash_attention_judge import flash_attention_version, judge
 
-__all__ = ["FlashAttentionBackend", "FlashAttentionError", "inquire", "refresh"]
-
 _FUNCTION = "flash_attn:flash_attn_varlen_func"
 _WANTED = {
     _FUNCTION: {

@@ -15,8 +15,6 @@ from interposer import Verdict
 if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability
 
-__all__ = ["flash_attention_version", "judge"]
-
 _DISTRIBUTION = "flash-attn"
 _KNOWN = "2."
 _LARGEST_HEAD = 256

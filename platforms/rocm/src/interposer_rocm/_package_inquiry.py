@@ -17,8 +17,6 @@ import sys
 import traceback
 from typing import Any
 
-__all__ = ["answer"]
-
 _ANY = (Exception, SystemExit)
 
 

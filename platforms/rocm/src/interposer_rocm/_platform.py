@@ -21,8 +21,6 @@ from interposer_rocm._hardware.topology import GPU
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._hardware.visibility import VARIABLES
 
-__all__ = ["ROCmPlatform"]
-
 _GIB = 2**30
 # torch for HIP has them under the same name.
 _REDUCTIONS = tuple(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16"))

@@ -13,8 +13,6 @@ import torch
 
 from interposer_ops.quantized_linear import fp8_linear_scaled_mm
 
-__all__ = ["fp8_linear_of_halves", "halved", "prepare_halves"]
-
 _NEGATIVE_ZERO = -128  # 0x80, which is the only NaN of fnuz
 _NAN = 0x7F  # with either sign, of OCP
 

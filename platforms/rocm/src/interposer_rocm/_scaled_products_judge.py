@@ -10,8 +10,6 @@ from __future__ import annotations
 from interposer import Request, Verdict
 from interposer_ops.triton import judge_split as judge_few_rows
 
-__all__ = ["judge", "judge_split"]
-
 _MULTIPLE = 16
 _FORMAT = "float8_e4m3fn"
 

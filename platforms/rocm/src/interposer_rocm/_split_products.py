@@ -11,8 +11,6 @@ from interposer_ops.quantized_linear import fp8_linear_scaled_mm
 from interposer_ops.triton import MOST_SPLIT_ROWS, fp8_linear_split
 from interposer_rocm._scaled_products import halved
 
-__all__ = ["fp8_linear", "fp8_linear_of_halves"]
-
 
 def fp8_linear(
     x: torch.Tensor,

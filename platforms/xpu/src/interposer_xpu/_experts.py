@@ -15,8 +15,6 @@ import torch
 from interposer_ops.experts import activated
 from interposer_xpu._packages.kernel_package import op
 
-__all__ = ["fused_experts_mxfp4", "prepare"]
-
 
 def prepare(
     gate_up: torch.Tensor,

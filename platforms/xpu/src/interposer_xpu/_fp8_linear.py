@@ -13,8 +13,6 @@ import torch
 
 from interposer_xpu._packages.kernel_package import op
 
-__all__ = ["fp8_linear", "fp8_linear_weights"]
-
 
 def fp8_linear(
     x: torch.Tensor,

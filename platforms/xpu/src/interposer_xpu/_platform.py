@@ -22,8 +22,6 @@ from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import HIERARCHY, MASK, SELECTOR, shown
 from interposer_xpu._packages import extension, kernel_package
 
-__all__ = ["XPUPlatform"]
-
 _GIB = 2**30
 
 

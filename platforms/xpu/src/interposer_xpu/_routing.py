@@ -12,8 +12,6 @@ import torch
 
 from interposer_xpu._packages.kernel_package import op
 
-__all__ = ["topk_softmax"]
-
 
 def topk_softmax(
     logits: torch.Tensor, top_k: int, renormalize: bool

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from interposer import Verdict
 
-__all__ = ["judge"]
-
 _BACKEND = "intel"
 
 

@@ -11,8 +11,6 @@ import torch
 
 from interposer_xpu._packages.kernel_package import op
 
-__all__ = ["prepare", "w4a16_linear"]
-
 _MIDDLE = 8
 
 

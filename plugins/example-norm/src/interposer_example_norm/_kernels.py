@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["fused_add_rms_norm", "rms_norm"]
-
 # Elements up to which one call is faster than several that write less.
 _FEW = 1 << 15
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from interposer_ops.layers.norm import RMSNorm
 
-__all__ = ["ExampleNorm"]
-
 
 class ExampleNorm(RMSNorm):
     """The standard layer, and ``print(model)`` shows its size and the kernels it calls."""

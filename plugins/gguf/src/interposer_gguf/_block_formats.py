@@ -17,8 +17,6 @@ import torch
 
 from interposer.errors import UnknownNameError
 
-__all__ = ["FORMATS", "BlockFormat", "format_named"]
-
 Codes = Callable[[torch.Tensor], torch.Tensor]
 Scales = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor | None]]
 

@@ -27,8 +27,6 @@ from interposer_gguf._products import (
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 
-__all__ = ["BlocksEmbedding"]
-
 
 class BlocksEmbedding(EmbeddingMethod):
     """Rows of blocks ``[V, row]`` uint8 under the name of their format.

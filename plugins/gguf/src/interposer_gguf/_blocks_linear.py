@@ -17,8 +17,6 @@ from interposer import LinearMethod, Site
 from interposer_gguf._block_formats import BlockFormat
 from interposer_gguf._products import Operands, Product, not_numbers, parameter, product_of
 
-__all__ = ["BlocksLinear"]
-
 
 class BlocksLinear(LinearMethod):
     """Rows of blocks ``[O, row]`` uint8 under the name of their format, or a plain ``weight``.

@@ -9,8 +9,6 @@ from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
 from interposer_ops.cases import bias_of, linear_case, sampled_case
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal
 
-__all__ = ["gguf_linear_cases", "gguf_linear_sample", "random_rows"]
-
 # Shape of x, O.
 _SHAPES = {
     "one block": ((7, 256), 40),

@@ -16,8 +16,6 @@ from interposer_gguf._file_format import GGUFFile, StoredTensor
 from interposer_gguf._tensor_names import QUERY_AND_KEY, ROPE_FACTORS, hugging_face_name
 from interposer_gguf._tokenizer import end_tokens, tokenizer_json
 
-__all__ = ["GGUFCheckpoint"]
-
 # Ends of the names of matrices that are held as they are stored.
 _IN_BLOCKS: tuple[str, ...] = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
 

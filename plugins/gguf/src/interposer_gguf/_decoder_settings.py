@@ -12,8 +12,6 @@ from interposer.errors import CheckpointError, UnsupportedModelError, nearest_fi
 from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._tensor_names import ROPE_FACTORS, block_of
 
-__all__ = ["ARCHITECTURES", "Settings", "decoder_config"]
-
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -11,8 +11,6 @@ from interposer import Tolerance, custom_op
 from interposer_gguf._block_formats import format_named
 from interposer_gguf._embedding_cases import gguf_embedding_cases, gguf_embedding_sample
 
-__all__ = ["gguf_embedding"]
-
 
 @custom_op(
     "gguf_embedding",

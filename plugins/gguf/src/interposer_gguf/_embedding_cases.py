@@ -10,8 +10,6 @@ from interposer_gguf._cases import random_rows
 from interposer_ops.cases import TOKENS
 from interposer_testing.cases import Axis, CaseSpace, Point, Strides
 
-__all__ = ["gguf_embedding_cases", "gguf_embedding_sample"]
-
 # V, H.
 _TABLES = {"": (200, 256), "wide": (9, 1024), "one row": (1, 256)}
 # As many as the short blocks have, which the long ones cannot.

@@ -18,8 +18,6 @@ import torch
 from interposer.errors import CheckpointError, UnsupportedModelError
 from interposer_gguf._block_formats import FORMATS
 
-__all__ = ["GGUFFile", "Metadata", "StoredTensor"]
-
 Metadata = dict[str, Any]
 
 _MAGIC = b"GGUF"

@@ -14,15 +14,6 @@ import torch
 from interposer_gguf._block_formats import BlockFormat, format_named
 from interposer_ops.quantizers import unpack_nibbles
 
-__all__ = [
-    "STEP",
-    "gguf_linear",
-    "in_halves",
-    "product_by_rows",
-    "w4a16_linear",
-    "w8a16_linear",
-]
-
 STEP = 1 << 19
 """Numbers of a step: 2 MiB in float32. Less costs more in calls, more leaves the cache."""
 

@@ -12,8 +12,6 @@ from interposer import Tolerance, custom_op
 from interposer_gguf._block_formats import format_named
 from interposer_gguf._cases import gguf_linear_cases, gguf_linear_sample
 
-__all__ = ["gguf_linear"]
-
 
 @custom_op(
     "gguf_linear",

@@ -16,8 +16,6 @@ from typing import Any
 
 from interposer import Request, Verdict
 
-__all__ = ["LEVELS", "Library", "judge", "library", "path"]
-
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 """Names of the levels, by their numbers in the library."""
 

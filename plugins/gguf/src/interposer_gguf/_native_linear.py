@@ -13,8 +13,6 @@ from interposer_gguf._block_formats import format_named
 from interposer_gguf._kernels import product_by_rows
 from interposer_gguf._native_library import Library, library
 
-__all__ = ["MOST_TOKENS", "at_level", "dequantized", "gguf_embedding", "gguf_linear"]
-
 MOST_TOKENS = (1, 16, 32, 32)
 """Up to so many tokens, by level, blocks are unpacked in registers; for more, rows of them into a
 buffer, which torch multiplies. Measured where both take as long."""

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PRE_TOKENIZERS", "PreTokenizer"]
-
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:

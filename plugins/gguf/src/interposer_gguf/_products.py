@@ -22,19 +22,6 @@ from interposer_ops.linear import linear
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_ops.quantizers import pack_nibbles
 
-__all__ = [
-    "BlocksProduct",
-    "GroupedProduct",
-    "Operands",
-    "Product",
-    "check_blocks",
-    "group_dims",
-    "is_grouped",
-    "not_numbers",
-    "parameter",
-    "product_of",
-]
-
 # Numbers whose codes are unpacked at a time: a table of embeddings has hundreds of millions.
 _STEP = 1 << 22
 

@@ -14,8 +14,6 @@ from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf._blocks_embedding import BlocksEmbedding
 from interposer_gguf._blocks_linear import BlocksLinear
 
-__all__ = ["GGUF", "examples"]
-
 _SETTINGS = ("quant_method", "tensors")
 _PREFIX = "model.layers.0.self_attn.q_proj"
 

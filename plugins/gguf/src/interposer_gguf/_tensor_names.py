@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["QUERY_AND_KEY", "ROPE_FACTORS", "block_of", "hugging_face_name"]
-
 ROPE_FACTORS = "rope_freqs.weight"
 """Factors by which the wavelengths of a rotary embedding are stretched."""
 

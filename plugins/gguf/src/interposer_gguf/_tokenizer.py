@@ -14,8 +14,6 @@ from interposer.errors import CheckpointError, UnsupportedModelError, nearest_fi
 from interposer_gguf._decoder_settings import Settings
 from interposer_gguf._pre_tokenizers import PRE_TOKENIZERS
 
-__all__ = ["end_tokens", "tokenizer_json"]
-
 _KEY = "tokenizer.ggml."
 # Types of tokens.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

@@ -11,8 +11,6 @@ from interposer_nf4._four_bit import FourBitLinear
 from interposer_nf4._settings import FourBit, Settings
 from interposer_quantization import stored_alike
 
-__all__ = ["BitsAndBytes"]
-
 
 class BitsAndBytes(QuantizationScheme):
     """NF4 and FP4 with or without double quantization, and LLM.int8()."""

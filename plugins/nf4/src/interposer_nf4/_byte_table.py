@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-__all__ = ["nf4_linear", "prepare"]
-
 # Weights that are decoded before they are multiplied by; 1 MiB of float32 stays in most caches.
 _PANEL = 1 << 18
 

@@ -11,8 +11,6 @@ from interposer_nf4._codebooks import CODEBOOKS, QuantType
 from interposer_ops.cases import bias_of, linear_case, normal_numbers, sampled_case
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
-__all__ = ["nf4_linear_cases", "nf4_linear_sample"]
-
 # Shape of x, O, G.
 _SHAPES = {
     "blocks of 64": ((7, 128), 40, 64),

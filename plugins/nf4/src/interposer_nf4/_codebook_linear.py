@@ -11,8 +11,6 @@ from torch.nn import functional
 from interposer import Tolerance, custom_op
 from interposer_nf4._cases import nf4_linear_cases, nf4_linear_sample
 
-__all__ = ["dequantize", "nf4_linear"]
-
 
 def dequantize(
     weight: torch.Tensor, absmax: torch.Tensor, codebook: torch.Tensor, dtype: torch.dtype

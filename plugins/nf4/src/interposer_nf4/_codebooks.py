@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["CODEBOOKS", "QuantType"]
-
 QuantType = Literal["nf4", "fp4"]
 
 _NF4 = (

@@ -16,8 +16,6 @@ from interposer.errors import CheckpointError
 from interposer_nf4._parts import parts_of, register
 from interposer_ops.quantized_linear import w8a16_linear
 
-__all__ = ["EightBitLinear"]
-
 # The magnitude that the largest weight of an output becomes.
 _LARGEST = 127
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["bitsandbytes_examples"]
-
 
 def bitsandbytes_examples() -> Mapping[str, Mapping[str, Any]]:
     """Return settings of every format, with double quantization and without, by label."""

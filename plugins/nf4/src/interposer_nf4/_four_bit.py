@@ -20,8 +20,6 @@ from interposer_nf4._quant_state import QuantState
 from interposer_nf4._settings import FourBit
 from interposer_nf4._stored_weight import StoredWeight, names_of
 
-__all__ = ["FourBitLinear"]
-
 # What bitsandbytes takes where nobody asks for another.
 _BLOCK, _NESTED_BLOCK = 64, 256
 

@@ -10,8 +10,6 @@ from torch import nn
 from interposer import Site
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["parts_of", "register"]
-
 
 def parts_of(layer: nn.Module, site: Site, out_features: int) -> Mapping[str, int]:
     """Return the outputs of each layer of the checkpoint by its name, in their order."""

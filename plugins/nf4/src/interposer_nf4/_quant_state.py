@@ -17,8 +17,6 @@ from pydantic import (
 from interposer.errors import CheckpointError
 from interposer_nf4._codebooks import QuantType
 
-__all__ = ["QuantState"]
-
 _MAX_BYTES = 4096
 # The largest that bitsandbytes takes.
 _MAX_BLOCK = 4096

@@ -16,8 +16,6 @@ from interposer.errors import ConfigError
 from interposer_nf4._codebooks import QuantType
 from interposer_quantization import SettingsModel
 
-__all__ = ["EightBit", "FourBit", "Settings"]
-
 _SUPPORTED = """\
 Supported: load_in_4bit with bnb_4bit_quant_type 'nf4' or 'fp4', with bnb_4bit_use_double_quant or \
 without, any bnb_4bit_compute_dtype and bnb_4bit_quant_storage; load_in_8bit; \

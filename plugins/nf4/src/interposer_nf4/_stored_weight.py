@@ -15,8 +15,6 @@ from interposer.errors import CheckpointError
 from interposer_nf4._quant_state import QuantState
 from interposer_nf4._settings import FourBit
 
-__all__ = ["StoredWeight", "names_of"]
-
 _MEND = "copy the checkpoint again, or quantize the model again"
 _CODES, _NESTED_CODES = 16, 256
 

@@ -10,8 +10,6 @@ from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 from opentelemetry.util.types import AttributeValue
 
-__all__ = ["event", "span"]
-
 # It follows the provider that the application sets, before this line or after it.
 _TRACER = trace.get_tracer("interposer_otel", version("interposer-otel"))
 

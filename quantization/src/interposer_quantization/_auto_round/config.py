@@ -15,8 +15,6 @@ from interposer_quantization._awq import config as awq_config
 from interposer_quantization._gptq import config as gptq_config
 from interposer_quantization._settings_model import SEARCH_SETTINGS, GroupSize, SettingsModel
 
-__all__ = ["Settings", "Stored"]
-
 _SUPPORTED = """\
 Supported: bits 4 or 8, by layer in 'extra_config', of data_type 'int'; any group_size that \
 divides the inputs, -1 for all of them; sym either way; packing_format 'auto_round:auto_gptq', \

@@ -21,8 +21,6 @@ from interposer_quantization._gptq.scheme import GPTQLinear, gptq_experts
 from interposer_quantization._weights.fused_layers import stored_alike
 from interposer_quantization._weights.packed_linear import PackedLinear
 
-__all__ = ["INC", "AutoRound", "UnorderedGPTQLinear"]
-
 _MEND = "give them the same bits, group_size and sym, or leave all of them plain"
 
 

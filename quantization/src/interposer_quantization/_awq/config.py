@@ -18,8 +18,6 @@ from interposer_quantization._settings_model import (
     SettingsModel,
 )
 
-__all__ = ["Settings", "Weights"]
-
 _SUPPORTED = """\
 Supported: bits 4; any group_size that divides the inputs, -1 for all of them; version 'gemm'; \
 zero_point either way; modules_to_not_convert; lm_head either way.

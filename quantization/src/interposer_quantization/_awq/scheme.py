@@ -20,8 +20,6 @@ from interposer_quantization._weights.fused_layers import stored_alike
 from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words, unpack_words
 from interposer_quantization._weights.packed_linear import PackedLinear
 
-__all__ = ["AWQ", "AWQLinear", "awq_experts"]
-
 _BITS = 4
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 

@@ -13,8 +13,6 @@ from pydantic import Field, PositiveInt, model_validator
 from interposer_quantization._compressed_tensors.stored import MX_GROUP, Inputs, Weights
 from interposer_quantization._settings_model import SettingsModel
 
-__all__ = ["CacheArguments", "InputArguments", "WeightArguments"]
-
 _GROUPED = ("group", "tensor_group")
 
 

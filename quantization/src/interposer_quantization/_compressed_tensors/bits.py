@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from interposer_quantization._weights.int_packing import unpack_words
 
-__all__ = ["number_of_words", "unpack_bits"]
-
 _WORD = 32
 # Each is held in 64 bits for a moment.
 _CODES_AT_ONCE = 1 << 22

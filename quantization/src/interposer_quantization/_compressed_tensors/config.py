@@ -21,8 +21,6 @@ from interposer_quantization._compressed_tensors.arguments import (
 from interposer_quantization._compressed_tensors.stored import FORMATS, Stored, refusal
 from interposer_quantization._settings_model import SettingsModel
 
-__all__ = ["Settings"]
-
 _SUPPORTED = f"""\
 Supported: the formats {", ".join(map(repr, FORMATS))}, alone or several as 'mixed-precision'; \
 integer weights of 1 to 8 bits, floats of 8 and of 4; inputs of 8 bits, or as their weights; a \

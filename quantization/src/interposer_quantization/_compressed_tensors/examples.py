@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["compressed_tensors_examples"]
-
 Arguments = Mapping[str, Any]
 
 _OUTPUT: Arguments = {"num_bits": 8, "strategy": "channel"}

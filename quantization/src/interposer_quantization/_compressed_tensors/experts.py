@@ -10,8 +10,6 @@ from interposer_quantization._compressed_tensors.stored import Stored
 from interposer_quantization._experts.int4 import Int4Experts
 from interposer_quantization._fp8.experts import Fp8Experts
 
-__all__ = ["experts_of"]
-
 _FLOATS = ("float-quantized", "naive-quantized")
 _STRATEGIES: tuple[Literal["tensor", "channel"], ...] = ("tensor", "channel")
 

@@ -9,8 +9,6 @@ from interposer.errors import CheckpointError
 from interposer_quantization._fp8.parameters import Members
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["check_exponents", "register_exponents"]
-
 _NAN = 255
 _BIAS = 127
 _SAMPLED = 4

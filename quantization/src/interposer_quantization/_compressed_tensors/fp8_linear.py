@@ -28,8 +28,6 @@ from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, register
 
-__all__ = ["Fp8WeightLinear"]
-
 
 class Fp8WeightLinear(WeightLinear):
     """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale``, in the shape of the strategy.

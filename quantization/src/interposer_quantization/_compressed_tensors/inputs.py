@@ -20,8 +20,6 @@ from interposer_ops.quantizers import (
 from interposer_quantization._compressed_tensors.stored import MX_GROUP, Inputs
 from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME
 
-__all__ = ["Rounding", "bound_rounding"]
-
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 """Of ``[..., I]``, returns the nearest numbers that the quantized input can stand for."""
 

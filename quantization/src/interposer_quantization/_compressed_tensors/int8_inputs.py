@@ -21,8 +21,6 @@ from interposer_quantization._compressed_tensors.parameters import common_number
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import Members, register, register_per_part
 
-__all__ = ["Int8Inputs"]
-
 _WHY = "calibrate them on the same input, or quantize inputs dynamically"
 
 

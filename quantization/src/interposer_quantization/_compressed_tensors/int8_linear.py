@@ -18,8 +18,6 @@ from interposer_quantization._compressed_tensors.parameters import final_operand
 from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._fp8.parameters import Members, register
 
-__all__ = ["Int8Linear"]
-
 
 class Int8Linear(LinearMethod):
     """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer."""

@@ -26,8 +26,6 @@ from interposer_quantization._fp8.parameters import Members
 from interposer_quantization._weights.int_packing import kernel_codes
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["IntLinear", "PlainIntLinear"]
-
 _NARROW = 4  # bits; half of a byte
 
 

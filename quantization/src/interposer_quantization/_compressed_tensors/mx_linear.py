@@ -23,8 +23,6 @@ from interposer_quantization._compressed_tensors.stored import MX_GROUP
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, Members, register
 
-__all__ = ["Mxfp4Linear", "Mxfp8Linear"]
-
 
 class Mxfp4Linear(WeightLinear):
     """``weight_packed`` ``[O, I / 2]`` uint8 of two e2m1 codes, the first in the low nibble.

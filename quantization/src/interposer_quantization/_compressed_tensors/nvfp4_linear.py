@@ -24,8 +24,6 @@ from interposer_quantization._compressed_tensors.stored import NVFP4_GROUP
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, Members, register, register_per_part
 
-__all__ = ["Nvfp4Linear", "Nvfp4WeightLinear"]
-
 _PACKED, _SCALE, _GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
 _INPUT = "input_global_scale"
 _WHY = "quantize them together, so that they share it"

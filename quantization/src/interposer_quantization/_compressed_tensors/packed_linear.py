@@ -18,8 +18,6 @@ from interposer_quantization._weights.input_groups import check_groups
 from interposer_quantization._weights.int_packing import kernel_codes
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["PackedIntLinear"]
-
 _WORD = 32
 _FULL = (1, 2, 4, 8)
 

@@ -16,15 +16,6 @@ from interposer import BoundKernel, Site
 from interposer.errors import CheckpointError, ConfigError
 from interposer_quantization._fp8.parameters import Members, register, register_per_part
 
-__all__ = [
-    "common_number",
-    "final_operands",
-    "number_of_groups",
-    "register_scales",
-    "released",
-    "scales_by_output",
-]
-
 
 def number_of_groups(site: Site, in_features: int, size: int) -> int:
     """Return how many groups of ``size`` the inputs have.

@@ -24,8 +24,6 @@ from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._fp8.parameters import FORMAT
 from interposer_quantization._weights.fused_layers import stored_alike
 
-__all__ = ["CompressedTensors"]
-
 _MEND = "quantize them alike, or name all of them in 'ignore'"
 
 

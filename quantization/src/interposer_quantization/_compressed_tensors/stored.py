@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "MX_GROUP", "NVFP4_GROUP", "Inputs", "Stored", "Weights", "refusal"]
-
 FORMATS = (
     "pack-quantized",
     "int-quantized",

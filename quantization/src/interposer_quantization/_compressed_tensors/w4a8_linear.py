@@ -20,8 +20,6 @@ from interposer_quantization._compressed_tensors.parameters import final_operand
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import register
 
-__all__ = ["W4A8Linear"]
-
 
 class W4A8Linear(LinearMethod):
     """Codes, zero points and scales as ``stored`` has them, held as the op of both takes them.

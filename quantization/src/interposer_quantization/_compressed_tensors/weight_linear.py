@@ -19,8 +19,6 @@ from interposer_quantization._compressed_tensors.parameters import final_operand
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import Members, register
 
-__all__ = ["WeightLinear"]
-
 
 class WeightLinear(LinearMethod):
     """The product of inputs, as they are or rounded, and weights that an op of floats takes.

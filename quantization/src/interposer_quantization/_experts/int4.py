@@ -19,8 +19,6 @@ from interposer_quantization._compressed_tensors.parameters import number_of_gro
 from interposer_quantization._experts.separate import Projection, check_scales, projections_of
 from interposer_quantization._weights.int_packing import kernel_codes
 
-__all__ = ["Int4Experts"]
-
 _BITS, _MIDDLE = 4, 8
 
 

@@ -19,8 +19,6 @@ from interposer_quantization._experts.separate import Projection, check_scales, 
 from interposer_quantization._weights.int_packing import kernel_codes
 from interposer_quantization._weights.packed_linear import PackedLinear
 
-__all__ = ["PackedExperts", "packed_experts"]
-
 _BITS = 4
 
 

@@ -15,8 +15,6 @@ from interposer import ExpertsSpec, Site
 from interposer.errors import CheckpointError, ConfigError
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["Projection", "check_scales", "names_of_matrices", "projections_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Projection:

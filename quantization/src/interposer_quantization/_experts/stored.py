@@ -13,8 +13,6 @@ from interposer.errors import ConfigError
 from interposer_ops.layers.experts import PlainExperts
 from interposer_quantization._experts.separate import names_of_matrices
 
-__all__ = ["StoredExperts"]
-
 
 class StoredExperts(ExpertsMethod):
     """Experts that are stored as the settings have it of each of their matrices.

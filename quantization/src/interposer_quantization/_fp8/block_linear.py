@@ -17,8 +17,6 @@ from interposer_ops.quantized_linear import CodedProduct, fp8_block_linear
 from interposer_ops.quantizers import quantize_fp8_blocks
 from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
 
-__all__ = ["Fp8BlockLinear"]
-
 
 class Fp8BlockLinear(LinearMethod):
     """``weight`` ``[O, I]`` float8_e4m3fn with a scale for every R rows by C columns.

@@ -15,8 +15,6 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from interposer_quantization._settings_model import SettingsModel
 
-__all__ = ["FbgemmSettings", "Fp8Settings", "LayersLeftOut"]
-
 _SUPPORTED = """\
 Supported: weights of float8_e4m3fn; 'weight_block_size' of two sizes with 'activation_scheme' \
 'dynamic', or none with 'dynamic' or 'static'; layers left out by 'modules_to_not_convert'.

@@ -17,8 +17,6 @@ from interposer_ops.experts import fused_experts_fp8
 from interposer_quantization._experts.separate import Projection, check_scales, projections_of
 from interposer_quantization._fp8.parameters import FORMAT
 
-__all__ = ["Fp8Experts"]
-
 Granularity = Literal["tensor", "channel"] | tuple[int, int]
 
 

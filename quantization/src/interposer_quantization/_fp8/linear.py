@@ -24,8 +24,6 @@ from interposer_quantization._fp8.parameters import (
     register_per_part,
 )
 
-__all__ = ["Fp8RowLinear", "Fp8TensorLinear"]
-
 _MEND = "calibrate them on the same input, or quantize inputs dynamically"
 
 

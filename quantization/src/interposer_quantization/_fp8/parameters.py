@@ -12,8 +12,6 @@ from interposer import Site
 from interposer.errors import CheckpointError
 from interposer_ops.layers.linear import Linear
 
-__all__ = ["FORMAT", "FORMAT_NAME", "Members", "register", "register_passing", "register_per_part"]
-
 FORMAT = torch.float8_e4m3fn
 FORMAT_NAME = "float8_e4m3fn"
 

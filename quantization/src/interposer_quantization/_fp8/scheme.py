@@ -14,8 +14,6 @@ from interposer_quantization._fp8.experts import Fp8Experts
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._weights.fused_layers import stored_alike
 
-__all__ = ["FbgemmFp8", "Fp8"]
-
 _MEND = "quantize all of them, or name all of them in 'modules_to_not_convert'"
 _SAME_INPUT = "calibrate them on the same input, or quantize with activation_scheme 'dynamic'"
 

@@ -19,8 +19,6 @@ from interposer_quantization._settings_model import (
     SettingsModel,
 )
 
-__all__ = ["Settings", "Weights"]
-
 _SUPPORTED = """\
 Supported: bits 4 or 8; any group_size that divides the inputs, -1 for all of them; sym and \
 desc_act either way; checkpoint_format 'gptq' or 'gptq_v2', packed in int32; modules_in_block_to_\

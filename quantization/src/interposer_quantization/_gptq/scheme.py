@@ -24,8 +24,6 @@ from interposer_quantization._weights.input_groups import check_groups
 from interposer_quantization._weights.int_packing import pack_words, unpack_words
 from interposer_quantization._weights.packed_linear import PackedLinear, register_stored
 
-__all__ = ["GPTQ", "GPTQLinear", "gptq_experts"]
-
 _MEND = "quantize them alike, or none of them"
 # A one in each code of a word, by bits.
 _ONES = {4: 0x11111111, 8: 0x01010101}

@@ -35,8 +35,6 @@ from interposer_quantization._fp8.parameters import (
 )
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["MxFp8Linear", "NvFp4Linear"]
-
 # The parameter that holds each constant of the ops.
 _STORED = {"weight": "weight", "weight_scales": "weight_scale", "bias": "bias"}
 # Exponents of scales that leave room for products in float16, for checks with random numbers.

@@ -11,8 +11,6 @@ from torch import nn
 from interposer_quantization._fp8.linear import Fp8TensorLinear
 from interposer_quantization._fp8.parameters import register
 
-__all__ = ["Fp8ChannelLinear"]
-
 
 class Fp8ChannelLinear(Fp8TensorLinear):
     """``weight`` ``[O, I]`` float8_e4m3fn with ``weight_scale`` ``[O]``; inputs per token."""

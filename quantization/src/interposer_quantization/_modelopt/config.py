@@ -19,8 +19,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from interposer_quantization._settings_model import SettingsModel
 
-__all__ = ["Algorithm", "Settings", "Stored"]
-
 Algorithm = Literal[
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",

@@ -20,8 +20,6 @@ from interposer.errors import CheckpointError
 from interposer_quantization._fp8.parameters import Members
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["ScaledInputLinear"]
-
 _NAME = "pre_quant_scale"
 
 

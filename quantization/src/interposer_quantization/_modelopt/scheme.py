@@ -21,8 +21,6 @@ from interposer_quantization._modelopt.weights import (
 )
 from interposer_quantization._weights.fused_layers import stored_alike
 
-__all__ = ["ModelOpt"]
-
 _SAME_INPUT = (
     "export the model with a release of ModelOpt that makes them equal, or quantize it as "
     "FP8_PER_CHANNEL_PER_TOKEN, which has no such scale"

@@ -22,8 +22,6 @@ from interposer_quantization._compressed_tensors.weight_linear import WeightLine
 from interposer_quantization._fp8.parameters import FORMAT, register, register_per_part
 from interposer_quantization._weights.int_packing import kernel_codes
 
-__all__ = ["Fp8BlockWeightLinear", "Int4WeightLinear", "Int8WeightLinear", "NvFp4WeightLinear"]
-
 _BLOCK = 128
 _SIGN = 8
 

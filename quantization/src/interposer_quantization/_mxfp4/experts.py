@@ -21,8 +21,6 @@ from interposer_ops.layers.experts import gates_first
 from interposer_ops.quantizers import MX_BLOCK_SIZE, decode_e2m1, decode_e8m0, unpack_nibbles
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["Mxfp4Experts"]
-
 # A scale is 2^(e - 127); 255 is not a number.
 _NAN = 255
 _PROJECTIONS = {"gate_up": "gate_up_proj", "down": "down_proj"}

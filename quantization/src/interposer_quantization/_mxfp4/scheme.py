@@ -9,8 +9,6 @@ from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._mxfp4.experts import Mxfp4Experts
 
-__all__ = ["Mxfp4", "Settings", "mxfp4_examples"]
-
 _SUPPORTED = """\
 Supported: 'modules_to_not_convert', names or expressions for experts that stay plain.
 Try: quantize the original model that way"""

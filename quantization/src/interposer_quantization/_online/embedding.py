@@ -21,8 +21,6 @@ from interposer_quantization._online.linear import check_finite
 from interposer_quantization._weights.integer_rounding import IntegerRounding
 from interposer_quantization._weights.tied_products import PlainHead, RoundedHead
 
-__all__ = ["OnlineEmbedding"]
-
 _NARROW = 4  # bits; half of a byte
 _MIDDLE = 1 << _NARROW - 1
 

@@ -21,8 +21,6 @@ from interposer_quantization._online.head import HeadSettings
 from interposer_quantization._online.linear import OnlineLinear
 from interposer_quantization._weights.fused_layers import stored_alike
 
-__all__ = ["OnlineFp8", "OnlineFp8Settings", "online_fp8_examples"]
-
 _SUPPORTED = """\
 Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
 sizes; 'head' 'int8', 'int4' or 'plain' with a 'head_group_size' and 'head_activations'; layers \

@@ -14,8 +14,6 @@ from torch.nn import functional
 from interposer_ops.quantizers import row_chunks
 from interposer_quantization._fp8.parameters import FORMAT
 
-__all__ = ["quantized_blocks", "quantized_members", "quantized_rows"]
-
 Quantize = Callable[[torch.Tensor, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to the codes and their scales."""
 

@@ -14,8 +14,6 @@ from interposer_quantization._online.embedding import OnlineEmbedding
 from interposer_quantization._online.integer_linear import OnlineIntegerLinear, largest_group
 from interposer_quantization.writing._integer_formats import IntegerFormat
 
-__all__ = ["HeadSettings"]
-
 # Rounding scales to it moves numbers by less than their own rounding does, and kernels read half
 # as many bytes of scales.
 _SCALES = torch.bfloat16

@@ -23,8 +23,6 @@ from interposer_quantization._weights.paired_int_linear import PairedIntLinear
 from interposer_quantization.writing._integer_formats import IntegerFormat
 from interposer_quantization.writing._schemes import quantization_config
 
-__all__ = ["FormatOf", "OnlineIntegerLinear", "largest_group"]
-
 FormatOf = Callable[[Site, int], IntegerFormat]
 """The format of the layer at a site, by its number of inputs."""
 

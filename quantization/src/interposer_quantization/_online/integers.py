@@ -14,16 +14,6 @@ from interposer_quantization._weights.fused_layers import stored_alike
 from interposer_quantization.writing._integer_formats import IntegerFormat
 from interposer_quantization.writing._schemes import weight_format
 
-__all__ = [
-    "OnlineInt4",
-    "OnlineInt8",
-    "OnlineSettings",
-    "OnlineW4A8",
-    "online_int4_examples",
-    "online_int8_examples",
-    "online_w4a8_examples",
-]
-
 _ONLINE = "online_"
 _INT4 = ("int4", "w4a8")
 # The first one that divides the inputs of a layer, where no size is stated.

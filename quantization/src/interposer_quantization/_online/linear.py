@@ -15,8 +15,6 @@ from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization._fp8.parameters import Members, register, register_passing
 
-__all__ = ["OnlineLinear", "check_finite"]
-
 Quantize = Callable[[torch.Tensor, Sequence[int]], Mapping[str, torch.Tensor]]
 """A weight ``[O, I]`` and the outputs of each fused layer to what a checkpoint would hold."""
 

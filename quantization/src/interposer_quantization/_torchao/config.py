@@ -16,8 +16,6 @@ from pydantic import Field, PositiveInt, model_validator
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._settings_model import SettingsModel
 
-__all__ = ["Settings", "Weights"]
-
 _SUPPORTED = """\
 Supported: quant_type Int8WeightOnlyConfig, IntxWeightOnlyConfig and \
 Int8DynamicActivationIntxWeightConfig with the packing UNPACKED_TO_INT8, \

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["torchao_examples"]
-
 _FLOAT8 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 
 

@@ -20,8 +20,6 @@ from interposer_ops.quantizers import quantize_fp8_per_token
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
 
-__all__ = ["TorchAoFp8Linear", "TorchAoFp8WeightLinear"]
-
 _NAMES = {"weight": "_weight_qdata", "weight_scale": "_weight_scale", "bias": "bias"}
 
 

@@ -20,8 +20,6 @@ from interposer_ops.quantizers import quantize_int8_per_token, quantize_int8_per
 from interposer_quantization._compressed_tensors.parameters import final_operands
 from interposer_quantization._torchao.linear import TorchAoLinear
 
-__all__ = ["TorchAoInt8Linear"]
-
 _WEIGHT, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 
 

@@ -24,8 +24,6 @@ from interposer_quantization._fp8.parameters import Members, register
 from interposer_quantization._torchao.config import Weights
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["TorchAoLinear"]
-
 _WEIGHT, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 
 

@@ -12,8 +12,6 @@ from interposer_quantization._torchao.int8_linear import TorchAoInt8Linear
 from interposer_quantization._torchao.linear import TorchAoLinear
 from interposer_quantization._weights.fused_layers import stored_alike
 
-__all__ = ["TorchAo"]
-
 
 class TorchAo(QuantizationScheme):
     """Integers in 8 bits each, or 8-bit floats; inputs as they are, or quantized on the way."""

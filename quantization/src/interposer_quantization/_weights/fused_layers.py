@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from interposer.errors import ConfigError
 
-__all__ = ["stored_alike"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ import torch
 
 from interposer.errors import CheckpointError
 
-__all__ = ["check_groups"]
-
 
 def check_groups(name: str, groups: torch.Tensor, num_groups: int) -> None:
     """Refuse groups that are not of one size.

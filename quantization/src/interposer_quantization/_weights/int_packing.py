@@ -12,8 +12,6 @@ import torch
 
 from interposer_ops.quantizers import pack_nibbles, unpack_nibbles
 
-__all__ = ["AWQ_ORDER", "kernel_codes", "pack_words", "unpack_words"]
-
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The code that stands at each place of a word of AWQ, the lowest bits first."""
 

@@ -17,8 +17,6 @@ from interposer_ops.quantizers import (
 )
 from interposer_quantization.writing._integer_formats import IntegerFormat
 
-__all__ = ["IntegerRounding", "Rounded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rounded:

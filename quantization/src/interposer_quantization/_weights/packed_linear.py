@@ -20,8 +20,6 @@ from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_quantization._weights.int_packing import kernel_codes
 
-__all__ = ["PackedLinear", "register_stored"]
-
 _STORED = ("qweight", "qzeros", "scales", "g_idx")
 
 

@@ -13,8 +13,6 @@ from interposer_ops.quantizers import unpack_nibbles
 from interposer_quantization._compressed_tensors.int_linear import IntLinear
 from interposer_quantization._weights.packed_linear import register_stored
 
-__all__ = ["PairedIntLinear"]
-
 _MIDDLE = 8
 
 

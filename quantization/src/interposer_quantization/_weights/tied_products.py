@@ -20,8 +20,6 @@ from interposer_ops.quantized_linear import (
 )
 from interposer_ops.quantizers import quantize_int8_per_token
 
-__all__ = ["PlainHead", "RoundedHead"]
-
 
 class PlainHead:
     """Hidden states are multiplied as they are.

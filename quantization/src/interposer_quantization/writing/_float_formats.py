@@ -26,8 +26,6 @@ from interposer_ops.quantizers import (
 )
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, meta, storable_scale
 
-__all__ = ["Fp8Format", "Mxfp4Format", "Mxfp8Format", "Nvfp4Format"]
-
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 _E8M0_BIAS = 127

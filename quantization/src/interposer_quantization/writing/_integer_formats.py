@@ -16,8 +16,6 @@ from torch.nn import functional
 from interposer_quantization._weights.int_packing import pack_words, unpack_words
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, meta, storable_scale
 
-__all__ = ["IntegerFormat"]
-
 
 class IntegerFormat(WeightFormat):
     """Codes from -2^(b-1) to 2^(b-1) - 1, a scale for each output or group.

@@ -15,8 +15,6 @@ from interposer_quantization.writing._float_formats import (
 from interposer_quantization.writing._integer_formats import IntegerFormat
 from interposer_quantization.writing._weight_format import WeightFormat
 
-__all__ = ["ACTIVATIONS", "SCHEMES", "quantization_config", "weight_format"]
-
 SCHEMES: Mapping[str, str] = {
     "fp8": "8-bit floats, a scale for each output; inputs are rounded per token",
     "int8": "8 bits, a scale for each output; inputs are rounded per token",

@@ -13,8 +13,6 @@ import torch
 
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, tensor_peak
 
-__all__ = ["DAMPING", "Curvature", "SecondMoments", "second_order_rounded"]
-
 DAMPING = 0.01
 """What is added to the diagonal of the second moments, as a share of its mean."""
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Grid", "WeightFormat", "meta", "storable_scale", "tensor_peak"]
-
 # Of the range that a group's numbers span; the first is that range itself.
 _SHRINKS = tuple(1 - step / 40 for step in range(17))
 

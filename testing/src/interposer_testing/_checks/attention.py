@@ -20,8 +20,6 @@ from interposer_testing._checks.operand import Operand, poisoned_memory
 from interposer_testing._checks.scenario import chunked_steps, occupying_step, pages_needed
 from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
-__all__ = ["attention_specs", "check_attention"]
-
 _HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
 _MASKS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -14,8 +14,6 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.scenario import chunked_steps, pages_needed
 from interposer_testing.workload import moved_batch, random_projections, random_sinks
 
-__all__ = ["check_attention_batches", "check_attention_determinism"]
-
 
 def check_attention_determinism(
     backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0

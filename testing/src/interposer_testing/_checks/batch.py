@@ -14,8 +14,6 @@ from interposer_testing._checks.call import Subject, differences, tensors_of
 from interposer_testing._checks.exemplar import Exemplar, num_rows, rows_of
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_batch_invariance"]
-
 # More rows than go into one vector or one thread's share, and no multiple of either.
 _NUM_TOKENS = 101
 _MOST_ELEMENTS = 1 << 20

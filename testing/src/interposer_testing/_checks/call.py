@@ -12,8 +12,6 @@ from torch.utils import _pytree
 from interposer import Case, CustomOp
 from interposer_testing._checks.operand import Operand
 
-__all__ = ["Call", "Given", "Prepare", "Subject", "differences", "storages", "tensors_of"]
-
 Prepare = Callable[..., Mapping[str, Any]]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,8 +10,6 @@ from torch.utils import _pytree
 
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["compare_form", "compare_value"]
-
 
 def compare_value(
     where: str,

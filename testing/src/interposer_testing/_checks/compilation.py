@@ -18,8 +18,6 @@ from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.registered_op import registered
 
-__all__ = ["MIN_DYNAMIC_ROWS", "check_dynamic", "check_static", "why_no_compiler"]
-
 MIN_DYNAMIC_ROWS = 3
 """Sizes of 0 and 1 are never dynamic, and the second size must differ from the first."""
 

@@ -12,17 +12,6 @@ from interposer import Case, CustomOp, Dims
 from interposer_testing.cases._axis import ORDINARY
 from interposer_testing.cases._space import CaseSpace, PlannedCase, planned_cases
 
-__all__ = [
-    "Exemplar",
-    "chosen",
-    "exemplar_of",
-    "exemplars",
-    "has_rows",
-    "num_rows",
-    "rows_of",
-    "with_rows",
-]
-
 # In a batch of three there is a first row, a last one, and one that is neither.
 _ENOUGH_ROWS = 3
 

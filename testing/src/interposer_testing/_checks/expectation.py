@@ -14,8 +14,6 @@ from interposer_testing._checks.call import Call, Given, Subject, tensors_of
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["Expectation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expectation:

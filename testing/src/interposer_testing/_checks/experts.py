@@ -17,8 +17,6 @@ from interposer_testing._checks.comparison import compare_value
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.parameter import random_parameter
 
-__all__ = ["EXPERTS_PREFIX", "check_experts"]
-
 EXPERTS_PREFIX = "model.layers.0.mlp.experts"
 _PLAIN = ExpertsSpec(
     hidden_size=128, intermediate_size=64, num_experts=4, top_k=2, activation="silu"

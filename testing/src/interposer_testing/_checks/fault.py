@@ -8,8 +8,6 @@ from typing import Literal
 
 from interposer.errors import described
 
-__all__ = ["Check", "Fault"]
-
 Check = Literal[
     "alias",
     "batch",

@@ -13,8 +13,6 @@ from interposer_testing._checks.exemplar import Exemplar
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_capture", "check_no_waiting"]
-
 
 def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
     """Return a fault if the reference asks for a value, for which the host waits.

@@ -15,8 +15,6 @@ from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.operand import poisoned_memory
 
-__all__ = ["check_kernel", "check_subject"]
-
 
 def check_kernel(
     op: CustomOp[..., Any],

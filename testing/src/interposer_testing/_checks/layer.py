@@ -15,8 +15,6 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.operand import Operand
 from interposer_testing.cases._layer import LayerCase, OfLayer, Placed
 
-__all__ = ["check_layer"]
-
 
 def check_layer(
     registry: Registry,

@@ -7,8 +7,6 @@ import sys
 
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_lightness"]
-
 _PROGRAM = """
 import importlib, sys
 importlib.import_module(sys.argv[1])

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["Operand", "poisoned_memory"]
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MARGIN = 64
 

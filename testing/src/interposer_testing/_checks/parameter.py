@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["random_parameter"]
-
 
 def random_parameter(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return what ``sample`` of a parameter draws, else numbers by its dtype.

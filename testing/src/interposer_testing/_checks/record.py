@@ -25,8 +25,6 @@ from interposer.tooling import check_classes
 from interposer.tuning import Table
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_record"]
-
 _TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 
 

@@ -15,8 +15,6 @@ from interposer_testing._checks.call import Subject, tensors_of
 from interposer_testing._checks.exemplar import Exemplar
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_opcheck", "registered"]
-
 _TRACED = "test_aot_dispatch_dynamic"
 _TESTS = {
     "test_schema": "what it writes or returns is not what the schema declares",

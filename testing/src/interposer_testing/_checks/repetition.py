@@ -13,8 +13,6 @@ from interposer_testing._checks.exemplar import Exemplar
 from interposer_testing._checks.expectation import Expectation
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["check_determinism", "check_threads"]
-
 _RUNS = 5
 _THREADS = 8
 _CALLS = 4

@@ -12,8 +12,6 @@ import torch
 from interposer import AttentionBatch
 from interposer_testing.workload import paged_batch
 
-__all__ = ["chunked_steps", "occupying_step", "pages_needed"]
-
 # Tokens per step of each sequence, in pages and tokens; none while it waits. The steps are: one
 # prompt alone, prompts beside a decode, a chunk and a late prompt, one decode alone, a chunk beside
 # decodes, decodes only.

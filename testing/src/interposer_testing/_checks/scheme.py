@@ -28,8 +28,6 @@ from interposer_testing._checks.experts import EXPERTS_PREFIX, check_experts
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.parameter import random_parameter
 
-__all__ = ["check_scheme"]
-
 _PREFIX = "model.layers.0.self_attn.q_proj"
 _IN_FEATURES = 512
 _OUT_FEATURES = 96

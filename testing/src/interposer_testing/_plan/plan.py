@@ -33,8 +33,6 @@ from interposer_testing._trials.outcome import Scope
 from interposer_testing._trials.verification import known_scope
 from interposer_testing.cases._space import planned_cases
 
-__all__ = ["plan"]
-
 Devices = dict[str, DeviceDescription]
 Judged = Kernel | LayerEntry | AttentionEntry
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["PlanReport", "PlannedRecord"]
-
 PlanState = Literal["wrong", "unresolved", "fits nowhere", "sound"]
 STATES: tuple[PlanState, ...] = ("wrong", "unresolved", "fits nowhere", "sound")
 VERSION = 1

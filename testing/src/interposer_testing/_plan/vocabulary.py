@@ -10,8 +10,6 @@ from interposer import Capability, DeviceDescription
 from interposer.errors import nearest_first
 from interposer.requires import Requires
 
-__all__ = ["Asked", "Vocabulary", "watched"]
-
 
 @dataclass(slots=True)
 class Asked:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.report import Report
 
-__all__ = ["html"]
-
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1e21; --dim: #5b6470; --back: #fff; --line: #d5d9de;
   --head: #f3f5f7; --good: #0b6b34; --good-back: #e3f4e9; --bad: #a3121f; --bad-back: #fde7e7;

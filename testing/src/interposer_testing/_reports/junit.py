@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.report import Report
 
-__all__ = ["junit"]
-
 # What XML 1.0 has no way to write.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from interposer_testing._reports.facts import State
 
-__all__ = ["ASPECTS", "CHECKS", "STATES"]
-
 STATES: Mapping[State, str] = {
     "correct": "it ran here, and nothing was wrong",
     "wrong": "it ran here, and at least one trial found a fault",

@@ -13,8 +13,6 @@ from interposer_testing._reports.text import wrong_blocks
 if TYPE_CHECKING:
     from interposer_testing._reports.report import Report
 
-__all__ = ["markdown"]
-
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 

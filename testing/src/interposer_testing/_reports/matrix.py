@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from interposer_testing._reports.facts import Examined, State, Tally
 from interposer_testing._reports.report import Report
 
-__all__ = ["Cell", "Matrix", "Row"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:

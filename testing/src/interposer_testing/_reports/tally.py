@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from interposer_testing._reports.facts import STATIC, Examined, Finding, Tally
 from interposer_testing._trials.outcome import Outcome, Scope
 
-__all__ = ["examined"]
-
 # The version of a plugin that a script registered; no command line finds it.
 _IN_CODE = "in code"
 _MOST_FAILURES = 3

@@ -16,8 +16,6 @@ import torch
 
 from interposer.tooling import child_environment
 
-__all__ = ["Child"]
-
 _PROGRAM = "from interposer_testing._trials.shard import main; main()"
 _MOST_CHARACTERS = 4000
 

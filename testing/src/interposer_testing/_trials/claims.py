@@ -28,8 +28,6 @@ from interposer_testing._checks.registered_op import check_opcheck
 from interposer_testing._checks.repetition import check_determinism, check_threads
 from interposer_testing._trials.trial import Aspect, Trial
 
-__all__ = ["Promises"]
-
 _TRACER = "aot_eager"
 _COMPILER = "inductor"
 

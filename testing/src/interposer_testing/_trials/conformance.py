@@ -40,8 +40,6 @@ from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_t
 from interposer_testing._trials.trial import Aspect, Trial
 from interposer_testing.cases._space import PlannedCase, planned_cases
 
-__all__ = ["attention_trials", "conformance"]
-
 _BackendCheck = Callable[[type[AttentionBackend], AttentionSpec, Site, int], list[Fault]]
 
 _ATTENTION_PROMISES: tuple[tuple[str, Aspect, _BackendCheck], ...] = (

@@ -21,8 +21,6 @@ from interposer_testing._checks.lightness import check_lightness
 from interposer_testing._checks.record import check_record
 from interposer_testing._trials.trial import Trial
 
-__all__ = ["declaration_trials"]
-
 
 def declaration_trials(registry: Registry, device: Device, distribution: str) -> Iterator[Trial]:
     """Yield a trial of every record and of every plugin module of the distribution.

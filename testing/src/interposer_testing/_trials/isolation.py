@@ -20,8 +20,6 @@ from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcome
 from interposer_testing._trials.shard import Share, Told
 from interposer_testing._trials.verification import declared
 
-__all__ = ["Isolation", "side_by_side"]
-
 # A process takes seconds to start, and this many candidates take longer.
 _ENOUGH_CANDIDATES = 24
 

@@ -17,8 +17,6 @@ from interposer_testing._checks.scheme import check_scheme
 from interposer_testing._trials.trial import Aspect, Trial
 from interposer_testing.cases._layer import LayerCaseGenerator
 
-__all__ = ["layer_trials", "scheme_trials"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -15,8 +15,6 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.conformance import conformance
 from interposer_testing._trials.trial import Trial
 
-__all__ = ["Outcome", "Progress", "Scope", "outcome_of", "outcomes", "trials", "untried"]
-
 _MOST_LABELS = 12
 
 Progress = Callable[[int, str], None]

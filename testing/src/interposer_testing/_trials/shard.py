@@ -16,8 +16,6 @@ from interposer_testing._trials.child import Child
 from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
 from interposer_testing._trials.trial import Trial
 
-__all__ = ["Share", "Told", "main"]
-
 # Of consecutive trials, which share arguments; few enough that every process gets its part.
 _BLOCK = 16
 

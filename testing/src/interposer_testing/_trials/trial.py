@@ -10,8 +10,6 @@ from interposer import Candidate, Request, Verdict
 from interposer.errors import FOREIGN_ERRORS
 from interposer_testing._checks.fault import Fault
 
-__all__ = ["Aspect", "Trial"]
-
 Aspect = Literal[
     "numerics",
     "opcheck",

@@ -14,8 +14,6 @@ from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trial
 from interposer_testing._trials.trial import Trial
 from interposer_testing._trials.verification import absent, known_scope
 
-__all__ = ["TrialGroup", "trial_groups"]
-
 # Kind, subject, provider and name of the candidate; aspect; dtype.
 _Key = tuple[tuple[str, str, str, str], str, str]
 

@@ -20,8 +20,6 @@ from interposer_testing._reports.report import Report
 from interposer_testing._reports.tally import examined
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
 
-__all__ = ["Run", "absent", "declared", "known_scope", "verify"]
-
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
 """What runs trials: ``outcomes`` does so in this process."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from interposer.errors import RecordError
 
-__all__ = ["DENSE", "ORDINARY", "Axis", "Point"]
-
 DENSE = "dense"
 ORDINARY = "ordinary"
 

@@ -10,8 +10,6 @@ import torch
 
 from interposer import Case, Site, Tolerance
 
-__all__ = ["LayerCase", "LayerCaseGenerator", "OfLayer", "Placed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:

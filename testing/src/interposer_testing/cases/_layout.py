@@ -19,8 +19,6 @@ import torch
 
 from interposer_testing.cases._axis import DENSE
 
-__all__ = ["LAYOUTS", "Strides", "laid_out", "layouts_of"]
-
 Strides = Literal["offset", "outer", "rows", "any"]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["longest_row", "normal", "peak", "uniform"]
-
 
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, deviation: float = 1.0

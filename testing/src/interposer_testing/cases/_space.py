@@ -17,8 +17,6 @@ from interposer_testing.cases._axis import DENSE, ORDINARY, Axis, Point
 from interposer_testing.cases._layout import Strides, laid_out, layouts_of
 from interposer_testing.cases._special import SPECIALS, Special, with_special
 
-__all__ = ["CaseSpace", "PlannedCase", "planned_cases"]
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Builder = Callable[[Point, torch.dtype, torch.Generator], Case]

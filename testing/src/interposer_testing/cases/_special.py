@@ -6,8 +6,6 @@ from typing import Literal, get_args
 
 import torch
 
-__all__ = ["SPECIALS", "Special", "with_special"]
-
 Special = Literal["infinities", "NaN", "subnormals", "negative zeros"]
 SPECIALS: tuple[Special, ...] = get_args(Special)
 

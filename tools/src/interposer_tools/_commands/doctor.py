@@ -12,8 +12,6 @@ from interposer_tools.options import AsJson, Locked, PlatformName, policy, print
 if TYPE_CHECKING:
     from interposer import Config
 
-__all__ = ["doctor"]
-
 
 def doctor(
     describe: Annotated[

@@ -19,8 +19,6 @@ from interposer_tools.options import (
     print_facts,
 )
 
-__all__ = ["explain"]
-
 
 def explain(
     model: Annotated[

@@ -11,8 +11,6 @@ import typer
 
 from interposer_tools._plugin_template import License, NewPlugin, PluginKind
 
-__all__ = ["new"]
-
 
 class _What(StrEnum):
     PLUGIN = "plugin"

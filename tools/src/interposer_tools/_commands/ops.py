@@ -9,8 +9,6 @@ import typer
 
 from interposer_tools.options import AsJson
 
-__all__ = ["ops"]
-
 
 def ops(
     names: Annotated[

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from interposer.tuning import Entry, Table
     from interposer_tools._tuner.tuner import Progress
 
-__all__ = ["tune"]
-
 
 def tune(
     model_dir: Annotated[

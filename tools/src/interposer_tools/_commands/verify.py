@@ -17,8 +17,6 @@ from interposer_tools.options import wide_terminal
 if TYPE_CHECKING:
     from interposer_testing import Progress, Report
 
-__all__ = ["verify"]
-
 
 def verify(
     targets: Annotated[

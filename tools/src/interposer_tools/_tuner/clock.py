@@ -13,8 +13,6 @@ import torch
 
 from interposer import Device, Platform
 
-__all__ = ["Clock", "Spread"]
-
 _UNKNOWN_CACHE_BYTES = 64 << 20
 _LARGEST_BUFFER_BYTES = 1 << 30
 _WARM_UP_CALLS = 2

@@ -28,8 +28,6 @@ from interposer_testing.workload import (
     typical_step,
 )
 
-__all__ = ["AttentionSubject", "KernelSubject", "Subject"]
-
 Call = Callable[[], object]
 
 

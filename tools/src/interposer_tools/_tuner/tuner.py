@@ -28,8 +28,6 @@ from interposer.tuning import (
 from interposer_tools._tuner.clock import Clock, Spread
 from interposer_tools._tuner.timed_request import AttentionSubject, KernelSubject, Subject
 
-__all__ = ["Progress", "tune"]
-
 _FEWEST_REPEATS = 3
 
 

@@ -8,8 +8,6 @@ from torch.compiler import is_compiling
 from interposer_cpu._kernels.rows import TYPES, distances
 from interposer_cpu.native import library
 
-__all__ = ["gelu_and_mul", "silu_and_mul"]
-
 _SILU = 0
 _GELU = {"none": 1, "tanh": 2}
 

@@ -29,8 +29,6 @@ from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 
-__all__ = ["NativeGatedMLP", "NativeSelfAttention"]
-
 
 class NativeGatedMLP(GatedMLP):
     """Both products and the activation in one call, and float32 between them."""

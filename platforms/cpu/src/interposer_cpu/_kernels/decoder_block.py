@@ -24,8 +24,6 @@ from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.self_attention import SelfAttention
 
-__all__ = ["NativeDecoderBlock"]
-
 _INT64 = torch.int64
 # What the library reads of a block: see interposer_block.
 _FACTS = struct.Struct("=23q3d")

@@ -16,13 +16,6 @@ from interposer import Request, Verdict
 from interposer_cpu import native
 from interposer_cpu._kernels.rows import TYPES
 
-__all__ = [
-    "judge_latent",
-    "latent_attention_decode",
-    "ragged_attention",
-    "ragged_attention_with_lse",
-]
-
 _CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
 
 

@@ -20,18 +20,6 @@ from interposer_cpu import native
 from interposer_cpu._kernels.rows import TYPES
 from interposer_ops.devices import host_memory
 
-__all__ = [
-    "fused_experts",
-    "fused_experts_fp8",
-    "fused_experts_mxfp4",
-    "fused_experts_w4a16",
-    "judge_groups",
-    "pack_fused_experts",
-    "pack_fused_experts_fp8",
-    "pack_fused_experts_mxfp4",
-    "pack_fused_experts_w4a16",
-]
-
 # Numbers of the library's C interface.
 _FLOAT32, _BFLOAT16, _, _INT4, _E2M1, _E4M3 = range(6)
 _PLAIN = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}

@@ -14,8 +14,6 @@ from interposer_cpu._kernels.rows import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.rotary import rotary_embedding as rotary_embedding_op
 
-__all__ = ["prepare_qk_norm", "qk_norm", "rotary_embedding"]
-
 _WEIGHTED, _TURNED = 1, 8
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -15,32 +15,6 @@ from interposer_cpu._kernels.packed_copies import Packed, shared_copy
 from interposer_ops.devices import host_memory
 from interposer_ops.quantizers import decode_e8m0
 
-__all__ = [
-    "fp8_block_linear",
-    "fp8_linear",
-    "int8_linear",
-    "judge_codes",
-    "judge_fp8",
-    "judge_fp8_blocks",
-    "judge_groups",
-    "judge_symmetric",
-    "linear",
-    "mxfp4_linear",
-    "mxfp8_linear",
-    "pack",
-    "pack_fp8",
-    "pack_fp8_blocks",
-    "pack_int8",
-    "pack_mxfp4",
-    "pack_mxfp8",
-    "pack_w4a8",
-    "pack_w4a16",
-    "pack_w8a16",
-    "w4a8_linear",
-    "w4a16_linear",
-    "w8a16_linear",
-]
-
 # Numbers of the library's C interface.
 _TYPES = {
     torch.float32: 0,

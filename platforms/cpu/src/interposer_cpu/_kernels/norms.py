@@ -14,16 +14,6 @@ from torch.compiler import is_compiling
 from interposer_cpu._kernels.rows import TYPES, distances
 from interposer_cpu.native import library
 
-__all__ = [
-    "fused_add_gemma_rms_norm",
-    "fused_add_rms_norm",
-    "gemma_rms_norm",
-    "layer_norm",
-    "prepare",
-    "prepare_affine",
-    "rms_norm",
-]
-
 # Bits that tell the library's ops which parts there are.
 _WEIGHTED, _BIASED, _CENTRED = 1, 2, 4
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Packed", "shared_copy"]
-
 Packed = tuple[torch.Tensor, int]
 """What the library reads, uint8, and how many rows it holds."""
 

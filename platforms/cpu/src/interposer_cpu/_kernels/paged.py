@@ -13,8 +13,6 @@ import torch
 
 from interposer import AttentionBackend, AttentionSpec, KVCacheLayout
 
-__all__ = ["NativePagedBackend", "facts_of"]
-
 
 class NativePagedBackend(AttentionBackend):
     """Writes, then attends, by one method for caches with and without sinks and scales."""

@@ -19,18 +19,7 @@ from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct
-
-__all__ = [
-    "FLOATS",
-    "Form",
-    "Watch",
-    "activation_number",
-    "adds",
-    "factor",
-    "form_of",
-    "normalises",
-    "turns",
-]
+from interposer_ops.quantizers import MX_BLOCK_SIZE
 
 # Kernels that multiply floats by a weight that holds everything else.
 _PRODUCTS = frozenset(
@@ -65,7 +54,7 @@ def _block_coding(size: int, dtype: torch.dtype, powers: bool) -> Words | None:
 
 
 def _shared_exponents_coding() -> Words:
-    code, size = native_quantizers.CODES[torch.float8_e4m3fn], native_quantizers.MX_BLOCK_SIZE
+    code, size = native_quantizers.CODES[torch.float8_e4m3fn], MX_BLOCK_SIZE
     return code, 0, size, native_quantizers.SHARED_EXPONENTS
 
 

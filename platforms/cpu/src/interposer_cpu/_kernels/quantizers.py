@@ -11,21 +11,6 @@ from interposer_cpu._kernels.rows import FLOAT32, TYPES, distances
 from interposer_cpu.native import library
 from interposer_ops.quantizers import MX_BLOCK_SIZE
 
-__all__ = [
-    "CODES",
-    "MX_BLOCK_SIZE",
-    "SHARED_EXPONENTS",
-    "judge_blocks",
-    "judge_format",
-    "judge_symmetric",
-    "quantize_fp8_blocks",
-    "quantize_fp8_per_token",
-    "quantize_fp8_static",
-    "quantize_int8_per_token",
-    "quantize_int8_static",
-    "quantize_mxfp8",
-]
-
 _INT8, _E4M3 = torch.int8, torch.float8_e4m3fn
 
 CODES = {_INT8: 3, _E4M3: 5}

@@ -9,8 +9,6 @@ from interposer_cpu._kernels.rows import TYPES
 from interposer_cpu.native import library
 from interposer_ops.devices import host_memory
 
-__all__ = ["quantize_weight_int4", "quantize_weight_int4_asymmetric", "quantize_weight_int8"]
-
 
 def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype

@@ -11,8 +11,6 @@ from interposer.errors import RequestError
 from interposer_cpu._kernels.rows import FLOAT32, TYPES
 from interposer_cpu.native import library
 
-__all__ = ["grouped_topk", "prepare", "topk_sigmoid", "topk_softmax"]
-
 _SCORINGS = {"softmax": 0, "sigmoid": 1}
 _BIASED, _SIGMOIDS, _RENORMALISED = 1, 2, 4
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOAT32", "TYPES", "distances"]
-
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the library's C interface."""
 

@@ -19,8 +19,6 @@ from interposer import (
 from interposer_cpu import native
 from interposer_cpu._kernels.paged import NativePagedBackend, facts_of
 
-__all__ = ["NativeRowsBackend"]
-
 # Numbers of the library's C interface.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}

@@ -8,8 +8,6 @@ from torch.compiler import is_compiling
 from interposer_cpu._kernels.rows import FLOAT32, TYPES
 from interposer_cpu.native import library
 
-__all__ = ["apply_penalties", "gumbel_argmax", "sample_tokens"]
-
 _INT64 = torch.int64
 _LOGPROBS = 16
 _LONG_COUNTS = 1

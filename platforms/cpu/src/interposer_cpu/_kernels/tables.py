@@ -15,16 +15,6 @@ from interposer_cpu._kernels.linear import pack, pack_w4a16, pack_w8a16
 from interposer_cpu._kernels.packed_copies import Packed
 from interposer_cpu._kernels.rows import TYPES
 
-__all__ = [
-    "embedding",
-    "judge_tied",
-    "pack_table",
-    "pack_w4a16_table",
-    "pack_w8a16_table",
-    "w4a16_embedding",
-    "w8a16_embedding",
-]
-
 Table = tuple[Packed, int, torch.dtype]
 """What the library reads, H, and the dtype of plain rows."""
 

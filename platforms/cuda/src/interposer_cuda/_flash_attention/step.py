@@ -11,8 +11,6 @@ import torch
 
 from interposer import AttentionBatch, AttentionSpec, Verdict
 
-__all__ = ["FlashStep", "judge_flash"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 

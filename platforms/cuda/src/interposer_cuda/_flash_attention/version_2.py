@@ -33,8 +33,6 @@ from interposer_cuda._providers import FLASH_ATTENTION_2
 from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_ops.caches import CacheWriter, cumulated
 
-__all__ = ["Flash2Plan", "FlashAttention2Backend", "FlashAttention2GatheredBackend"]
-
 _PAGE_TOKENS = 256
 
 

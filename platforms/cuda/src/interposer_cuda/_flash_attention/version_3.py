@@ -31,8 +31,6 @@ from interposer_cuda._providers import FLASH_ATTENTION_3
 from interposer_ops.attention import window_ends
 from interposer_ops.caches import CacheWriter
 
-__all__ = ["FlashAttention3Backend"]
-
 
 class FlashAttention3Backend(AttentionBackend):
     """Writes with the op's kernel, attends with the package's function."""

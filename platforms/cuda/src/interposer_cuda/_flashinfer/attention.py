@@ -36,8 +36,6 @@ from interposer_cuda._providers import FLASHINFER
 from interposer_ops.attention import window_ends
 from interposer_ops.caches import CacheWriter
 
-__all__ = ["FlashInferBackend", "FlashInferPlan"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_SIZES = (64, 128, 256)
 _OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -21,8 +21,6 @@ from interposer import Request, Verdict
 from interposer_cuda._flashinfer.pages import FlashInferPages
 from interposer_cuda._providers import FLASHINFER
 
-__all__ = ["judge", "latent_attention_decode"]
-
 _WORKSPACE_BYTES = 128 * 2**20
 
 

@@ -12,8 +12,6 @@ import torch
 
 from interposer_ops.caches import cumulated
 
-__all__ = ["FlashInferPages"]
-
 
 class FlashInferPages(NamedTuple):
     """All int32.

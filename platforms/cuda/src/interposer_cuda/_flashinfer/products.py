@@ -26,16 +26,6 @@ from interposer_cuda._providers import FLASHINFER_PRODUCTS
 from interposer_ops.quantized_linear import tile_scales
 from interposer_ops.triton import judge as judge_triton
 
-__all__ = [
-    "confirm",
-    "fp8_block_linear",
-    "judge",
-    "mxfp8_linear",
-    "nvfp4_linear",
-    "prepare_mxfp8",
-    "prepare_nvfp4",
-]
-
 _TILE = (128, 4)
 _ROWS = 4
 _MODULE = "flashinfer.gemm"

@@ -6,8 +6,6 @@ from interposer import Capability
 from interposer_cuda._hardware.architectures import architecture_of
 from interposer_cuda._hardware.driver import CUDADevice
 
-__all__ = ["bandwidth_bytes_per_s", "bandwidth_features", "capability_of", "fixed_features"]
-
 # Classes of bandwidth: a device has those that it reaches, in bytes per second.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Architecture", "architecture_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

@@ -12,8 +12,6 @@ from typing import Any
 
 from interposer_cuda._hardware import driver_inquiry
 
-__all__ = ["Answer", "CUDADevice", "DriverError", "DriverLostError", "ask"]
-
 _NAME = "libcuda.so.1"
 _LIMIT_SECONDS = 60.0
 # What the driver's codes mean to whoever reads a refusal, where its own text does not say it.

@@ -17,8 +17,6 @@ import sys
 import uuid
 from typing import Any
 
-__all__ = ["answer"]
-
 _ATTRIBUTES = {
     "shared_bytes": 8,
     "integrated": 18,

@@ -12,8 +12,6 @@ import torch
 from interposer.errors import ConfigError
 from interposer_ops.devices.host_memory import require_pinned
 
-__all__ = ["mapped"]
-
 _TYPES = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["GPU", "Inventory", "NVMLError", "inventory"]
-
 _NAME = "libnvidia-ml.so.1"
 _TEXT_BYTES = 96
 _NOT_SUPPORTED, _NOT_FOUND = 3, 6

@@ -18,8 +18,6 @@ from interposer_cuda._hardware.system import System
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer_cuda._hardware.visibility import visible
 
-__all__ = ["Presence"]
-
 _NVML = "libnvidia-ml.so.1"
 _CUDA = "libcuda.so.1"
 _MISMATCH = 18

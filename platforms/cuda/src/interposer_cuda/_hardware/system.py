@@ -14,8 +14,6 @@ from pathlib import Path
 
 from interposer import Verdict
 
-__all__ = ["ROOT", "System", "look"]
-
 ROOT = Path("/")
 _NODE = re.compile(r"nvidia\d+|nvhost-gpu|nvgpu")
 _VERSION = re.compile(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)")

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from interposer import Verdict
 
-__all__ = ["TorchBuild"]
-
 # The oldest driver for Linux, by the major version of CUDA.
 _LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 _WHEELS = "https://download.pytorch.org/whl/"

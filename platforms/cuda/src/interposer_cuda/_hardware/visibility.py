@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from interposer_cuda._hardware.nvml import GPU
 
-__all__ = ["DEVICES", "ORDER", "Visible", "visible"]
-
 DEVICES = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 _NUMBER = re.compile(r"\s*([+-]?\d+)")

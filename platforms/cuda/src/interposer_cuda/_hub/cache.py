@@ -18,8 +18,6 @@ from interposer import Request, Verdict
 from interposer.tooling import variables
 from interposer_cuda._providers import HUB_KERNELS
 
-__all__ = ["ACTIVATION", "LAYER_NORM", "HubKernel", "judge_activation", "judge_layer_norm"]
-
 
 @dataclass(frozen=True, slots=True)
 class HubKernel:

@@ -21,18 +21,6 @@ import torch
 from interposer import Request, Verdict
 from interposer_cuda._hub.cache import ACTIVATION, LAYER_NORM, HubKernel
 
-__all__ = [
-    "confirm_activation",
-    "confirm_layer_norm",
-    "gelu",
-    "gelu_and_mul",
-    "layer_norm",
-    "mul_and_silu",
-    "quick_gelu",
-    "rms_norm",
-    "silu_and_mul",
-]
-
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Compute ``silu_and_mul``."""

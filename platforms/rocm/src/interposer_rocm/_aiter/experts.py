@@ -13,8 +13,6 @@ import torch
 
 from interposer_rocm._aiter.library import FUSED_MOE, SHUFFLE_WEIGHT, function
 
-__all__ = ["fused_experts", "mixture", "prepare", "shuffled"]
-
 _TILE = (16, 16)
 
 

@@ -16,8 +16,6 @@ from interposer_ops.attention import GatheredBackend, GatheredStep, window_ends
 from interposer_rocm._aiter.library import FLASH, function, require
 from interposer_rocm._aiter.package import judge_flash
 
-__all__ = ["AiterFlashBackend"]
-
 
 class AiterFlashBackend(GatheredBackend):
     """Whole prompts attend to the step's own keys, everything else to copies from the cache."""

@@ -24,8 +24,6 @@ from interposer_rocm._aiter.library import confirm_scaled_experts, function
 from interposer_rocm._aiter.package import BLOCK, NEEDS_FNUZ
 from interposer_rocm._scaled_products import halved
 
-__all__ = ["confirm", "fused_experts_fp8", "prepare", "prepare_halves"]
-
 
 def prepare(
     gate_up: torch.Tensor,

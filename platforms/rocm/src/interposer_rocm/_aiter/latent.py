@@ -15,8 +15,6 @@ import torch
 from interposer_ops.caches import cumulated, read_slots
 from interposer_rocm._aiter.library import MLA_DECODE, function
 
-__all__ = ["latent_attention_decode"]
-
 
 def latent_attention_decode(
     query: torch.Tensor,

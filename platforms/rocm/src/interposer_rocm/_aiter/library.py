@@ -7,21 +7,6 @@ from interposer.errors import InterposerError
 from interposer_rocm._aiter.package import aiter_version, is_quantized
 from interposer_rocm._examined_package import ExaminedPackage
 
-__all__ = [
-    "FLASH",
-    "FUSED_MOE",
-    "MLA_DECODE",
-    "SHUFFLE_WEIGHT",
-    "AiterError",
-    "confirm_experts",
-    "confirm_latent",
-    "confirm_scaled_experts",
-    "function",
-    "inquire",
-    "refresh",
-    "require",
-]
-
 FLASH = "aiter:flash_attn_varlen_func"
 MLA_DECODE = "aiter.mla:mla_decode_fwd"
 FUSED_MOE = "aiter.fused_moe:fused_moe"

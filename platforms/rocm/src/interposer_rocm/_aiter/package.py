@@ -21,19 +21,6 @@ from interposer import Request, Verdict
 if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability
 
-__all__ = [
-    "ARCHITECTURES",
-    "BLOCK",
-    "NEEDS_FNUZ",
-    "aiter_version",
-    "is_quantized",
-    "judge_device",
-    "judge_experts",
-    "judge_flash",
-    "judge_latent",
-    "judge_scaled_experts",
-]
-
 ARCHITECTURES = frozenset({"gfx942", "gfx950"})
 """What AITER's kernels are written for."""
 

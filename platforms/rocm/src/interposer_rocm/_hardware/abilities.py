@@ -6,8 +6,6 @@ from interposer import Capability
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 from interposer_rocm._hardware.topology import GPU
 
-__all__ = ["bandwidth_bytes_per_s", "bandwidth_features", "capability_of", "fixed_features"]
-
 # Classes of bandwidth, in GB/s; a device has those that it reaches.
 _CLASSES = {"250g": 250, "500g": 500, "1t": 1000, "2t": 2000, "4t": 4000, "7t": 7000}
 _FP8 = {"float8_e4m3fn": "fp8_ocp", "float8_e4m3fnuz": "fp8_fnuz"}

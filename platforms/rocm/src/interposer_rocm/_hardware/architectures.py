@@ -15,8 +15,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["KNOWN", "Architecture", "GfxVersion", "architecture_of"]
-
 _NAME = re.compile(r"gfx(\d{1,2})([0-9a-f])([0-9a-f])")
 _KIB = 1024
 

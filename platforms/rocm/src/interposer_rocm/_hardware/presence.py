@@ -15,8 +15,6 @@ from interposer_rocm._hardware.system import System
 from interposer_rocm._hardware.torch_build import TorchBuild
 from interposer_rocm._hardware.visibility import Visible, overridden, visible
 
-__all__ = ["Presence"]
-
 
 @dataclass(frozen=True, slots=True)
 class Presence:

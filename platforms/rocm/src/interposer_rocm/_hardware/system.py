@@ -14,8 +14,6 @@ from pathlib import Path
 from interposer import Verdict
 from interposer_rocm._hardware.topology import Topology, read_topology
 
-__all__ = ["ROOT", "System", "look"]
-
 ROOT = Path("/")
 _VENDOR = "0x1002"
 # Classes of PCI: display controllers, and processing accelerators.

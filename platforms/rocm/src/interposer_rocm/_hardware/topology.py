@@ -17,8 +17,6 @@ from pathlib import Path
 
 from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 
-__all__ = ["GPU", "Topology", "read_topology"]
-
 _NODES = Path("sys/class/kfd/kfd/topology/nodes")
 _GPU_HEAPS = {1, 2}
 _XGMI = 11

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from interposer import Verdict
 
-__all__ = ["TorchBuild"]
-
 _INSTALL = (
     "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/rocm7.0"
 )

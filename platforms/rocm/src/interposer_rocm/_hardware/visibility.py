@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from interposer_rocm._hardware.architectures import GfxVersion
 from interposer_rocm._hardware.topology import GPU
 
-__all__ = ["VARIABLES", "Visible", "overridden", "visible"]
-
 _ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 VARIABLES = (_ROCR, _HIP, _CUDA, _OVERRIDE)

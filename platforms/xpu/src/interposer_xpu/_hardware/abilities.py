@@ -6,8 +6,6 @@ from interposer import Capability
 from interposer_xpu._hardware.architectures import architecture_of
 from interposer_xpu._hardware.level_zero import XPUDevice
 
-__all__ = ["bandwidth_features", "capability_of", "sub_group_features"]
-
 # Classes of bandwidth: a device has those that it reaches, in bytes per second.
 _BANDWIDTHS = {
     "bandwidth_250g": 250e9,

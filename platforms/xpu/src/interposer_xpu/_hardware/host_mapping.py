@@ -12,8 +12,6 @@ from interposer.errors import ConfigError
 from interposer_ops.devices.host_memory import require_pinned
 from interposer_xpu._packages import kernel_package
 
-__all__ = ["mapped"]
-
 
 def mapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``tensor`` on the current device, without a copy.

@@ -11,8 +11,6 @@ from typing import Any
 
 from interposer_xpu._hardware import level_zero_inquiry
 
-__all__ = ["LOADER", "Answer", "DriverError", "DriverLostError", "XPUDevice", "ask"]
-
 LOADER = "libze_loader.so.1"
 _LIMIT_SECONDS = 60.0
 # What results mean to whoever reads a refusal.

@@ -20,8 +20,6 @@ import uuid
 from ctypes import c_char, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-__all__ = ["answer"]
-
 _GPU_ONLY = 1
 _INTEGRATED = 1
 _KIND_GPU = 1

@@ -18,8 +18,6 @@ from interposer_xpu._hardware.system import System
 from interposer_xpu._hardware.torch_build import TorchBuild
 from interposer_xpu._hardware.visibility import explained, shown
 
-__all__ = ["Presence"]
-
 # A probe has to return; the process that examines plugins stops it after five seconds.
 _LIMIT_SECONDS = 4.0
 

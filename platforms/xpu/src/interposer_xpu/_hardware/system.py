@@ -17,8 +17,6 @@ from pathlib import Path
 
 from interposer import Verdict
 
-__all__ = ["ROOT", "Display", "System", "look"]
-
 ROOT = Path("/")
 _DRIVERS = ("i915", "xe")
 _VENDOR = "0x8086"

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from interposer import Verdict
 
-__all__ = ["TorchBuild"]
-
 _WHEELS = "https://download.pytorch.org/whl/xpu"
 
 

@@ -14,8 +14,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["HIERARCHY", "MASK", "SELECTOR", "Shown", "explained", "shown"]
-
 MASK = "ZE_AFFINITY_MASK"
 HIERARCHY = "ZE_FLAT_DEVICE_HIERARCHY"
 SELECTOR = "ONEAPI_DEVICE_SELECTOR"

@@ -21,8 +21,6 @@ from interposer import Request, Verdict
 from interposer_xpu._packages import extension_inquiry
 from interposer_xpu._packages.optional_packages import Package, numbers, torch_version
 
-__all__ = ["PACKAGE", "judge", "judge_installed", "rms_norm"]
-
 PACKAGE = Package("intel-extension-for-pytorch", str(Path(extension_inquiry.__file__)))
 
 

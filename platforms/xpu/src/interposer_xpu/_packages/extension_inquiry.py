@@ -11,8 +11,6 @@ import json
 import sys
 from importlib import import_module
 
-__all__ = ["fault"]
-
 
 def fault() -> str:
     """Return why the package cannot be used; empty where it can."""

@@ -23,8 +23,6 @@ from interposer import Verdict
 from interposer_xpu._packages import kernel_package_inquiry
 from interposer_xpu._packages.optional_packages import Package, numbers, torch_version
 
-__all__ = ["PACKAGE", "SCHEMAS", "USES", "judge_installed", "judge_ops", "op"]
-
 PACKAGE = Package("vllm-xpu-kernels", str(Path(kernel_package_inquiry.__file__)))
 _NEWEST = (0, 2)
 

@@ -11,8 +11,6 @@ import json
 import sys
 from importlib import import_module
 
-__all__ = ["faults"]
-
 
 def faults(schemas: dict[str, str]) -> dict[str, str]:
     """Return for every op why it cannot be used; empty where it can."""

@@ -16,8 +16,6 @@ from typing import Any
 
 from interposer import Verdict
 
-__all__ = ["Package", "ended", "numbers", "torch_version"]
-
 _LIMIT_SECONDS = 60.0
 
 

@@ -5,14 +5,6 @@ from __future__ import annotations
 from interposer import Request, Verdict
 from interposer_xpu._packages.kernel_package import judge_ops
 
-__all__ = [
-    "judge_experts",
-    "judge_fp8",
-    "judge_fp8_weights",
-    "judge_int4",
-    "judge_routing",
-]
-
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
