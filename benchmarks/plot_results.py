@@ -1,0 +1,204 @@
+"""Draw the figures of docs/performance.md from the tables in benchmarks/results.
+
+    python benchmarks/plot_results.py [--check]
+
+Writes plain SVG, the same bytes for the same tables. ``--check`` writes nothing and fails where a
+figure in docs/figures is not what the tables say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+__all__ = ["Bar", "Figure", "figures", "read_tables"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FIGURES = ROOT / "docs" / "figures"
+
+# A machine and the end of the names of its files.
+MACHINES = {
+    "AMD EPYC, AVX-512 BF16": "",
+    "Intel Xeon, AMX": "_amx",
+    "Intel Xeon, AVX-512 VNNI": "_vnni",
+}
+# An engine, by the width of its weights, and the contenders of the tables that are it. Of several
+# the fastest is drawn.
+ENGINES: Mapping[int, Mapping[str, tuple[str, ...]]] = {
+    16: {
+        "interposer": ("interposer:bf16",),
+        "llama.cpp": ("llama_cpp:bf16", "llama_cpp:f16"),
+        "OpenVINO": ("openvino:fp16",),
+        "vLLM": ("vllm:bf16",),
+        "transformers": ("transformers:compiled", "transformers:eager"),
+    },
+    8: {
+        "interposer": ("interposer:int8",),
+        "llama.cpp": ("llama_cpp:q8_0",),
+        "OpenVINO": ("openvino:int8",),
+    },
+    4: {
+        "interposer, groups of 32": ("interposer:w4a8-g32",),
+        "interposer, groups of 128": ("interposer:w4a8-g128",),
+        "llama.cpp": ("llama_cpp:q4_0",),
+        "OpenVINO": ("openvino:int4", "openvino:int4-all"),
+    },
+}
+WEIGHTS = {
+    16: "bfloat16 or float16 weights",
+    8: "8-bit weights, quantized activations",
+    4: "4-bit weights, quantized activations",
+}
+
+PANEL, LABEL, GAP = 350, 172, 14
+LINE, HEAD = 20, 62
+FONT = "Helvetica, Arial, sans-serif"
+INK, QUIET, OURS, OTHERS = "#1c2330", "#5d6675", "#3949ab", "#a4adba"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Tokens per second of one engine: the median of the rounds, the lowest and the highest."""
+
+    engine: str
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the tables, for all machines and widths of weights."""
+
+    name: str
+    row: str
+    title: str
+
+
+FIGURES_DRAWN = (
+    Figure("decode", "decode, context 128", "Decode: tokens per second, one request, context 128"),
+    Figure("prefill", "prefill 512", "Prefill: tokens per second, one prompt of 512 tokens"),
+)
+
+
+def read_tables(text: str) -> list[dict[str, dict[str, tuple[float, float, float]]]]:
+    """Return the tables of a file of results, in its order, by row and contender."""
+    tables: list[dict[str, dict[str, tuple[float, float, float]]]] = []
+    names: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells or cells[0].startswith("---"):
+            continue
+        if not cells[0]:
+            names = cells
+            tables.append({})
+            continue
+        figures = {}
+        for name, cell in zip(names, cells, strict=True):
+            found = re.match(r"([\d.]+) \(([\d.]+)-([\d.]+)\)", cell)
+            if found:
+                median, low, high = map(float, found.groups())
+                figures[name] = median, low, high
+        tables[-1][cells[0]] = figures
+    return tables
+
+
+def bars(row: str, bits: int, suffix: str) -> list[Bar]:
+    """Return the engines of a machine, each from the first table of the file that has it."""
+    file = RESULTS / f"cpu_decode_{bits}_bits{suffix}.txt"
+    if not file.is_file():
+        return []
+    tables = read_tables(file.read_text(encoding="utf-8"))
+    found = []
+    for engine, contenders in ENGINES[bits].items():
+        for table in tables:
+            figures = [
+                table.get(row, {})[name] for name in contenders if name in table.get(row, {})
+            ]
+            if figures:
+                found.append(Bar(engine, *max(figures)))
+                break
+    return found
+
+
+def text(x: float, y: float, said: str, color: str = INK, *, size: int = 12, **more: str) -> str:
+    """Return a line of text whose baseline begins, or ends, at a point."""
+    options = {"x": f"{x:g}", "y": f"{y:g}", "font-size": str(size), "fill": color, **more}
+    stated = " ".join(f'{name.replace("_", "-")}="{value}"' for name, value in options.items())
+    return f"<text {stated}>{escape(said)}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, color: str) -> str:
+    """Return a filled rectangle."""
+    size = f'width="{width:.1f}" height="{height:g}"'
+    return f'<rect x="{x:g}" y="{y:g}" {size} rx="2" fill="{color}"/>'
+
+
+def panel(left: float, machine: str, groups: Mapping[int, list[Bar]]) -> Iterator[str]:
+    """Yield the marks of one machine: a group of bars for each width of weights."""
+    yield text(left, HEAD - 12, machine, size=13, font_weight="bold")
+    most = max(bar.high for group in groups.values() for bar in group)
+    scale = (PANEL - LABEL - 52) / most
+    y = HEAD
+    for bits, weights in WEIGHTS.items():
+        yield text(left, y + 14, weights, QUIET)
+        y += LINE
+        for engine in ENGINES[bits]:
+            bar = next((bar for bar in groups[bits] if bar.engine == engine), None)
+            yield text(left + LABEL - 6, y + 14, engine, text_anchor="end")
+            if bar is None:
+                yield text(left + LABEL, y + 14, "not in the results", QUIET, size=11)
+            else:
+                color = OURS if engine.startswith("interposer") else OTHERS
+                yield box(left + LABEL, y + 3, bar.median * scale, LINE - 6, color)
+                start, end = (left + LABEL + edge * scale for edge in (bar.low, bar.high))
+                yield f'<path d="M{start:.1f} {y + 10}H{end:.1f}" stroke="{INK}" opacity="0.6"/>'
+                edge = left + LABEL + max(bar.median, bar.high) * scale
+                yield text(round(edge + 5, 1), y + 14, f"{bar.median:.0f}", size=11)
+            y += LINE
+        y += 8
+
+
+def draw(figure: Figure) -> str:
+    """Return a figure as SVG."""
+    width = len(MACHINES) * (PANEL + GAP) + GAP
+    height = HEAD + sum(8 + LINE * (1 + len(engines)) for engines in ENGINES.values()) + 6
+    marks = [box(0, 0, width, height, "#ffffff"), text(GAP, 24, figure.title, size=16)]
+    for number, (machine, suffix) in enumerate(MACHINES.items()):
+        groups = {bits: bars(figure.row, bits, suffix) for bits in ENGINES}
+        marks.extend(panel(GAP + number * (PANEL + GAP), machine, groups))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' role="img" aria-label="{escape(figure.title)}" font-family="{FONT}">'
+    )
+    return "\n".join([head, *marks, "</svg>", ""])
+
+
+def figures() -> dict[Path, str]:
+    """Return the text of every figure by its file."""
+    return {FIGURES / f"{figure.name}.svg": draw(figure) for figure in FIGURES_DRAWN}
+
+
+def main() -> None:
+    """Write the figures, or compare them with what is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+    stale = []
+    for file, drawn in figures().items():
+        if not check:
+            file.write_text(drawn, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != drawn:
+            stale.append(file.name)
+    if stale:
+        sys.exit(f"{', '.join(stale)}: not what benchmarks/results says. Try: python {sys.argv[0]}")
+
+
+if __name__ == "__main__":
+    main()
