@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from interposer import AttentionEntry, Capability, Kernel, Request, Requires, Verdict
-from interposer._plugins.acceptance import Direct, judge_attention, judge_declared
+from interposer._plugins.acceptance import acceptance_of
 
 REQUEST = Request("kernel", "linear", "host", Capability("x86_64"), "float32")
 
@@ -35,25 +35,23 @@ def kernel(predicate: object = None, **facts: object) -> Kernel:
 
 
 def test_a_kernel_is_judged_without_importing_it() -> None:
-    assert judge_declared(kernel(), Direct())(REQUEST)
-    assert judge_declared(kernel(platform="host"), Direct())(REQUEST)
+    assert acceptance_of(kernel())(REQUEST)
+    assert acceptance_of(kernel(platform="host"))(REQUEST)
 
 
 def test_a_kernel_for_another_platform_is_refused() -> None:
-    verdict = judge_declared(kernel(platform="tpu"), Direct())(REQUEST)
+    verdict = acceptance_of(kernel(platform="tpu"))(REQUEST)
     assert verdict.reason == "runs on tpu, the request is for host"
 
 
 def test_requirements_go_before_the_predicate() -> None:
-    verdict = judge_declared(kernel(failing, requires=Requires(dtypes=("float16",))), Direct())(
-        REQUEST
-    )
+    verdict = acceptance_of(kernel(failing, requires=Requires(dtypes=("float16",))))(REQUEST)
     assert verdict.reason == "needs dtype float16, got float32"
     assert not verdict.traceback
 
 
 def test_the_predicate_answers_with_its_reason() -> None:
-    judge = judge_declared(kernel(even), Direct())
+    judge = acceptance_of(kernel(even))
     assert judge(REQUEST).reason == "n is missing"
     assert judge(Request("kernel", "linear", dims={"n": 2}))
 
@@ -67,7 +65,7 @@ def test_the_predicate_answers_with_its_reason() -> None:
     ],
 )
 def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, reason: str) -> None:
-    verdict = judge_declared(kernel(predicate), Direct())(REQUEST)
+    verdict = acceptance_of(kernel(predicate))(REQUEST)
     assert not verdict
     assert verdict.reason.startswith("its own code failed: ")
     assert reason in verdict.reason
@@ -76,7 +74,7 @@ def test_a_predicate_that_fails_refuses_with_its_traceback(predicate: object, re
 
 def test_a_predicate_that_points_nowhere_refuses() -> None:
     record = Kernel("linear", "fast", "a:b", predicate=f"{__name__}:odd")
-    assert "points nowhere" in judge_declared(record, Direct())(REQUEST).reason
+    assert "points nowhere" in acceptance_of(record)(REQUEST).reason
 
 
 class Backend:
@@ -96,10 +94,10 @@ class Spec:
 
 def test_an_attention_backend_is_asked_for_the_detail_and_the_capability() -> None:
     request = Request("attention", "decoder", "host", Capability("x86_64"), detail=Spec())
-    judge = judge_attention(AttentionEntry("paged", f"{__name__}:Backend"), Direct())
+    judge = acceptance_of(AttentionEntry("paged", f"{__name__}:Backend"))
     assert judge(request).reason == "a spec on x86_64"
     entry = AttentionEntry("paged", "acme_of_nowhere:X", platform="tpu")
-    elsewhere = judge_attention(entry, Direct())
+    elsewhere = acceptance_of(entry)
     assert elsewhere(request).reason == "runs on tpu, the request is for host"
-    broken = judge_attention(AttentionEntry("paged", "acme_of_nowhere:X"), Direct())
+    broken = acceptance_of(AttentionEntry("paged", "acme_of_nowhere:X"))
     assert "No module named 'acme_of_nowhere'" in broken(request).reason

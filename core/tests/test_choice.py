@@ -8,14 +8,14 @@ import pytest
 
 from interposer import AttentionEntry, Candidate, Choice, Kernel, OpEntry, Request, SchemeEntry
 from interposer._contract.choice import Measured
-from interposer._plugins.acceptance import accept
+from interposer._plugins.acceptance import acceptance_of
 from interposer.records import Record
 
 SCHEME = SchemeEntry("gptq", "gptq_fast", "acme.schemes:Fast")
 
 
 def candidate(record: Record) -> Candidate:
-    return Candidate(record.name, "acme-kernels", "1.2", 10.0, record, accept)
+    return Candidate(record.name, "acme-kernels", "1.2", 10.0, record, acceptance_of(record))
 
 
 def test_names_of_a_candidate() -> None:
@@ -48,8 +48,9 @@ def test_a_figure_that_is_no_duration_is_refused(seconds: float) -> None:
 
 def test_a_choice_can_be_hashed_whatever_was_measured() -> None:
     request = Request("scheme", "gptq")
-    plain = Choice(request, candidate(SCHEME), "the only one accepted", ())
-    timed = Choice(request, candidate(SCHEME), "the only one accepted", (), {"acme/x": 1e-6})
+    chosen = candidate(SCHEME)
+    plain = Choice(request, chosen, "the only one accepted", ())
+    timed = Choice(request, chosen, "the only one accepted", (), {"acme/x": 1e-6})
     assert hash(plain) == hash(timed)
     assert plain != timed
     assert (plain.seconds, plain.notes) == ({}, ())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from interposer._explanation.inventory import Option, Subject, inventory, requirements, strays
     from interposer._explanation.lines import Row, answer, figures
     from interposer._lazy import lazy_attributes
-    from interposer._plugins.acceptance import Direct, judge_attention, judge_declared
+    from interposer._plugins.acceptance import acceptance_of
     from interposer._plugins.discovery import installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = [
     "API_RANGE",
     "STANDARD",
-    "Direct",
     "Kind",
     "Lock",
     "Measured",
@@ -48,6 +47,7 @@ __all__ = [
     "Skipped",
     "Store",
     "Subject",
+    "acceptance_of",
     "allowed",
     "answer",
     "applied",
@@ -64,8 +64,6 @@ __all__ = [
     "forget_discovery",
     "installed_distributions",
     "inventory",
-    "judge_attention",
-    "judge_declared",
     "lazy_attributes",
     "lock_path",
     "parse_rules",
@@ -91,7 +89,7 @@ __getattr__ = lazy_attributes(
         "interposer._explanation.inventory": "Option Subject inventory requirements strays",
         "interposer._explanation.lines": "Row answer figures",
         "interposer._lazy": "lazy_attributes",
-        "interposer._plugins.acceptance": "Direct judge_attention judge_declared",
+        "interposer._plugins.acceptance": "acceptance_of",
         "interposer._plugins.discovery": "installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",

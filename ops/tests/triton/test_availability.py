@@ -12,7 +12,7 @@ import pytest
 
 from interposer import Capability, Request, current_registry, place
 from interposer.records import Kernel
-from interposer.tooling import Direct, judge_declared
+from interposer.tooling import acceptance_of
 from interposer_ops._records import triton_kernels
 from interposer_ops._triton import availability as triton_availability
 from interposer_ops._triton.availability import INTERPRETER, judge, judge_fp8
@@ -132,7 +132,7 @@ def test_a_processor_is_refused_with_a_reason(record: Kernel) -> None:
     asked = Request(
         "kernel", record.op, "cpu", place().device.capability, record.requires.dtypes[0]
     )
-    verdict = judge_declared(record, Direct())(asked)
+    verdict = acceptance_of(record)(asked)
     assert verdict.reason == "needs triton, which the device lacks"
 
 

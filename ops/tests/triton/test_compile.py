@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from interposer import Capability, Request  # noqa: E402
-from interposer.tooling import Direct, judge_declared  # noqa: E402
+from interposer.tooling import acceptance_of  # noqa: E402
 from interposer_ops._records import triton_kernels  # noqa: E402
 from interposer_ops._triton.aot import (  # noqa: E402
     TARGETS,
@@ -129,5 +129,5 @@ def test_a_target_without_a_build_is_refused_by_the_record(build: Build) -> None
     for target in TARGETS:
         capability = Capability(target.architecture, frozenset({"triton"}))
         request = Request("kernel", record.op, "any", capability, build.dtype, build.dims)
-        verdict = judge_declared(record, Direct())(request)
+        verdict = acceptance_of(record)(request)
         assert verdict.accepted == (target.architecture not in build.without), verdict.reason

@@ -9,7 +9,7 @@ import torch
 
 from interposer import Capability, Request
 from interposer.records import Kernel
-from interposer.tooling import Direct, judge_declared
+from interposer.tooling import acceptance_of
 from interposer_ops.quantized_linear import fp8_linear
 from interposer_rocm._scaled_products import fp8_linear_of_halves, halved, prepare_halves
 from interposer_rocm._scaled_products_judge import judge
@@ -111,7 +111,7 @@ def test_each_gpu_gets_the_product_of_its_format(
     capability = Capability(architecture, frozenset(features))
     request = Request("kernel", "fp8_linear", "rocm", capability, "bfloat16", DIMS)
     own = [record for record in RECORDS.values() if record.op == "fp8_linear"]
-    taken = [record.name for record in own if judge_declared(record, Direct())(request)]
+    taken = [record.name for record in own if acceptance_of(record)(request)]
     assert taken == fitting
 
 

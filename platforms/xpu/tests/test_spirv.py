@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("triton", reason="needs the package triton, whose builds are compiled")
 
 from interposer import Capability, Request
-from interposer.tooling import Direct, judge_declared
+from interposer.tooling import acceptance_of
 from interposer_ops.triton import BUILDS, Build, triton_kernels
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def taken(build: Build) -> bool:
     record = RECORDS[build.kernel]
     capability = Capability("pvc", frozenset({"triton"}))
     request = Request("kernel", record.op, "xpu", capability, build.dtype, build.dims)
-    return bool(judge_declared(record, Direct())(request))
+    return bool(acceptance_of(record)(request))
 
 
 TAKEN = {(build.kernel, build.label) for build in BUILDS if taken(build)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate
@@ -12,7 +13,7 @@ from interposer._contract.records import AttentionEntry, Kernel, LayerEntry
 from interposer._contract.request import Kind, Request
 from interposer._contract.requires import Dim, Requires
 from interposer._contract.verdict import Verdict
-from interposer._plugins.acceptance import accept, judge_requirements
+from interposer._plugins.acceptance import judge_requirements
 from interposer._plugins.plugins import Plugin
 from interposer._plugins.registry import Registry
 
@@ -109,10 +110,18 @@ def _stray_subjects(registry: Registry) -> Iterator[Subject]:
     by_op: dict[str, list[Option]] = {}
     for stray in strays(registry):
         plugin, kernel = stray.plugin, stray.kernel
-        candidate = Candidate(
-            kernel.name, plugin.distribution, plugin.version, kernel.score, kernel, accept
+        verdict = Verdict.refuse(f"it is for {stray.reason}")
+        option = Option(
+            Candidate(
+                kernel.name,
+                plugin.distribution,
+                plugin.version,
+                kernel.score,
+                kernel,
+                partial(_always, verdict),
+            ),
+            verdict,
         )
-        option = Option(candidate, Verdict.refuse(f"it is for {stray.reason}"))
         by_op.setdefault(kernel.op, []).append(option)
     for op, options in sorted(by_op.items()):
         yield Subject("kernel", op, tuple(options))
@@ -125,6 +134,10 @@ def _judge(candidate: Candidate, kind: Kind, name: str, device: Device) -> Verdi
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)
     return judge_requirements(replace(record, requires=requires), request)
+
+
+def _always(verdict: Verdict, _request: Request) -> Verdict:
+    return verdict
 
 
 def _bounds(dim: Dim) -> str:

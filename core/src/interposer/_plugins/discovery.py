@@ -17,6 +17,7 @@ from interposer._config.config import Config
 from interposer._contract.errors import FOREIGN_ERRORS, described, nearest_first
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
+from interposer._plugins.code import tell_probed
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
 from interposer._sandbox.examiner import examine_all
@@ -86,20 +87,6 @@ def discover(config: Config | None = None) -> Plugins:
         facts=facts,
     )
     return plugins
-
-
-def tell_probed(plugins: Plugins, plugin: str, task: Task, finding: Finding) -> None:
-    """Tell the observers of an examination, if it was not a remembered one."""
-    if finding.span is None:
-        return
-    plugins.observe(
-        "interposer_finished",
-        activity="probe",
-        subject=f"{plugin} {task.name}",
-        start_ns=finding.span[0],
-        end_ns=finding.span[1],
-        facts={"accepted": finding.verdict.accepted, "reason": finding.verdict.reason},
-    )
 
 
 def installed_distributions() -> list[Distribution]:

@@ -24,7 +24,7 @@ from interposer.records import (
     load_target,
     resource_path,
 )
-from interposer.tooling import Direct, Plugin, judge_attention, judge_declared
+from interposer.tooling import Plugin, acceptance_of
 from interposer_testing._checks.attention import attention_specs
 from interposer_testing._checks.record import check_record
 from interposer_testing._plan.plan_report import PlannedRecord, PlanReport
@@ -185,10 +185,7 @@ def _judge(
     record: Judged, requests: list[Request], device: DeviceDescription, capability: Capability
 ) -> Verdict:
     """Accept if any request is; else return a refusal, one by the device before one by dims."""
-    if isinstance(record, AttentionEntry):
-        judge = judge_attention(record, Direct())
-    else:
-        judge = judge_declared(record, Direct())
+    judge = acceptance_of(record)
     refusals = []
     for request in requests:
         asked = replace(request, platform=device.platform, capability=capability)
