@@ -10,7 +10,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format bench clean
+.PHONY: help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -49,6 +49,15 @@ lint: $(INSTALLED) ## Check style, types and who imports whom.
 format: $(INSTALLED) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Strict: a broken link, a page outside the navigation or a public name without a docstring fails.
+docs: $(INSTALLED) ## Build the site of the documentation into site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Kept outside of git; the next `make docs` shows it.
+triton-targets: $(INSTALLED) ## Compile the Triton kernels for every GPU and write the page about it. An hour.
+	mkdir -p .docs_cache
+	$(BIN)/python -m interposer_ops._triton.aot --write .docs_cache/triton-targets.md
 
 bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/dispatch.py

@@ -118,7 +118,7 @@ def test_tools_list_every_distribution_and_no_other() -> None:
     sources = [f"{folder}/src" for folder in folders]
     tests = [f"{folder}/tests" for folder in folders]
     mypy_path = [path.removeprefix("$MYPY_CONFIG_FILE_DIR/") for path in TOOLS["mypy"]["mypy_path"]]
-    scripts = ["benchmarks", "examples"]
+    scripts = ["benchmarks", "docs", "examples"]
     assert set(TOOLS["importlinter"]["root_packages"]) == {dist.package for dist in DISTRIBUTIONS}
     assert set(TOOLS["mypy"]["files"]) == {*sources, *tests, "tests", "conftest.py", *scripts}
     # Scripts name their neighbours, as the one of these tests that writes golden vectors does.

@@ -1,13 +1,14 @@
-"""The command that lists ops, and the page that it writes."""
+"""The command that lists ops, and the page that it writes for the site of the documentation."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "ops.md"
+import pytest
 
 
 def ops(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -15,13 +16,36 @@ def ops(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
 
 
-def test_the_page_is_what_the_docstrings_say(tmp_path: Path) -> None:
-    page = tmp_path / "ops.md"
-    done = ops("--from", "interposer-ops", "--markdown", str(page))
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file: Path = tmp_path_factory.mktemp("page") / "ops.md"
+    done = ops("--from", "interposer-ops", "--markdown", str(file))
     assert done.returncode == 0, done.stderr
-    assert page.read_text() == PAGE.read_text(), (
-        "renew it: interposer ops --from interposer-ops --markdown docs/ops.md"
+    return file.read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_op_with_schema_summary_result_and_cases(page: str) -> None:
+    names = {
+        facts["name"] for facts in json.loads(ops("--from", "interposer-ops", "--json").stdout)
+    }
+    sections = dict(
+        (section.partition("\n")[0].strip("` "), section)
+        for section in re.split("^### ", page, flags=re.MULTILINE)[1:]
     )
+    assert names
+    assert set(sections) == names
+    assert page.startswith(f"# Ops\n\n{len(names)} ops are defined, with ")
+    for name, section in sections.items():
+        _, schema, summary, *_ = section.split("\n\n")
+        assert schema.startswith(f"`{name}("), name
+        assert summary.endswith("."), name
+        assert "**Returns**" in section or "-> ()" in schema, name
+        assert re.search(r"\d cases? in ", section), name
+
+
+def test_the_page_says_what_a_docstring_says(page: str) -> None:
+    assert "Scale each row of ``x`` to unit root mean square, then by ``weight``." in page
+    assert "**Source** arXiv:1910.07467" in page
 
 
 def test_an_op_is_shown_with_its_definition() -> None:
