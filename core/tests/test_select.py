@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +15,7 @@ from interposer import Candidate, Choice, Kernel, OpEntry, Request, Verdict, sel
 from interposer._config.policy import Policy
 from interposer._config.rules import REQUIRABLE
 from interposer._contract.choice import Measured
+from interposer._selection.select import Gate
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
 
 REQUEST = Request("kernel", "linear", "bare", dtype="bfloat16", dims={"in_features": 64})
@@ -42,10 +42,11 @@ def untouchable(name: str) -> Candidate:
     return replace(candidate(name), judge=judge)
 
 
-def confirming(*wrong: str) -> Callable[[Candidate], Verdict]:
-    return lambda c: (
-        Verdict.refuse("wrong numbers") if c.qualified_name in wrong else Verdict.accept()
-    )
+def refusing(*wrong: str) -> tuple[Gate, ...]:
+    def gate(_: Request, c: Candidate) -> Verdict:
+        return Verdict.refuse("wrong numbers") if c.qualified_name in wrong else Verdict.accept()
+
+    return (gate,)
 
 
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -84,7 +85,7 @@ def outcome(
     candidates: list[Candidate], policy: Policy, measured: Measured | None, wrong: set[str]
 ) -> Choice | tuple[type[Exception], str]:
     try:
-        return select(REQUEST, candidates, policy, measured=measured, confirm=confirming(*wrong))
+        return select(REQUEST, candidates, policy, measured=measured, gates=refusing(*wrong))
     except (NoCandidateError, ConfigError) as error:
         return type(error), str(error)
 
@@ -143,7 +144,7 @@ def test_pin_before_preference_before_figures_before_score_before_names(
         assert isinstance(found, tuple)
         assert found[0] is NoCandidateError
     elif policy.strict and len(best) > 1:
-        # A tied one that would not be confirmed still ties: only the winner is examined.
+        # A tied one that a gate would refuse still ties: only the winner is examined.
         assert isinstance(found, tuple)
         assert "strict=True wants to be one alone" in found[1]
     elif isinstance(found, tuple):
@@ -451,21 +452,25 @@ def test_a_measured_winner_is_no_tie() -> None:
     assert choice.chosen.name == "b"
 
 
-# Confirmation
+# Gates
 
 
-def test_only_winners_are_confirmed_until_one_is() -> None:
+def test_gates_ask_winners_in_order_until_one_passes_all() -> None:
     asked: list[str] = []
 
-    def confirm(c: Candidate) -> Verdict:
+    def first(_: Request, c: Candidate) -> Verdict:
         asked.append(c.name)
         return Verdict.accept() if c.name == "b" else Verdict.refuse("wrong numbers", "trace")
+
+    def second(_: Request, c: Candidate) -> Verdict:
+        asked.append(f"{c.name} again")
+        return Verdict.accept()
 
     candidates = [
         candidate(name, score=score) for name, score in zip("abc", (3, 2, 1), strict=True)
     ]
-    choice = select(REQUEST, candidates, confirm=confirm)
-    assert asked == ["a", "b"]
+    choice = select(REQUEST, candidates, gates=(first, second))
+    assert asked == ["a", "b", "b again"]
     assert choice.chosen.name == "b"
     assert [(r.candidate, r.reason, r.traceback) for r in choice.refusals] == [
         ("c", "accepted, but outranked (score 1 < 2)", ""),
@@ -473,24 +478,24 @@ def test_only_winners_are_confirmed_until_one_is() -> None:
     ]
 
 
-def test_a_pinned_one_that_is_not_confirmed_raises_and_no_other_is_asked() -> None:
+def test_a_pinned_one_that_a_gate_refuses_raises_and_no_other_is_asked() -> None:
     with pytest.raises(NoCandidateError, match="which the configuration pins") as caught:
         select(
             REQUEST,
             [candidate("a"), candidate("b")],
             Policy("a"),
-            confirm=confirming("acme/a", "acme/b"),
+            gates=refusing("acme/a", "acme/b"),
         )
     assert [str(r) for r in caught.value.refusals] == ["a (acme 1.0): wrong numbers"]
     assert caught.value.action == "remove the pin; accepted here: 'b'"
 
 
-def test_when_none_is_confirmed_all_reasons_are_told() -> None:
+def test_when_gates_refuse_all_every_reason_is_told() -> None:
     with pytest.raises(NoCandidateError) as caught:
         select(
             REQUEST,
             [candidate("a"), candidate("b", refusal="odd size")],
-            confirm=confirming("acme/a"),
+            gates=refusing("acme/a"),
         )
     assert [r.reason for r in caught.value.refusals] == ["wrong numbers", "odd size"]
 
@@ -498,6 +503,24 @@ def test_when_none_is_confirmed_all_reasons_are_told() -> None:
 def emulating(name: str = "reference") -> Candidate:
     record = OpEntry("linear", "acme.ops:linear", emulation="dequantizes first")
     return Candidate(name, "acme", "1.0", 0.0, record, lambda _: Verdict.accept())
+
+
+def test_what_a_gate_raises_refuses_with_its_traceback() -> None:
+    def gate(_: Request, c: Candidate) -> Verdict:
+        if c.name == "a":
+            raise OSError("its library is broken")
+        return Verdict.accept()
+
+    choice = select(REQUEST, [candidate("a"), candidate("b")], gates=(gate,))
+    assert choice.chosen.name == "b"
+    (refusal,) = choice.refusals
+    assert refusal.reason == "raised OSError('its library is broken')"
+    assert "Traceback" in refusal.traceback
+
+
+def test_measurements_that_cannot_be_used_are_a_note() -> None:
+    choice = select(REQUEST, [candidate("a")], measured="the table cannot be used: torch was 1")
+    assert choice.notes == ("the table cannot be used: torch was 1",)
 
 
 def test_an_emulation_is_told_where_it_is_chosen() -> None:

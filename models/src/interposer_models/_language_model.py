@@ -14,7 +14,7 @@ from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine import sequence as sequences
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
-from interposer_models._tokenizer import Detokenizer, TextTokenizer
+from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 
 Prompt = str | Sequence[int]
 
@@ -24,6 +24,7 @@ class Completion:
     """What a request produced.
 
     Attributes:
+        text: of the new tokens; empty where the model has no tokenizer.
         token_ids: new tokens, an ending one included.
         logprobs: natural-log probability of each, after penalties, before temperature and
             truncation.
@@ -146,6 +147,11 @@ class LanguageModel:
         if isinstance(prompt, str):
             # An empty text is no prompt, though a tokenizer may put a special token in front.
             prompt = self.tokenizer.encode(prompt) if prompt else []
+        if params.stop and isinstance(self.tokenizer, MissingTokenizer):
+            raise RequestError(
+                f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
+                "Try: stop_token_ids, or add a tokenizer.json"
+            )
         return _Stream(self.engine.add(prompt, params), self.tokenizer)
 
     def _deltas(self, stream: _Stream) -> Iterator[Delta | None]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interposer import (
+    CheckpointFile,
     Config,
     Placement,
     Resolver,
     Rule,
     Site,
-    current_registry,
+    Verdict,
     effective_config,
     place,
 )
 from interposer.errors import ConfigError, UnknownNameError
+from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.config import DecoderConfig
@@ -36,53 +40,31 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 
 
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A model built on the meta device: every choice is made, no weight is read.
 
     Attributes:
+        quantization: the method by which plain weights are quantized while they load, or its
+            settings, as asked for.
+        decoder: sizes and options of the model.
         graphs: whether decode steps become graphs; None where nobody asks for it.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        dtype: str | torch.dtype,
-        config: Config,
-        placement: Placement | None = None,
-        quantization: str | Mapping[str, Any] | None = None,
-    ) -> None:
-        self.checkpoint, opened = open_checkpoint(path, config)
-        self.path = self.checkpoint.path
-        self.quantization = quantization
-        self.decoder = DecoderConfig.parse(self.checkpoint.config, config_source(self.checkpoint))
-        self.placement = placement or place(config)
-        platform, choice = self.placement.platform, self.placement.choice
-        if platform.provides("default_kernels"):
-            defaults = {op: Rule(prefer=(name,)) for op, name in platform.default_kernels().items()}
-            config = config.model_copy(update={"kernels": {**defaults, **config.kernels}})
-        self.dtype = _dtype(dtype, self.decoder.dtype, self.placement)
-        self.resolver = Resolver(
-            current_registry(config),
-            self.placement.device,
-            config,
-            trusted=frozenset({choice.chosen.provider}),
-            described=self.placement.described,
-        )
-        self.resolver.record(choice)
-        if opened is not None:
-            self.resolver.record(opened)
-        settings = quantization_settings(
-            quantization, self.decoder.quantization_config, self.resolver.registry, self.path
-        )
-        if settings is not None:
-            self.resolver.choose_scheme(settings)
-        site = Site(self.resolver, "", self.dtype)
-        with torch.device("meta"):
-            self.model = CausalLM(site, self.decoder, PAGE_TOKENS)
-            self.sampler = Sampler(site.at(_SAMPLER), self.decoder.vocab_size)
-        self.resolver.check_places()
-        # Tokens are drawn outside of the graph: how, changes with every request.
-        self.graphs = judge_graphs(self.resolver, self.placement, frozenset({_SAMPLER}))
+    checkpoint: Checkpoint | CheckpointFile
+    decoder: DecoderConfig
+    quantization: str | Mapping[str, Any] | None
+    placement: Placement
+    dtype: torch.dtype
+    resolver: Resolver
+    model: CausalLM
+    sampler: Sampler
+    graphs: Verdict | None
+
+    @property
+    def path(self) -> Path:
+        """The directory, or the file, of the checkpoint."""
+        return self.checkpoint.path
 
 
 def plan(
@@ -92,9 +74,39 @@ def plan(
     config: Config | None = None,
     *,
     quantization: str | Mapping[str, Any] | None = None,
+    placement: Placement | None = None,
 ) -> Plan:
-    """Return what ``load`` would build, without reading weights; ``explain`` takes it as well."""
-    return Plan(path, dtype, _policy(platform, config), quantization=quantization)
+    """Return what ``load`` would build, without reading weights; ``explain`` takes it as well.
+
+    Args:
+        placement: where to plan for; None leaves that to the selection. The others are those of
+            ``load``.
+    """
+    config = effective_config(config)
+    if platform is not None:
+        config = config.model_copy(update={"platform": Rule(pin=platform)})
+    checkpoint, opened = open_checkpoint(path, config)
+    decoder = DecoderConfig.parse(checkpoint.config, config_source(checkpoint))
+    placement = placement or place(config)
+    compute = _dtype(dtype, decoder.dtype, placement)
+    resolver = Resolver.at(placement, config)
+    if opened is not None:
+        resolver.record(opened)
+    settings = quantization_settings(
+        quantization, decoder.quantization_config, resolver.registry, checkpoint.path
+    )
+    if settings is not None:
+        resolver.choose_scheme(settings)
+    site = Site(resolver, "", compute)
+    with torch.device("meta"):
+        model = CausalLM(site, decoder, PAGE_TOKENS)
+        sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
+    resolver.check_places()
+    # Tokens are drawn outside of the graph: how, changes with every request.
+    graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
+    return Plan(
+        checkpoint, decoder, quantization, placement, compute, resolver, model, sampler, graphs
+    )
 
 
 def load(
@@ -156,8 +168,13 @@ def load(
             progress(done, total)
 
     weights = Weights(planned.model, device)
-    weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
-    planned.model.finalize(device)
+    runs_on, policy = planned.placement.platform, planned.resolver.config
+    numerics = partial(runs_on.numerics, policy.numerics)
+    if policy.seed is not None:
+        runs_on.seed(policy.seed)
+    with numerics():
+        weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
+        planned.model.finalize(device)
     if cache_tokens is None:
         cache_tokens = _cache_tokens(planned, max_sequences)
     engine = Engine(
@@ -169,8 +186,10 @@ def load(
         num_pages=-(-cache_tokens // PAGE_TOKENS),
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
-        capture=planned.placement.platform.capture_graph if planned.graphs else None,
+        capture=runs_on.capture_graph if planned.graphs else None,
         graphs_required=required,
+        numerics=numerics,
+        seed=policy.seed,
     )
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
@@ -181,13 +200,6 @@ def load(
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
     return LanguageModel(engine, tokenizer, planned, weights)
-
-
-def _policy(platform: str | None, config: Config | None) -> Config:
-    policy = effective_config(config)
-    if platform is None:
-        return policy
-    return policy.model_copy(update={"platform": Rule(pin=platform)})
 
 
 def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:

@@ -12,6 +12,20 @@ from interposer.errors import CheckpointError, RequestError
 from interposer_models._checkpoint.checkpoint import read_json
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
+# One of these holds the vocabulary; transformers makes an empty tokenizer of a folder without.
+_VOCABULARIES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab.*",
+    "*vocab*.json",
+    "*.tiktoken",
+    "tekken.json",
+)
+
+
+def has_vocabulary(path: Path) -> bool:
+    """Say whether a model directory holds a file of a tokenizer's vocabulary."""
+    return any(next(path.glob(pattern), None) is not None for pattern in _VOCABULARIES)
 
 
 class TextTokenizer:
@@ -28,6 +42,8 @@ class TextTokenizer:
             file = path / "tokenizer.json"
             self._fast = _fast(lambda: FastTokenizer.from_file(str(file)), file)
             return
+        if not has_vocabulary(path):
+            raise CheckpointError(path, "holds no tokenizer", "add a tokenizer.json")
         from transformers import AutoTokenizer
 
         try:
@@ -73,6 +89,24 @@ class TextTokenizer:
         if self._fast is not None:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=True))
         return str(self._slow.decode(list(token_ids), skip_special_tokens=True))
+
+
+class MissingTokenizer(TextTokenizer):
+    """Stands in where a model directory holds no tokenizer: prompts are token ids, texts empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def encode(self, text: str) -> list[int]:
+        """Raise RequestError."""
+        raise RequestError(
+            f"{self._path} holds no tokenizer, so that texts cannot be read. "
+            "Try: give token ids, or add a tokenizer.json"
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return an empty text."""
+        return ""
 
 
 def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:

@@ -24,6 +24,6 @@ def interposer_plan(
     quantization: str | Mapping[str, Any] | None,
 ) -> Plan:
     """Return the plan of a Hugging Face model directory."""
-    from interposer_models._loader import Plan
+    from interposer_models._loader import plan
 
-    return Plan(path, dtype, config, placement, quantization)
+    return plan(path, dtype, config=config, quantization=quantization, placement=placement)

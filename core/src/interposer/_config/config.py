@@ -1,8 +1,7 @@
-"""The policy as data, and the environment, which no other module touches.
+"""The policy as data.
 
 Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
-Mappings are merged key by key, everything else is replaced. Nothing is written to the environment,
-but that what a plugin changed while it was examined is put back.
+Mappings are merged key by key, everything else is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from interposer._config.environment import read_variables
+from interposer._config.environment import read_variables, variables
 from interposer._config.files import ConfigFile, read_project_file, read_user_file
 from interposer._config.once import memoized
 from interposer._config.rules import (
@@ -39,6 +38,9 @@ from interposer._config.rules import (
     read_rule,
 )
 from interposer._contract.errors import ConfigError, UnknownNameError
+
+if TYPE_CHECKING:
+    from interposer._contract.numerics import NumericsPolicy
 
 
 def _as_text(path: Any) -> Any:
@@ -75,6 +77,12 @@ class Config(BaseModel):
         tables: measured figures take part in the selection.
         graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
             all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
+        float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
+            TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
+        reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits, where the
+            platform has such a setting.
+        seed: of the device's generators when a model is loaded, and of the noise of requests that
+            name no seed of their own; None leaves the generators and draws the noise.
         isolation: whether plugin code is tried in a child process first.
         probe_seconds: how long such a trial may take.
         cache_dir: folder for verdicts and measurements; None is the user's cache directory.
@@ -99,6 +107,9 @@ class Config(BaseModel):
     emulation: bool = True
     tables: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
+    float32: Literal["highest", "high", "medium"] = "highest"
+    reduce_in_16_bits: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     isolation: Literal["process", "off"] = "process"
     probe_seconds: Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)] = 5.0
     cache_dir: Annotated[str, Field(min_length=1), BeforeValidator(_as_text)] | None = None
@@ -123,6 +134,9 @@ class Config(BaseModel):
             emulation: bool = True,
             tables: bool = True,
             graphs: Literal["auto", "on", "off"] = "auto",
+            float32: Literal["highest", "high", "medium"] = "highest",
+            reduce_in_16_bits: bool = False,
+            seed: int | None = None,
             isolation: Literal["process", "off"] = "process",
             probe_seconds: float = 5.0,
             cache_dir: str | os.PathLike[str] | None = None,
@@ -149,6 +163,13 @@ class Config(BaseModel):
                     "attention backends promise properties. Try: require it of those"
                 )
         return self
+
+    @property
+    def numerics(self) -> NumericsPolicy:
+        """What a run applies to every step; it is seeded once, when the model is loaded."""
+        from interposer._contract.numerics import NumericsPolicy  # imports torch
+
+        return NumericsPolicy(self.float32, self.reduce_in_16_bits)
 
     @classmethod
     def refresh(cls) -> Config:
@@ -260,38 +281,6 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
         yield effective_config()
     finally:
         _context.reset(token)
-
-
-def variables() -> Mapping[str, str]:
-    """Return the variables of the environment by name."""
-    return os.environ
-
-
-def child_environment(**defaults: str) -> dict[str, str]:
-    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
-    return {**defaults, **os.environ}
-
-
-@contextmanager
-def environment_guard() -> Iterator[list[str]]:
-    """Put back every variable of the environment that changes inside a ``with`` block.
-
-    The list that is yielded holds the names of those variables once the block has ended.
-    """
-    before = dict(os.environ)
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        after = dict(os.environ)
-        if after != before:
-            names = sorted(before.keys() | after.keys())
-            changed += [name for name in names if before.get(name) != after.get(name)]
-            for name in changed:
-                if name in before:
-                    os.environ[name] = before[name]
-                else:
-                    del os.environ[name]
 
 
 def _remade(fields: dict[str, Any]) -> Config:

@@ -42,11 +42,16 @@ class Policy:
     emulation: bool = True
 
 
-def policy_for(config: Config, request: Request) -> Policy:
+def policy_for(
+    config: Config, request: Request, defaults: Mapping[str, str] | None = None
+) -> Policy:
     """Return what ``config`` wants of ``request``.
 
     The most specific of the rules that match and have a pin or a preference decides on both; what
     is forbidden or required by any of them is forbidden or required.
+
+    Args:
+        defaults: the kernel that the platform prefers for an op, where no rule decides.
     """
     if request.kind == "platform":
         rules = [] if config.platform is None else [config.platform]
@@ -55,6 +60,8 @@ def policy_for(config: Config, request: Request) -> Policy:
         matching = [key for key in by_key if pin_matches(key, request.name, request.prefix)]
         rules = [by_key[key] for key in sorted(matching, key=_specificity, reverse=True)]
     wish = next((rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE)
+    if wish is _NO_RULE and defaults and request.kind == "kernel" and request.name in defaults:
+        wish = Rule(prefer=(defaults[request.name],))
     required = config.require if request.kind in _PROMISING else frozenset()
     return Policy(
         wish.pin,

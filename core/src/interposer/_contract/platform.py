@@ -185,3 +185,9 @@ class Placement:
     device: Device
     choice: Choice
     described: bool = False
+
+    @property
+    def default_kernels(self) -> Mapping[str, str]:
+        """The kernel that the platform prefers for an op, unless the user decides otherwise."""
+        platform = self.platform
+        return platform.default_kernels() if platform.provides("default_kernels") else {}

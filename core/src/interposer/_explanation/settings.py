@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from interposer._config.config import Config, config_sources
+from interposer._config.rules import Rule
 from interposer._contract.platform import Placement
 
 
@@ -29,21 +30,20 @@ def settings(config: Config, placement: Placement | None = None) -> tuple[Settin
     What no source of the moment says was an argument, or is a default of the platform.
     """
     sources = config_sources()
-    platform = placement.platform if placement else None
-    defaults: Mapping[str, str] = {}
-    if platform and platform.provides("default_kernels"):
-        defaults = platform.default_kernels()
     found = []
     for name in Config.model_fields:
-        if name not in config.model_fields_set:
-            continue
-        value = getattr(config, name)
-        entries = value if isinstance(value, Mapping) else {"": value}
-        for key, entry in entries.items():
-            origins: list[str] = [s.name for s in sources if _set_by(s.config, name, key) == entry]
-            if platform and name == "kernels" and defaults.get(key) == entry.pin is not None:
-                origins.append(f"platform {platform.name}")
-            found.append(Setting(name, key, _text(entry), next(iter(origins), "argument")))
+        if name in config.model_fields_set:
+            value = getattr(config, name)
+            entries = value if isinstance(value, Mapping) else {"": value}
+            for key, entry in entries.items():
+                origins = (s.name for s in sources if _set_by(s.config, name, key) == entry)
+                found.append(Setting(name, key, _text(entry), next(origins, "argument")))
+        if name == "kernels" and placement is not None:
+            source = f"platform {placement.platform.name}"
+            for op, kernel in placement.default_kernels.items():
+                rule = config.kernels.get(op)
+                if rule is None or not (rule.pin or rule.prefer):
+                    found.append(Setting(name, op, _text(Rule(prefer=(kernel,))), source))
     return tuple(found)
 
 

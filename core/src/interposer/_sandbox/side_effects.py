@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from interposer._config.config import environment_guard
+from interposer._config.environment import environment_guard
 
 _PRINTED_LIMIT = 200
 # A thread that was joined may still be listed for a moment, and one that was started not yet be.

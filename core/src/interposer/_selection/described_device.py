@@ -92,7 +92,6 @@ class DeviceDescription(BaseModel):
         """Return the description of the device that a placement found."""
         platform, device = placement.platform, placement.device
         can = device.capability
-        pins = platform.default_kernels() if platform.provides("default_kernels") else {}
         return cls(
             version=1,
             name=device.name,
@@ -107,7 +106,7 @@ class DeviceDescription(BaseModel):
             dtypes=tuple(
                 str(dtype).removeprefix("torch.") for dtype in platform.dtypes(device.torch_device)
             ),
-            default_kernels=pins,
+            default_kernels=placement.default_kernels,
         )
 
     @classmethod

@@ -7,6 +7,7 @@ kernel, a layer or a backend.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,14 +15,24 @@ from typing import Literal
 
 from interposer._config.policy import Policy
 from interposer._contract.choice import Candidate, Choice, Measured
-from interposer._contract.errors import ConfigError, NoCandidateError, UnknownNameError
+from interposer._contract.errors import (
+    FOREIGN_ERRORS,
+    ConfigError,
+    InterposerError,
+    NoCandidateError,
+    PluginError,
+    UnknownNameError,
+    described,
+)
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
 
-_FREE = Policy()
-_UNMEASURED = (1, 0.0)
+Gate = Callable[[Request, Candidate], Verdict]
+"""One examination; what it raises refuses the candidate."""
 
-Confirm = Callable[[Candidate], Verdict]
+_FREE = Policy()
+_ACCEPTED = Verdict.accept()
+_UNMEASURED = (1, 0.0)
 
 
 def select(
@@ -29,16 +40,17 @@ def select(
     candidates: Iterable[Candidate],
     policy: Policy = _FREE,
     *,
-    measured: Measured | None = None,
-    confirm: Confirm | None = None,
+    measured: Measured | str | None = None,
+    gates: Sequence[Gate] = (),
 ) -> Choice:
     """Return the best candidate for ``request``, the same for any order of ``candidates``.
 
     Args:
         policy: what the configuration wants; what it forbids is not even judged.
-        measured: figures of candidates, which go before all that have none.
-        confirm: a costly last examination, asked of a winner only; if it refuses, the next best
-            is asked.
+        measured: figures of candidates, which go before all that have none; a text says why there
+            are none that could be used, and becomes a note.
+        gates: costly last examinations, asked of a winner in this order; if one refuses, the next
+            best candidate is asked.
     Raises:
         UnknownNameError: the pin names no candidate.
         ConfigError: the pin names candidates of several providers.
@@ -47,6 +59,9 @@ def select(
     """
     ordered = sorted(candidates, key=_by_score)
     verdicts = [(c, _judge(c, request, policy)) for c in ordered]
+    unusable = measured if isinstance(measured, str) else ""
+    if isinstance(measured, str):
+        measured = None
     known = measured.seconds if measured is not None else {}
     timed = [c.qualified_name for c, verdict in verdicts if verdict and c.qualified_name in known]
     fastest = min(timed, key=lambda name: (known[name], name), default="")
@@ -61,7 +76,7 @@ def select(
         contenders = [c for c in accepted if ranking.prefers(c)]
     chosen = None
     for contender in contenders:
-        verdict = Verdict.accept() if confirm is None else confirm(contender)
+        verdict = _passed(gates, request, contender)
         if verdict:
             chosen = contender
             break
@@ -80,8 +95,26 @@ def select(
         ranking.why(chosen, others),
         (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
         {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
-        (*ranking.notes(chosen), *_told(request, verdicts, chosen)),
+        tuple(filter(None, (*ranking.notes(chosen), *_told(request, verdicts, chosen), unusable))),
     )
+
+
+def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Verdict:
+    """Return the first refusal of ``gates``; an exception of a candidate's code is one."""
+    try:
+        for gate in gates:
+            verdict = gate(request, candidate)
+            if not verdict:
+                return verdict
+    except PluginError as error:
+        trace = error.trace or "".join(traceback.format_exception(error))
+        return Verdict.refuse(error.reason, trace)
+    except NoCandidateError as error:
+        return Verdict.refuse(f"cannot be built: {error}")
+    except FOREIGN_ERRORS as error:
+        reason = str(error) if isinstance(error, InterposerError) else f"raised {described(error)}"
+        return Verdict.refuse(reason, traceback.format_exc())
+    return _ACCEPTED
 
 
 def acceptable(

@@ -14,7 +14,7 @@ from interposer.errors import (
 )
 from interposer.records import CheckpointEntry
 from interposer_models._checkpoint.checkpoint import Checkpoint
-from interposer_models._tokenizer import TextTokenizer
+from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, has_vocabulary
 
 
 def open_checkpoint(
@@ -63,10 +63,11 @@ def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
 
 
 def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
-    """Return the checkpoint's tokenizer.
+    """Return the checkpoint's tokenizer, or what refuses texts where a directory has none.
 
-    Raises: CheckpointError: there is none, or it is not valid.
+    Raises: CheckpointError: it is not valid, or a file of a plugin's format holds none.
     """
     if isinstance(checkpoint, CheckpointFile):
         return TextTokenizer.of_json(checkpoint.tokenizer(), checkpoint.path)
-    return TextTokenizer(checkpoint.path)
+    path = checkpoint.path
+    return TextTokenizer(path) if has_vocabulary(path) else MissingTokenizer(path)

@@ -6,8 +6,11 @@ import itertools
 import operator
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from random import Random
 
 import torch
 
@@ -53,13 +56,19 @@ class Engine:
         max_step_tokens: int,
         capture: Capture | None = None,
         graphs_required: bool = False,
+        numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
+        seed: int | None = None,
     ) -> None:
         """Allocate the cache.
 
         Args:
             capture: of the platform, where decode steps are to be graphs.
             graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
+            numerics: of the platform, the block in which every step computes.
+            seed: of the noise of requests that name none of their own; None draws it.
         """
+        self._numerics = numerics
+        self._seeds = None if seed is None else Random(seed)
         self.model = model
         self.sampler = sampler
         self.device = device
@@ -108,7 +117,9 @@ class Engine:
                 f"hold at least one new token besides. Try: shorten it to {context - 1}"
             )
         self.pool.check(min(len(tokens) + params.max_new_tokens, context))
-        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         sequence = Sequence(next(self._ids), tokens, params, seed)
         self.scheduler.add(sequence)
         return sequence
@@ -175,14 +186,15 @@ class Engine:
         needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
         if needed > len(decoder.cos):
             decoder.reserve_positions(needed, self.device)
-        plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
-        return self.model(  # type: ignore[no-any-return]
-            batch.token_ids,
-            batch.positions,
-            self.caches,
-            [plans[id(backend)] for backend in self.backends],
-            rows,
-        )
+        with self._numerics():
+            plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
+            return self.model(  # type: ignore[no-any-return]
+                batch.token_ids,
+                batch.positions,
+                self.caches,
+                [plans[id(backend)] for backend in self.backends],
+                rows,
+            )
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:
         """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.

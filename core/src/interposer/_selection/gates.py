@@ -1,0 +1,259 @@
+"""Gates: the last, costly examinations of a candidate that would win, see ``select``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Any, Literal
+
+from interposer._contract.attention import AttentionBackend, AttentionSpec
+from interposer._contract.capability import Device
+from interposer._contract.choice import Candidate, Choice
+from interposer._contract.layer import PluggableLayer, Site, check_replacement
+from interposer._contract.op import CustomOp
+from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
+from interposer._contract.request import Request
+from interposer._contract.verdict import Verdict
+from interposer._plugins.registry import Registry
+from interposer._sandbox.task import Task
+from interposer._validation.distribution import STANDARD
+
+_STRIKES = 3
+_ACCEPTED = Verdict.accept()
+
+
+class HasNotFailed:
+    """Refuses a kernel that failed at run time before."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Accept unless a failure is noted."""
+        failure = self._registry.blame(candidate).failures.get(candidate.qualified_name)
+        return _ACCEPTED if failure is None else Verdict.refuse(failure)
+
+
+class Confirms:
+    """Asks the function that a kernel's record names as ``confirm``."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Return its answer; a record without one is accepted."""
+        target = getattr(candidate.record, "confirm", "")
+        if not target:
+            return _ACCEPTED
+        verdict: Verdict = self._registry.load(candidate, target)(request)
+        return verdict
+
+
+class AgreesWithReference:
+    """The canary: compares a kernel with the reference when it is first bound for a dtype.
+
+    A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
+    costs a refusal. Parts of the SDK and the distribution that provides the platform in force
+    are trusted unless the policy says ``all``: whoever drives the device is in the process anyway.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        device: Device,
+        scope: Literal["third_party", "all", "off"],
+        trusted: frozenset[str],
+    ) -> None:
+        self._registry = registry
+        self._device = device
+        self._scope = scope
+        self._trusted = trusted | STANDARD
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Compare, or return what is remembered: a departure refuses for the dtype, any dims."""
+        record, provider = candidate.record, candidate.provider
+        if not isinstance(record, Kernel) or self._scope == "off":
+            return _ACCEPTED
+        if self._scope == "third_party" and provider in self._trusted:
+            return _ACCEPTED
+        known = self._registry.blame(candidate).departures
+        key = (candidate.qualified_name, request.dtype)
+        if key in known:
+            return known[key]
+        if sum(name.startswith(f"{provider}/") for name, _ in known) >= _STRIKES:
+            return Verdict.refuse(
+                f"{_STRIKES} kernels of {provider} departed from their reference, "
+                "so that its others are not tried"
+            )
+        task = Task("kernel", self._arguments(candidate, record, request))
+        verdict = self._registry.examine(candidate, task)
+        if not verdict:
+            known[key] = verdict
+        return verdict
+
+    def _arguments(self, candidate: Candidate, record: Kernel, request: Request) -> dict[str, Any]:
+        definer = next(
+            plugin for plugin, entry in self._registry.records(OpEntry) if entry.name == record.op
+        )
+        source = definer.source
+        return {
+            "op": self._registry.ops[record.op].target,
+            # It changes with the code that defines the op.
+            "definition": source.installed.fingerprint if source.installed else source.origin,
+            "target": record.target,
+            "prepare": record.prepare,
+            "extra_roundings": record.extra_roundings,
+            "dtype": request.dtype,
+            "dims": dict(request.dims),
+            "device": self._device.torch_device,
+            "plugin": self._registry.owner(candidate).source.value,
+            "kernel": record.name,
+            "platform": request.platform,
+            "capability": request.capability.to_json(),
+        }
+
+
+class TakesStoredConstants:
+    """Refuses a kernel that wants constants prepared, which a running model no longer has."""
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Accept what takes the constants as they are in the checkpoint."""
+        if getattr(candidate.record, "prepare", ""):
+            return Verdict.refuse("wants prepared constants, which a running model lacks")
+        return _ACCEPTED
+
+
+Form = tuple[str, str]
+"""The provider and the name of the form in which a kernel holds its constants."""
+
+
+def form_of(candidate: Candidate) -> Form:
+    """Return the form in which a kernel holds its constants.
+
+    Kernels without preparation hold them as stored, whoever provides them; one that prepares and
+    names no form has one of its own.
+    """
+    if not getattr(candidate.record, "prepare", ""):
+        return ("", "")
+    return candidate.provider, getattr(candidate.record, "form", "") or candidate.name
+
+
+class IsReadByLookup:
+    """Accepts an lm_head whose form of the shared weight some embedding lookup reads."""
+
+    def __init__(self, forms: Collection[Form], lookup: str) -> None:
+        self._forms = forms
+        self._lookup = lookup
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Refuse a form that would be held beside the one that lookups read."""
+        if form_of(candidate) in self._forms:
+            return _ACCEPTED
+        return Verdict.refuse(
+            f"prepares a copy of the table that no kernel of {self._lookup!r} reads here, so that "
+            "it would be held twice"
+        )
+
+
+class ReadsFormOf:
+    """Accepts an embedding lookup that reads the shared weight as the chosen lm_head holds it."""
+
+    def __init__(self, product: Choice) -> None:
+        self._product = product.chosen
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Refuse a kernel that reads another form."""
+        if form_of(candidate) == form_of(self._product):
+            return _ACCEPTED
+        return Verdict.refuse(
+            f"reads another copy of the table than {self._product.name} multiplies by, so that it "
+            "would be held twice"
+        )
+
+
+class Loads(ABC):
+    """The last gate: loads what a record names, once, and holds it for whoever binds it.
+
+    Attributes:
+        loaded: what was loaded last.
+    """
+
+    loaded: Any = None
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @abstractmethod
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Load and accept."""
+
+
+class LoadsKernel(Loads):
+    """Loads a kernel's function and its preparation; on a described device the reference."""
+
+    def __init__(self, registry: Registry, op: CustomOp[..., Any], described: bool) -> None:
+        super().__init__(registry)
+        self._op = op
+        self._described = described
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the function and the preparation, None where there is none."""
+        record = candidate.record
+        if self._described or not isinstance(record, Kernel):
+            self.loaded = (self._op.reference, None)
+            return _ACCEPTED
+        function = self._registry.load(candidate, record.target)
+        prepare = self._registry.load(candidate, record.prepare) if record.prepare else None
+        self.loaded = (function, prepare)
+        return _ACCEPTED
+
+
+class LoadsLayer(Loads):
+    """Loads the class that replaces a standard layer, which it has to fit."""
+
+    def __init__(self, registry: Registry, standard: type[PluggableLayer]) -> None:
+        super().__init__(registry)
+        self._standard = standard
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the class."""
+        assert isinstance(candidate.record, LayerEntry)
+        self.loaded = self._registry.load(candidate, candidate.record.target)
+        check_replacement(self._standard, self.loaded, candidate.qualified_name)
+        return _ACCEPTED
+
+
+class LoadsBackend(Loads):
+    """Builds an attention backend for a spec, once for all layers that share it."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        spec: AttentionSpec,
+        site: Site,
+        built: dict[tuple[str, AttentionSpec], AttentionBackend],
+    ) -> None:
+        super().__init__(registry)
+        self._spec = spec
+        self._site = site
+        self._built = built
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the backend."""
+        assert isinstance(candidate.record, AttentionEntry)
+        key = (candidate.qualified_name, self._spec)
+        if key not in self._built:
+            backend = self._registry.load(candidate, candidate.record.target)
+            self._built[key] = backend(self._spec, self._site)
+        self.loaded = self._built[key]
+        return _ACCEPTED
+
+
+class LoadsScheme(Loads):
+    """Loads the class of a quantization scheme."""
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the class."""
+        assert isinstance(candidate.record, SchemeEntry)
+        self.loaded = self._registry.load(candidate, candidate.record.target)
+        return _ACCEPTED
