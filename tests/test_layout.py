@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -72,9 +73,15 @@ MODULES = [module for dist in DISTRIBUTIONS for module in dist.modules]
 each_distribution = pytest.mark.parametrize("dist", DISTRIBUTIONS, ids=lambda dist: dist.folder)
 
 
+@cache
+def nodes(module: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module, which is parsed once for all tests."""
+    return tuple(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
+
+
 def imports(module: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the dotted name of everything that ``module`` imports."""
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -90,7 +97,7 @@ def dotted(module: Path) -> str:
 def imported_modules(module: Path, known: Set[str]) -> set[str]:
     """Return those of the known modules that ``module`` imports, or takes names from."""
     found = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -284,7 +291,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in nodes(module):
         match node:
             case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in ENVIRONMENT:
                 yield node.lineno, name
@@ -293,7 +300,7 @@ def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_the_configuration_alone_touches_the_environment() -> None:
-    reader = ROOT / "core/src/interposer/_config/environment.py"
+    reader = ROOT / "core/src/interposer/_config/sources.py"
     uses = [
         f"{place(module, line)}: os.{name}"
         for module in MODULES

@@ -33,9 +33,9 @@ from interposer import (
     use,
 )
 from interposer._contract.verdict import Refusal
+from interposer._explanation.explanation import settings
 from interposer._explanation.inventory import inventory
 from interposer._explanation.lines import Row
-from interposer._explanation.settings import settings
 from interposer.errors import ConfigError, UnknownNameError
 
 

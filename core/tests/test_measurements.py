@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from interposer import AttentionSpec, Candidate, Capability, Config, Device, Registry, Request
+from interposer._config.storage import Store, checksum
 from interposer._contract.choice import Measured
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugins
 from interposer._selection.measurements import Measurements
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, PlatformEntry, TuningEntry
-from interposer.tuning import KIND, Entry, Figures, Measurement, Table, write_entry
+from interposer.tuning import KIND, Entry, Figures, Measurement
 
 DEVICE = Device("bench", "cpu", "Bench 9000 PCIe", Capability("any"))
 REQUEST = Request("kernel", "linear", "bench", dtype="float32", dims={"width": 16})
@@ -35,6 +37,11 @@ def candidates(*names: str, version: str = "1.0") -> list[Candidate]:
 
 
 BOTH = candidates("fast", "slow")
+
+
+def write_entry(store: Store, entry: Entry) -> None:
+    facts = entry.model_dump(mode="json")
+    store.write(KIND, facts["key"], facts["value"])
 
 
 def made(measurements: Measurements, request: Request = REQUEST, **changes: Any) -> Entry:
@@ -207,7 +214,9 @@ def ship(
             }
         )
         key = entry.key.model_copy(update={"host": "a lab", "device": "Bench 9000 SXM"})
-        Table(entries=(Entry(key=key, value=value),)).write(package / f"{name}.json")
+        entries = [Entry(key=key, value=value).model_dump(mode="json")]
+        facts = {"version": 1, "entries": entries, "checksum": checksum(entries)}
+        (package / f"{name}.json").write_text(json.dumps(facts))
         return TuningEntry(name, glob, f"acme_tables:{name}.json")
 
     return shipped

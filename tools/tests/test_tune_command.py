@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from interposer import Config, Table
+from interposer import Config
 from interposer.errors import ConfigError, StorageError
 from interposer.tooling import Store
 from interposer.tuning import Entry
+from interposer_tools import Table
 from interposer_tools._commands.tune import tune
 
 

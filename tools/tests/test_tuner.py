@@ -37,7 +37,6 @@ from interposer import (
     Request,
     Resolver,
     Site,
-    Table,
     Verdict,
     custom_op,
     register,
@@ -46,7 +45,7 @@ from interposer import (
 from interposer.errors import ConfigError
 from interposer.hookspecs import hookimpl
 from interposer.tooling import Plugins, default_store
-from interposer_tools import tune
+from interposer_tools import Table, tune
 from interposer_tools._commands.tune import tune as command_tune
 
 DEVICE = Device("bench", "cpu", "a bench", Capability("any", caches_bytes={"l1": 4096}))

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from interposer._plugins.registration import Registration, register
     from interposer._plugins.registry import Registry, current_registry
     from interposer._selection.described_device import DeviceDescription
-    from interposer._selection.measured_table import Table
     from interposer._selection.placement import current_platform, place
     from interposer._selection.planning import Planned, planned
     from interposer._selection.resolver import Resolver
@@ -111,7 +110,6 @@ __all__ = [
     "Rule",
     "SchemeEntry",
     "Site",
-    "Table",
     "Tolerance",
     "TuningEntry",
     "Verdict",
@@ -159,7 +157,6 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.registration": "Registration register",
         "interposer._plugins.registry": "Registry current_registry",
         "interposer._selection.described_device": "DeviceDescription",
-        "interposer._selection.measured_table": "Table",
         "interposer._selection.placement": "current_platform place",
         "interposer._selection.planning": "Planned planned",
         "interposer._selection.resolver": "Resolver",

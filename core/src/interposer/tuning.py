@@ -1,21 +1,16 @@
-"""Measured tables: what candidates took for requests on a device, as data that can be shipped."""
+"""Measured figures: what candidates took for requests on a device, as data that can be shipped."""
 
 from __future__ import annotations
 
-from interposer._selection.measured_table import (
+from interposer._selection.figures import (
     KIND,
     Entry,
     Figures,
     Key,
     Measurement,
-    NotMeasured,
-    Table,
     address,
-    geometric_mean,
-    parsed,
-    plain,
+    read_entries,
     this_host,
-    write_entry,
 )
 
 __all__ = [
@@ -24,12 +19,7 @@ __all__ = [
     "Figures",
     "Key",
     "Measurement",
-    "NotMeasured",
-    "Table",
     "address",
-    "geometric_mean",
-    "parsed",
-    "plain",
+    "read_entries",
     "this_host",
-    "write_entry",
 ]

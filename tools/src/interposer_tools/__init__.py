@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from interposer_tools._doctor.health import Health, Problem
     from interposer_tools._op_catalogue import OpCatalogue, OpFacts
     from interposer_tools._plugin_template import License, NewPlugin, PluginKind
+    from interposer_tools._tuner.table import Table
     from interposer_tools._tuner.tuner import tune
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "OpFacts",
     "PluginKind",
     "Problem",
+    "Table",
     "doctor",
     "main",
     "tune",
@@ -38,6 +40,7 @@ __getattr__ = lazy_attributes(
         "interposer_tools._doctor.health": "Health Problem",
         "interposer_tools._op_catalogue": "OpCatalogue OpFacts",
         "interposer_tools._plugin_template": "License NewPlugin PluginKind",
+        "interposer_tools._tuner.table": "Table",
         "interposer_tools._tuner.tuner": "tune",
     },
 )

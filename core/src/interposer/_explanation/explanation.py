@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast, get_args
 
-from interposer._config.config import Config, effective_config
+from interposer._config.config import Config, config_sources, effective_config
+from interposer._config.rules import Rule
 from interposer._contract.capability import Device
 from interposer._contract.errors import ConfigError, UnknownNameError, nearest_first
 from interposer._contract.layer import Binder
@@ -17,7 +18,6 @@ from interposer._contract.request import AttentionType, Request
 from interposer._contract.verdict import Refusal, Verdict
 from interposer._explanation.inventory import Option, Subject, inventory, requirements
 from interposer._explanation.lines import Row, refused_lines, row_lines, subject_lines
-from interposer._explanation.settings import Setting, settings
 from interposer._plugins.registry import current_registry
 from interposer._selection.described_device import described_placement
 from interposer._selection.placement import place
@@ -36,6 +36,19 @@ class Explainable(Protocol):
     def resolver(self) -> Binder:
         """The resolver that made the choices."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One entry of the policy: a field, its key if it is a mapping, and where it is from."""
+
+    field: str
+    key: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.field}.{self.key}" if self.key else self.field
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ class Explanation:
                 }
                 for subject in self.subjects
             ],
-            "failures": [_refusal_dict(refusal) for refusal in self.failures],
+            "failures": [asdict(refusal) for refusal in self.failures],
             "notes": list(self.notes),
         }
 
@@ -277,7 +290,7 @@ def _choice_dict(row: Row) -> dict[str, Any]:
         "places": list(row.prefixes),
         "seconds": dict(choice.seconds),
         "notes": list(choice.notes),
-        "refused": [_refusal_dict(refusal) for refusal in choice.refusals],
+        "refused": [asdict(refusal) for refusal in choice.refusals],
     }
 
 
@@ -296,10 +309,44 @@ def _option_dict(option: Option) -> dict[str, Any]:
     }
 
 
-def _refusal_dict(refusal: Refusal) -> dict[str, str]:
-    return {
-        "candidate": refusal.candidate,
-        "provider": refusal.provider,
-        "reason": refusal.reason,
-        "traceback": refusal.traceback,
-    }
+def settings(config: Config, placement: Placement | None = None) -> tuple[Setting, ...]:
+    """Return what ``config`` sets, in the order of its fields.
+
+    What no source of the moment says was an argument, or is a default of the platform.
+    """
+    sources = config_sources()
+    found = []
+    for name in Config.model_fields:
+        if name in config.model_fields_set:
+            value = getattr(config, name)
+            entries = value if isinstance(value, Mapping) else {"": value}
+            for key, entry in entries.items():
+                origins = (s.name for s in sources if _set_by(s.config, name, key) == entry)
+                found.append(Setting(name, key, _text(entry), next(origins, "argument")))
+        if name == "kernels" and placement is not None:
+            source = f"platform {placement.platform.name}"
+            for op, kernel in placement.default_kernels.items():
+                rule = config.kernels.get(op)
+                if rule is None or not (rule.pin or rule.prefer):
+                    found.append(Setting(name, op, _text(Rule(prefer=(kernel,))), source))
+    return tuple(found)
+
+
+def _set_by(config: Config, name: str, key: str) -> Any:
+    """Return what ``config`` itself sets, or this function, which equals nothing."""
+    if name not in config.model_fields_set:
+        return _set_by
+    value = getattr(config, name)
+    return value.get(key, _set_by) if isinstance(value, Mapping) else value
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "all"
+        case bool():
+            return "yes" if value else "no"
+        case Set():
+            return ", ".join(sorted(value)) or "none"
+        case _:
+            return str(value)

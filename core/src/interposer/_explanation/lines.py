@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from interposer._contract.choice import Choice
 from interposer._contract.verdict import Refusal
 from interposer._explanation.inventory import Option, Subject, requirements
+from interposer._selection.figures import duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +69,4 @@ def answer(option: Option) -> str:
 def figures(choice: Choice) -> list[str]:
     """Return what the candidates took, the fastest first."""
     fastest_first = sorted(choice.seconds.items(), key=lambda item: (item[1], item[0]))
-    return [f"{name} {_duration(seconds)}" for name, seconds in fastest_first]
-
-
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    return [f"{name} {duration(seconds, digits=3)}" for name, seconds in fastest_first]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import torch
 
 from interposer._config.config import Config
-from interposer._config.once import memoized
+from interposer._config.once import cached
 from interposer._config.storage import default_store
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Measured
@@ -17,15 +16,14 @@ from interposer._contract.errors import RecordError, StorageError
 from interposer._contract.records import TuningEntry, resource_path
 from interposer._contract.request import Request
 from interposer._plugins.registry import Registry
-from interposer._selection.measured_table import (
+from interposer._selection.figures import (
     KIND,
     Entry,
     Key,
     Measurement,
-    Table,
     address,
-    parsed,
     plain,
+    read_entries,
     this_host,
 )
 
@@ -93,7 +91,7 @@ class Measurements:
             return f"{source} cannot be used: {error.path} {error.reason}"
         if value is None:
             return None
-        entry = parsed(key, value)
+        entry = Entry.stored(key, value)
         if isinstance(entry, str):
             return f"{source} cannot be used: {entry}"
         for name, then, now in (
@@ -126,11 +124,11 @@ class Measurements:
         return found
 
 
-@memoized
+@cached
 def _shipped_entries(resource: str, device: str) -> dict[str, Entry]:
     """Return the newest entry by address; the table counts for every device that it is for."""
     found: dict[str, Entry] = {}
-    for entry in Table.read(Path(resource_path(resource))).entries:
+    for entry in read_entries(resource_path(resource)):
         at = address(entry.key.model_copy(update={"device": device}))
         if at not in found or found[at].value.measured < entry.value.measured:
             found[at] = entry

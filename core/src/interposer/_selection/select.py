@@ -26,6 +26,7 @@ from interposer._contract.errors import (
 )
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
+from interposer._selection.figures import duration
 
 Gate = Callable[[Request, Candidate], Verdict]
 """One examination; what it raises refuses the candidate."""
@@ -163,7 +164,7 @@ class _Ranking:
 
     def shown(self, candidate: Candidate) -> str:
         assert self.measured is not None
-        return _duration(self.measured.seconds[candidate.qualified_name])
+        return duration(self.measured.seconds[candidate.qualified_name])
 
     def differ(self, one: Candidate, other: Candidate) -> Literal["wish", "time", "score", "name"]:
         """Return the first rule that tells two candidates apart."""
@@ -313,10 +314,3 @@ def _refuse_tie(
 
 def _refusal(candidate: Candidate, verdict: Verdict) -> Refusal:
     return Refusal(candidate.name, candidate.origin, verdict.reason, verdict.traceback)
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-9:.4g} ns"

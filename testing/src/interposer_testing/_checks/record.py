@@ -22,7 +22,7 @@ from interposer.records import (
     resource_path,
 )
 from interposer.tooling import check_classes
-from interposer.tuning import Table
+from interposer.tuning import read_entries
 from interposer_testing._checks.fault import Fault
 
 _TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
@@ -48,7 +48,7 @@ def check_record(record: Record, registry: Registry) -> list[Fault]:
 def _check_resource(record: DeviceEntry | TuningEntry) -> list[Fault]:
     try:
         path = resource_path(record.resource)
-        DeviceDescription.read(path) if isinstance(record, DeviceEntry) else Table.read(path)
+        DeviceDescription.read(path) if isinstance(record, DeviceEntry) else read_entries(path)
     except FOREIGN_ERRORS as error:
         return [Fault.raised("record", f"resource {record.resource!r}", error)]
     return []

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from interposer import Config
-    from interposer.tuning import Entry, Table
+    from interposer.tuning import Entry
+    from interposer_tools._tuner.table import Table
     from interposer_tools._tuner.tuner import Progress
 
 
@@ -62,7 +63,7 @@ def tune(
     if export_file is not None and not export_file.absolute().parent.is_dir():
         raise ConfigError(f"--export {export_file}: its folder does not exist. Try: make it first")
     from interposer.tooling import default_store
-    from interposer.tuning import Table
+    from interposer_tools._tuner.table import Table
 
     config = policy(platform=platform, locked=locked)
     store = default_store()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from statistics import geometric_mean
 from typing import Any, Protocol
 
 import importlib_metadata
@@ -16,16 +17,9 @@ from interposer import Candidate, Config, CustomOp, Planned, Request, effective_
 from interposer.errors import FOREIGN_ERRORS, ConfigError, NoCandidateError, described
 from interposer.records import load_target
 from interposer.tooling import Measurements, torch_version
-from interposer.tuning import (
-    Entry,
-    Figures,
-    Measurement,
-    NotMeasured,
-    Table,
-    geometric_mean,
-    write_entry,
-)
+from interposer.tuning import Entry, Figures, Measurement
 from interposer_tools._tuner.clock import Clock, Spread
+from interposer_tools._tuner.table import NotMeasured, Table, write_entry
 from interposer_tools._tuner.timed_request import AttentionSubject, KernelSubject, Subject
 
 _FEWEST_REPEATS = 3

@@ -12,20 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from interposer import Table
-from interposer._config.storage import Store, checksum
 from interposer.errors import StorageError
-from interposer.tuning import (
-    KIND,
-    Entry,
-    Figures,
-    Key,
-    Measurement,
-    NotMeasured,
-    geometric_mean,
-    this_host,
-    write_entry,
-)
+from interposer.tooling import Store, checksum
+from interposer.tuning import KIND, Entry, Figures, Key, Measurement, this_host
+from interposer_tools import Table
+from interposer_tools._tuner.table import NotMeasured, write_entry
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -217,8 +208,3 @@ def test_the_fastest_is_named_and_shown() -> None:
 def test_figures_need_a_positive_duration() -> None:
     with pytest.raises(ValidationError):
         Figures(version="1", seconds=0.0, low=1.0, high=1.0, per_tokens={})
-
-
-def test_a_geometric_mean_weighs_factors_alike() -> None:
-    assert geometric_mean([1e-6, 1e-2]) == pytest.approx(1e-4)
-    assert geometric_mean(iter([3.0])) == pytest.approx(3.0)

@@ -1,0 +1,161 @@
+"""Measured figures: what candidates took for requests on a device, as data that can be shipped."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from interposer._config.storage import JSON, checksum
+from interposer._contract.errors import StorageError
+
+KIND = "measurements"
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def this_host() -> str:
+    """Return the name under which this host's measurements are kept."""
+    return platform.node() or "unknown"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Key(_Model):
+    """What was measured where; two requests with equal keys get one figure.
+
+    Attributes:
+        device: the device's name, such as the model of a processor.
+        detail: the typed request, such as an ``AttentionSpec``, as plain data.
+    """
+
+    host: Name
+    device: str
+    platform: Name
+    kind: Literal["kernel", "attention"]
+    name: Name
+    dtype: str
+    dims: dict[str, int | float | str | bool]
+    detail: dict[str, JsonValue] | None = None
+
+    def __str__(self) -> str:
+        dims = " ".join(f"{name}={value}" for name, value in sorted(self.dims.items()))
+        return f"{self.kind} {self.name!r} [{self.dtype} {dims}]".replace(" ]", "]")
+
+
+class Figures(_Model):
+    """What one candidate took.
+
+    Attributes:
+        version: of the distribution that provides it.
+        seconds: geometric mean of the medians at each number of tokens.
+        low: the same of the lower quartiles.
+        high: the same of the upper quartiles.
+        per_tokens: the median by number of tokens, written as decimal text.
+    """
+
+    version: str
+    seconds: Seconds
+    low: Seconds
+    high: Seconds
+    per_tokens: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]*$")], Seconds]
+
+    def __str__(self) -> str:
+        seconds, low, high = map(duration, (self.seconds, self.low, self.high))
+        return f"{seconds} ({low} to {high})"
+
+
+class Measurement(_Model):
+    """The value that is kept for a key.
+
+    Attributes:
+        driver: what tells the driver apart, empty where the platform names no files of one.
+        failed: version and reason by candidate that could not be measured.
+    """
+
+    driver: str
+    torch: str
+    interposer: str
+    measured: AwareDatetime
+    candidates: dict[Name, Figures]
+    failed: dict[Name, tuple[str, str]] = Field(default_factory=dict)
+
+
+class Entry(_Model):
+    """One key with what was measured for it."""
+
+    key: Key
+    value: Measurement
+
+    @property
+    def fastest(self) -> str:
+        """The qualified name of the fastest candidate; empty if all failed."""
+        found = self.value.candidates
+        return min(found, key=lambda name: (found[name].seconds, name), default="")
+
+    @classmethod
+    def stored(cls, key: Mapping[str, JSON], value: JSON) -> Entry | str:
+        """Return what a store holds under ``KIND`` as an entry, or why it is none."""
+        try:
+            return cls.model_validate_json(json.dumps({"key": dict(key), "value": value}))
+        except ValidationError as error:
+            return _first(error)
+
+
+class _File(_Model):
+    version: Literal[1]
+    entries: list[Entry]
+    checksum: str
+
+
+def read_entries(path: str | Path) -> tuple[Entry, ...]:
+    """Return the entries of a file that ``interposer tune --export`` wrote.
+
+    Raises: StorageError: it cannot be read, or is no intact table.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StorageError(path, f"cannot be read: {error}") from error
+    mend = "export it again: interposer tune MODEL_DIR --export FILE"
+    try:
+        file = _File.model_validate_json(text)
+        intact = file.checksum == checksum(json.loads(text)["entries"])
+    except ValidationError as error:
+        raise StorageError(path, f"is no table: {_first(error)}", mend) from error
+    except ValueError as error:
+        raise StorageError(path, f"is no table: {error}", mend) from error
+    if not intact:
+        raise StorageError(path, "is corrupt: content and checksum differ", mend)
+    return tuple(file.entries)
+
+
+def plain(key: Key) -> dict[str, JSON]:
+    """Return ``key`` as it stands in the store."""
+    facts: dict[str, JSON] = key.model_dump(mode="json")
+    return facts
+
+
+def address(key: Key) -> str:
+    """Return a text that is equal for keys that differ in the host at most."""
+    return checksum({**plain(key), "host": ""})
+
+
+def duration(seconds: float, digits: int = 4) -> str:
+    """Return a time with its unit, as ``"1.234 ms"``."""
+    units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, size = next((pair for pair in units if seconds >= pair[1]), ("ns", 1e-9))
+    return f"{seconds / size:.{digits}g} {unit}"
+
+
+def _first(error: ValidationError) -> str:
+    problem: Any = error.errors()[0]
+    place = ".".join(str(part) for part in problem["loc"]) or "the file"
+    return f"{place}: {problem['msg']}"
