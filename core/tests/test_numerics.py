@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interposer._contract.numerics import NumericsPolicy, applied
+from interposer._contract.platform import NumericsPolicy, applied
 from interposer.errors import ConfigError
 
 LIBRARY = SimpleNamespace(half=True, bfloat=False)

@@ -12,7 +12,7 @@ import pytest
 
 from interposer import Capability, Config, Device, Placement, planned, register
 from interposer._plugins.plugins import PluginWarning
-from interposer._selection.planning import Planned
+from interposer._selection.placement import Planned
 from interposer.errors import CheckpointError, ConfigError
 
 Make = Callable[..., ModuleType]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from interposer import Capability, Device, Platform, Verdict
-from interposer._contract.numerics import NumericsPolicy
+from interposer._contract.platform import NumericsPolicy
 from interposer.errors import InterposerError, MissingMemberError
 
 CAPABILITY = Capability("any")

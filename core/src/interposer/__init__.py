@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from interposer._contract.checkpoint import CheckpointFile
     from interposer._contract.choice import Candidate, Choice
     from interposer._contract.layer import BoundKernel, PluggableLayer, Site
-    from interposer._contract.numerics import NumericsPolicy
     from interposer._contract.op import Case, CustomOp, Dims, Tolerance, custom_op
-    from interposer._contract.platform import Placement, Platform
+    from interposer._contract.platform import NumericsPolicy, Placement, Platform
     from interposer._contract.quantization import (
         CacheFormat,
         Call,
@@ -54,8 +53,7 @@ if TYPE_CHECKING:
     from interposer._plugins.registration import Registration, register
     from interposer._plugins.registry import Registry, current_registry
     from interposer._selection.described_device import DeviceDescription
-    from interposer._selection.placement import current_platform, place
-    from interposer._selection.planning import Planned, planned
+    from interposer._selection.placement import Planned, current_platform, place, planned
     from interposer._selection.resolver import Resolver
     from interposer._selection.select import select
     from interposer._validation.compatibility import API_VERSION
@@ -139,9 +137,8 @@ __getattr__ = lazy_attributes(
         "interposer._contract.checkpoint": "CheckpointFile",
         "interposer._contract.choice": "Candidate Choice",
         "interposer._contract.layer": "BoundKernel PluggableLayer Site",
-        "interposer._contract.numerics": "NumericsPolicy",
         "interposer._contract.op": "Case CustomOp Dims Tolerance custom_op",
-        "interposer._contract.platform": "Placement Platform",
+        "interposer._contract.platform": "NumericsPolicy Placement Platform",
         "interposer._contract.quantization": (
             "CacheFormat Call EmbeddingMethod ExpertsMethod ExpertsSpec LinearMethod "
             "QuantizationScheme"
@@ -157,8 +154,7 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.registration": "Registration register",
         "interposer._plugins.registry": "Registry current_registry",
         "interposer._selection.described_device": "DeviceDescription",
-        "interposer._selection.placement": "current_platform place",
-        "interposer._selection.planning": "Planned planned",
+        "interposer._selection.placement": "Planned current_platform place planned",
         "interposer._selection.resolver": "Resolver",
         "interposer._selection.select": "select",
         "interposer._validation.compatibility": "API_VERSION",

@@ -20,8 +20,7 @@ from interposer._explanation.inventory import Option, Subject, inventory, requir
 from interposer._explanation.lines import Row, refused_lines, row_lines, subject_lines
 from interposer._plugins.registry import current_registry
 from interposer._selection.described_device import described_placement
-from interposer._selection.placement import place
-from interposer._selection.planning import Planned, planned
+from interposer._selection.placement import Planned, place, planned
 
 VERSION = 1
 """Of what ``Explanation.to_dict`` returns."""
