@@ -23,23 +23,11 @@ from interposer._contract.errors import (
     nearest_first,
 )
 
+# fmt: off
 __all__ = [
-    "FOREIGN_ERRORS",
-    "CheckpointError",
-    "ConfigError",
-    "GraphError",
-    "InterposerError",
-    "LockError",
-    "MissingMemberError",
-    "NoCandidateError",
-    "PlatformUnavailableError",
-    "PluginConflictError",
-    "PluginError",
-    "RecordError",
-    "RequestError",
-    "StorageError",
-    "UnknownNameError",
-    "UnsupportedModelError",
-    "described",
-    "nearest_first",
+    "FOREIGN_ERRORS", "CheckpointError", "ConfigError", "GraphError", "InterposerError",
+    "LockError", "MissingMemberError", "NoCandidateError", "PlatformUnavailableError",
+    "PluginConflictError", "PluginError", "RecordError", "RequestError", "StorageError",
+    "UnknownNameError", "UnsupportedModelError", "described", "nearest_first",
 ]
+# fmt: on

@@ -19,17 +19,12 @@ from interposer._contract.records import Record
 if TYPE_CHECKING:
     from interposer._contract.platform import Placement
 
+# fmt: off
 __all__ = [
-    "GROUP",
-    "Activity",
-    "hookimpl",
-    "interposer_failed",
-    "interposer_finished",
-    "interposer_plan",
-    "interposer_records",
-    "interposer_refused",
-    "interposer_selected",
+    "GROUP", "Activity", "hookimpl", "interposer_failed", "interposer_finished",
+    "interposer_plan", "interposer_records", "interposer_refused", "interposer_selected",
 ]
+# fmt: on
 
 Activity = Literal["discovery", "probe", "selection", "load", "tune"]
 

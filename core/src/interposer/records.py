@@ -19,19 +19,10 @@ from interposer._contract.records import (
     resource_path,
 )
 
+# fmt: off
 __all__ = [
-    "PROPERTIES",
-    "AttentionEntry",
-    "CheckpointEntry",
-    "DeviceEntry",
-    "Kernel",
-    "LayerEntry",
-    "OpEntry",
-    "PlatformEntry",
-    "Record",
-    "SchemeEntry",
-    "TuningEntry",
-    "identity",
-    "load_target",
-    "resource_path",
+    "PROPERTIES", "AttentionEntry", "CheckpointEntry", "DeviceEntry", "Kernel", "LayerEntry",
+    "OpEntry", "PlatformEntry", "Record", "SchemeEntry", "TuningEntry", "identity",
+    "load_target", "resource_path",
 ]
+# fmt: on

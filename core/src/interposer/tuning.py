@@ -13,13 +13,8 @@ from interposer._selection.figures import (
     this_host,
 )
 
+# fmt: off
 __all__ = [
-    "KIND",
-    "Entry",
-    "Figures",
-    "Key",
-    "Measurement",
-    "address",
-    "read_entries",
-    "this_host",
+    "KIND", "Entry", "Figures", "Key", "Measurement", "address", "read_entries", "this_host",
 ]
+# fmt: on
