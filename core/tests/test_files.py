@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer._config.files import read_project_file, read_user_file
+from interposer._config.sources import read_project_file, read_user_file
 from interposer.errors import ConfigError
 
 TABLE = "[tool.interposer]\nplatform = 'cpu'\n"

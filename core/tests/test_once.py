@@ -12,15 +12,15 @@ from threading import Barrier
 import pytest
 
 from interposer import Config, current_registry, place
-from interposer._config.once import memoized
+from interposer._config.once import cached
 
 _FORK = """
 import os, signal, threading
-from interposer._config.once import memoized
+from interposer._config.once import cached
 
 entered, release = threading.Event(), threading.Event()
 
-@memoized
+@cached
 def number(argument):
     if argument == "slow":
         entered.set()
@@ -44,7 +44,7 @@ print(code)
 def test_threads_that_ask_at_once_share_one_call() -> None:
     calls = []
 
-    @memoized
+    @cached
     def slow(argument: int) -> object:
         calls.append(argument)
         time.sleep(0.05)
@@ -64,7 +64,7 @@ def test_threads_that_ask_at_once_share_one_call() -> None:
 def test_a_failure_is_tried_again() -> None:
     answers: Iterator[ValueError | int] = iter([ValueError("not yet"), 3])
 
-    @memoized
+    @cached
     def flaky() -> int:
         answer = next(answers)
         if isinstance(answer, ValueError):

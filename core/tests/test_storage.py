@@ -361,7 +361,7 @@ def test_nothing_in_the_core_unpickles() -> None:
 HOMELESS = """
 import os, sys, warnings
 from interposer import Config
-from interposer._config.files import read_project_file, read_user_file
+from interposer._config.sources import read_project_file, read_user_file
 from interposer._config.storage import default_store
 from pathlib import Path
 

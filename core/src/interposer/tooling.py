@@ -11,12 +11,12 @@ from interposer._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer._config.config import config_sources
-    from interposer._config.environment import child_environment, variables
     from interposer._config.policy import policy_for
     from interposer._config.rules import parse_rules
-    from interposer._config.storage import Store, default_store, write_text
+    from interposer._config.sources import child_environment, variables
+    from interposer._config.storage import Store, checksum, default_store, write_text
     from interposer._contract.choice import Measured
-    from interposer._contract.numerics import applied
+    from interposer._contract.platform import applied
     from interposer._contract.request import Kind
     from interposer._explanation.inventory import Option, Subject, inventory, requirements, strays
     from interposer._explanation.lines import Row, answer, figures
@@ -25,17 +25,25 @@ if TYPE_CHECKING:
     from interposer._plugins.discovery import installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
-    from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
+    from interposer._plugins.trust import (
+        Lock,
+        allowed,
+        check_lock,
+        lock_error,
+        lock_path,
+        unlockable,
+    )
     from interposer._selection.described_device import described_placement, find_description
     from interposer._selection.measurements import Measurements, torch_version
     from interposer._selection.placement import unless_explicit
     from interposer._validation.compatibility import API_RANGE, check_api
-    from interposer._validation.distribution import STANDARD
+    from interposer._validation.distribution import STANDARD, Distribution
     from interposer._validation.records import check_classes, check_records
 
 __all__ = [
     "API_RANGE",
     "STANDARD",
+    "Distribution",
     "Kind",
     "Lock",
     "Measured",
@@ -56,6 +64,7 @@ __all__ = [
     "check_classes",
     "check_lock",
     "check_records",
+    "checksum",
     "child_environment",
     "config_sources",
     "default_store",
@@ -66,6 +75,7 @@ __all__ = [
     "installed_distributions",
     "inventory",
     "lazy_attributes",
+    "lock_error",
     "lock_path",
     "parse_rules",
     "policy_for",
@@ -73,6 +83,7 @@ __all__ = [
     "strays",
     "torch_version",
     "unless_explicit",
+    "unlockable",
     "variables",
     "write_text",
 ]
@@ -81,12 +92,12 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer._config.config": "config_sources",
-        "interposer._config.environment": "child_environment variables",
+        "interposer._config.sources": "child_environment variables",
         "interposer._config.policy": "policy_for",
         "interposer._config.rules": "parse_rules",
-        "interposer._config.storage": "Store default_store write_text",
+        "interposer._config.storage": "Store checksum default_store write_text",
         "interposer._contract.choice": "Measured",
-        "interposer._contract.numerics": "applied",
+        "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
         "interposer._explanation.inventory": "Option Subject inventory requirements strays",
         "interposer._explanation.lines": "Row answer figures",
@@ -95,12 +106,12 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.discovery": "installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
-        "interposer._plugins.trust": "Lock allowed check_lock lock_path",
+        "interposer._plugins.trust": "Lock allowed check_lock lock_error lock_path unlockable",
         "interposer._selection.described_device": "described_placement find_description",
         "interposer._selection.measurements": "Measurements torch_version",
         "interposer._selection.placement": "unless_explicit",
         "interposer._validation.compatibility": "API_RANGE check_api",
-        "interposer._validation.distribution": "STANDARD",
+        "interposer._validation.distribution": "STANDARD Distribution",
         "interposer._validation.records": "check_classes check_records",
     },
 )

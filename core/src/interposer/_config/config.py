@@ -11,21 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from interposer._config.environment import read_variables, variables
-from interposer._config.files import ConfigFile, read_project_file, read_user_file
-from interposer._config.once import memoized
+from interposer._config.once import cached
 from interposer._config.rules import (
     AnyNames,
     AnyRule,
@@ -33,14 +25,20 @@ from interposer._config.rules import (
     Required,
     Rule,
     Rules,
+    Settings,
     config_error,
-    no_rules,
     read_rule,
+)
+from interposer._config.sources import (
+    ConfigFile,
+    read_project_file,
+    read_user_file,
+    read_variables,
 )
 from interposer._contract.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
-    from interposer._contract.numerics import NumericsPolicy
+    from interposer._contract.platform import NumericsPolicy
 
 
 def _as_text(path: Any) -> Any:
@@ -53,7 +51,7 @@ def _as_names(plugins: Any) -> Any:
     return () if plugins == "none" else plugins
 
 
-class Config(BaseModel):
+class Config(Settings):
     """What the user decided; whatever is unset is left to the selection.
 
     The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
@@ -90,13 +88,11 @@ class Config(BaseModel):
     Raises: ConfigError: a key is unknown or a value not usable.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     platform: Annotated[Rule, BeforeValidator(read_rule)] | None = None
-    kernels: Rules = Field(default_factory=no_rules)
-    layers: Rules = Field(default_factory=no_rules)
-    attention: Rules = Field(default_factory=no_rules)
-    quantization: Rules = Field(default_factory=no_rules)
+    kernels: Rules
+    layers: Rules
+    attention: Rules
+    quantization: Rules
     require: Required = frozenset()
     disable: Names = frozenset()
     plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
@@ -142,22 +138,12 @@ class Config(BaseModel):
             cache_dir: str | os.PathLike[str] | None = None,
         ) -> None: ...
 
-    else:
-
-        def __init__(self, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as error:
-                raise config_error(error, Config) from error
-
     @model_validator(mode="after")
     def _require_what_is_promised(self) -> Config:
-        rules = {f"layers.{key}": rule for key, rule in self.layers.items()}
-        rules |= {f"quantization.{key}": rule for key, rule in self.quantization.items()}
-        if self.platform is not None:
-            rules["platform"] = self.platform
-        for place, rule in rules.items():
-            if rule.require:
+        rules = [(f"layers.{key}", rule) for key, rule in self.layers.items()]
+        rules += [(f"quantization.{key}", rule) for key, rule in self.quantization.items()]
+        for place, rule in [*rules, ("platform", self.platform)]:
+            if rule is not None and rule.require:
                 raise ConfigError(
                     f"{place} requires {', '.join(sorted(rule.require))}, but only kernels and "
                     "attention backends promise properties. Try: require it of those"
@@ -167,7 +153,7 @@ class Config(BaseModel):
     @property
     def numerics(self) -> NumericsPolicy:
         """What a run applies to every step; it is seeded once, when the model is loaded."""
-        from interposer._contract.numerics import NumericsPolicy  # imports torch
+        from interposer._contract.platform import NumericsPolicy  # imports torch
 
         return NumericsPolicy(self.float32, self.reduce_in_16_bits)
 
@@ -202,9 +188,9 @@ class Config(BaseModel):
     def __reduce__(self) -> tuple[Any, ...]:
         values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
         plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values}
-        return _remade, (plain,)
+        return partial(Config, **plain), ()
 
-    def __deepcopy__(self, memo: object = None) -> Self:
+    def __deepcopy__(self, _copied: object = None) -> Self:
         return self  # nothing in it can change
 
     def __hash__(self) -> int:
@@ -283,10 +269,6 @@ def use(config: Config | None = None, /, **changes: Any) -> Iterator[Config]:
         _context.reset(token)
 
 
-def _remade(fields: dict[str, Any]) -> Config:
-    return Config(**fields)
-
-
 @contextmanager
 def _own_errors() -> Iterator[None]:
     try:
@@ -315,7 +297,7 @@ def _merged(*configs: Config) -> Config:
     return Config(**merged)
 
 
-@memoized
+@cached
 def _below(folder: str) -> tuple[Config, tuple[Source, ...]]:
     """Return what files and environment say together, and each, for a working directory."""
     project = _from_file("project file", read_project_file(Path(folder)) if folder else None)
@@ -323,17 +305,15 @@ def _below(folder: str) -> tuple[Config, tuple[Source, ...]]:
     return _merged(*(source.config for source in reversed(sources))), sources
 
 
-@memoized
+@cached
 def _user_file() -> tuple[Source, ...]:
     return _from_file("user file", read_user_file())
 
 
-@memoized
+@cached
 def _environment() -> tuple[Source, ...]:
-    fields = read_variables(variables())
-    if not fields:
-        return ()
-    return (Source("environment", "", _validated(fields, "the environment")),)
+    fields = read_variables()
+    return (Source("environment", "", _validated(fields, "the environment")),) if fields else ()
 
 
 def _working_directory() -> str:
@@ -348,26 +328,20 @@ def _from_file(
 ) -> tuple[Source, ...]:
     if file is None:
         return ()
-    return (Source(name, str(file.path), _validated(_placed(file), str(file.path))),)
-
-
-def _placed(file: ConfigFile) -> dict[str, Any]:
-    """Return the fields of a file, in which a relative path counts from where the file is."""
-    match file.fields:
-        case {"cache_dir": str(folder)} if folder and not folder.startswith("~"):
-            return {**file.fields, "cache_dir": str(file.path.parent / folder)}
-    return file.fields
+    path, fields = str(file.path), dict(file.fields)
+    folder = fields.get("cache_dir")
+    if isinstance(folder, str) and folder and not folder.startswith("~"):
+        fields["cache_dir"] = str(file.path.parent / folder)  # it counts from where the file is
+    return (Source(name, path, _validated(fields, path)),)
 
 
 def _validated(fields: dict[str, Any], source: str) -> Config:
     try:
         return Config(**fields)
     except UnknownNameError as error:
-        kind, where = (
-            ("key", f"in {source}")
-            if error.kind == "field"
-            else (error.kind, f"{error.where} of {source}")
-        )
+        kind, where = error.kind, f"{error.where} of {source}"
+        if kind == "field":
+            kind, where = "key", f"in {source}"
         raise UnknownNameError(kind, error.name, error.known, where=where) from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error

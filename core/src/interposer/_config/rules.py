@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -25,6 +25,20 @@ REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "trace
 """The properties that can be required of a kernel or an attention backend."""
 
 
+class Settings(BaseModel):
+    """Fields that cannot change; what is wrong with them is one of our own errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as error:
+                raise config_error(error, type(self)) from error
+
+
 def _as_set(names: Any) -> Any:
     if isinstance(names, list | tuple | Set):
         return frozenset(names)
@@ -38,9 +52,9 @@ def _as_tuple(names: Any) -> Any:
 
 
 def _known_properties(names: frozenset[str]) -> frozenset[str]:
-    for name in sorted(names - REQUIRABLE):
-        raise UnknownNameError("property", name, REQUIRABLE)
-    return names
+    if names <= REQUIRABLE:
+        return names
+    raise UnknownNameError("property", min(names - REQUIRABLE), REQUIRABLE)
 
 
 Name = Annotated[str, Field(min_length=1)]
@@ -55,7 +69,7 @@ AnyNames = Set[str] | list[str] | tuple[str, ...]
 """What is taken for names."""
 
 
-class Rule(BaseModel):
+class Rule(Settings):
     """What is wanted of one choice; where a rule is expected, a plain string is short for a pin.
 
     Attributes:
@@ -70,8 +84,6 @@ class Rule(BaseModel):
         UnknownNameError: a field or a property is not known.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     pin: Name | None = None
     prefer: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = ()
     forbid: Names = frozenset()
@@ -84,17 +96,9 @@ class Rule(BaseModel):
             *,
             pin: str | None = None,
             prefer: list[str] | tuple[str, ...] = (),
-            forbid: Set[str] | list[str] | tuple[str, ...] = (),
-            require: Set[str] | list[str] | tuple[str, ...] = (),
+            forbid: AnyNames = (),
+            require: AnyNames = (),
         ) -> None: ...
-
-    else:
-
-        def __init__(self, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as error:
-                raise config_error(error, Rule) from error
 
     @model_validator(mode="after")
     def _one_wish(self) -> Rule:
@@ -137,6 +141,12 @@ def read_rule(value: Any) -> Rule:
     raise ValueError("must be a name or a rule, as 'reference' or {'forbid': ['acme/*']}")
 
 
+def first_fault(error: ValidationError) -> str:
+    """Return the place of what ``error`` found first, and what is wrong there."""
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}"
+
+
 def config_error(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     """Return what ``error`` says first about the fields of ``model``, as one of our errors."""
     errors = error.errors()
@@ -167,24 +177,16 @@ def check_key(key: str) -> str:
     return key
 
 
-def no_rules() -> Mapping[str, Any]:
-    """Return rules that say nothing."""
-    return MappingProxyType({})
-
-
 def _as_dict(rules: Any) -> Any:
     return dict(rules) if isinstance(rules, Mapping) else rules
-
-
-def _serialized(rules: Mapping[str, Rule], serialize: Callable[[Any], Any]) -> Any:
-    return serialize(dict(rules))
 
 
 Rules = Annotated[
     Mapping[Annotated[str, AfterValidator(check_key)], Annotated[Rule, BeforeValidator(read_rule)]],
     BeforeValidator(_as_dict),
     AfterValidator(MappingProxyType),
-    WrapSerializer(_serialized),
+    WrapSerializer(lambda rules, serialize: serialize(dict(rules))),
+    Field(default_factory=lambda: MappingProxyType({})),
 ]
 """Rules by key, of which none can change."""
 

@@ -8,7 +8,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from interposer._config.once import Memoized, memoized
+from interposer._config.once import cached
 from interposer._contract.errors import FOREIGN_ERRORS, PluginError, described
 from interposer._contract.records import Record
 from interposer._plugins.plugins import Plugins, Source, in_code
@@ -18,7 +18,7 @@ from interposer._validation.records import check_classes
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_memos: list[Memoized[Any, Any]] = []
+_memos: list[cached[Any, Any]] = []
 
 _lock = Lock()
 
@@ -41,9 +41,9 @@ def forget_registries() -> None:
         memo.forget()
 
 
-def per_registry(function: Callable[P, T]) -> Memoized[P, T]:
+def per_registry(function: Callable[P, T]) -> cached[P, T]:
     """Return ``function`` of a registry with results remembered until registries are dropped."""
-    memo = memoized(function)
+    memo = cached(function)
     _memos.append(memo)
     return memo
 

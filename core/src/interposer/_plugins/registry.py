@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from interposer._config.config import Config, effective_config
-from interposer._config.once import memoized
+from interposer._config.once import cached
 from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
 from interposer._contract.errors import UnknownNameError
@@ -240,7 +240,7 @@ def _registry(fields: tuple[Any, ...], added: tuple[Registration, ...]) -> Regis
     return Registry(plugins, _examining(fields))
 
 
-@memoized
+@cached
 def _discovered(fields: tuple[Any, ...]) -> Plugins:
     return discover(_examining(fields))
 

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,8 +14,9 @@ from packaging.utils import canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from interposer._config.config import Config, config_sources
-from interposer._config.storage import checksum, write_text
-from interposer._contract.errors import LockError, StorageError, UnknownNameError
+from interposer._config.rules import first_fault
+from interposer._config.storage import checksum
+from interposer._contract.errors import LockError, UnknownNameError
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import STANDARD, Distribution
 
@@ -88,27 +88,13 @@ class Lock(BaseModel):
 
     @classmethod
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
-        """Return the lock of what is installed.
-
-        Raises: LockError: the metadata of one is unusable, its files were altered, or another
-            has its name.
-        """
-        locked = {}
-        distributions = [*dict.fromkeys(distributions)]
-        problems = [*_twins(distributions)]
-        for found in distributions:
-            if found.problem:
-                raise LockError(
-                    f"What is installed in {found.location} cannot be locked: {found.problem}.\n"
-                    "Try: uninstall it, then interposer lock"
-                )
-            problems += _alterations(found)
-            locked[found.name] = LockedDistribution(
-                name=found.name, version=found.version, record_hash=_locked_hash(found)
-            )
-        if problems:
-            raise _lock_error("What is installed cannot be locked.", problems)
-        return cls(distributions=tuple(locked[name] for name in sorted(locked)))
+        """Return the lock of what is installed; ``unlockable`` says what must not be locked."""
+        found = sorted(dict.fromkeys(distributions), key=lambda d: d.name)
+        entries = (
+            LockedDistribution(name=d.name, version=d.version, record_hash=_locked_hash(d))
+            for d in found
+        )
+        return cls(distributions=tuple(entries))
 
     @classmethod
     def read(cls, path: Path) -> Lock:
@@ -120,33 +106,17 @@ class Lock(BaseModel):
             fields: Any = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(fields, dict):
                 raise LockError(_unusable(path, "is not a JSON object"))
-            stated = fields.pop("checksum", None)
-            if stated != checksum(fields):
+            if fields.pop("checksum", None) != checksum(fields):
                 raise LockError(_unusable(path, "was changed: content and checksum differ"))
             return cls.model_validate_json(json.dumps(fields))
         except FileNotFoundError:
             raise LockError(_unusable(path, "does not exist")) from None
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise LockError(_unusable(path, f"{place}: {first['msg']}")) from error
+            raise LockError(_unusable(path, first_fault(error))) from error
         except LockError:
             raise
         except (OSError, ValueError, RecursionError) as error:
             raise LockError(_unusable(path, f"cannot be read: {error}")) from error
-
-    def write(self, path: Path) -> None:
-        """Replace the file in one step.
-
-        Raises: LockError: it cannot be written.
-        """
-        fields = self.model_dump(mode="json")
-        fields["distributions"].sort(key=itemgetter("name"))
-        fields["checksum"] = checksum(fields)
-        try:
-            write_text(path, json.dumps(fields, indent=2) + "\n")
-        except StorageError as error:
-            raise LockError(str(error)) from error
 
     def check(self, distributions: Iterable[Distribution]) -> None:
         """Return if ``distributions`` are the locked ones with their files as installed.
@@ -157,15 +127,18 @@ class Lock(BaseModel):
         """
         locked = {entry.name: entry for entry in self.distributions}
         present = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
-        differences = [p for d in present for p in _differences(d, locked.get(d.name))]
-        differences += _twins(present)
-        differences += [
-            _Difference(f"{name} {locked[name].version} is locked, but not installed")
+        problems: list[Problem] = []
+        for found in present:
+            difference = _difference(found, locked.get(found.name))
+            problems += [Problem(difference)] if difference else _alterations(found)
+        problems += _twins(present)
+        problems += [
+            Problem(f"{name} {locked[name].version} is locked, but not installed")
             for name in sorted(locked.keys() - {d.name for d in present})
             if not _is_installed(name)
         ]
-        if differences:
-            raise _lock_error("The installed plugins are not the locked ones.", differences)
+        if problems:
+            raise lock_error("The installed plugins are not the locked ones.", problems)
 
 
 def lock_path(config: Config) -> Path:
@@ -182,65 +155,69 @@ def check_lock(config: Config, distributions: Iterable[Distribution]) -> None:
     Lock.read(lock_path(config)).check(distributions)
 
 
-def _locked_hash(distribution: Distribution) -> str:
-    return _EDITABLE if distribution.editable else distribution.fingerprint
+def _locked_hash(found: Distribution) -> str:
+    return _EDITABLE if found.editable else found.fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class _Difference:
+class Problem:
     """A line of what is wrong; ``mend`` is what helps against this one alone."""
 
     line: str
     mend: str = ""
 
 
-def _lock_error(head: str, differences: Iterable[_Difference]) -> LockError:
-    lines = "\n  ".join([head, *(difference.line for difference in differences)])
-    mends = dict.fromkeys(difference.mend for difference in differences)
+def lock_error(head: str, problems: Iterable[Problem]) -> LockError:
+    """Return the error that lists ``problems``, and what helps."""
+    mends = dict.fromkeys(problem.mend for problem in problems)
     # What cannot be locked as it is must not be offered to be.
     other = "install what is locked"
     if [*mends] == [""]:
         other += ", or lock what is installed: interposer lock"
+    lines = "\n  ".join([head, *(problem.line for problem in problems)])
     return LockError(f"{lines}\nTry: {'; '.join(mend or other for mend in mends)}")
 
 
-def _twins(distributions: Iterable[Distribution]) -> Iterator[_Difference]:
-    """Yield a line for every name that several distributions have."""
+def unlockable(distributions: Iterable[Distribution]) -> Iterator[Problem]:
+    """Yield why what is installed must not be locked: several of one name, altered files."""
+    distributions = [*dict.fromkeys(distributions)]
+    yield from _twins(distributions)
+    for found in distributions:
+        yield from _alterations(found)
+
+
+def _twins(distributions: Iterable[Distribution]) -> Iterator[Problem]:
     places: dict[str, list[str]] = {}
     for found in distributions:
         places.setdefault(found.name, []).append(found.location)
     for name, locations in sorted(places.items()):
         if len(locations) > 1:
             line = f"{name} is installed {len(locations)} times: in {' and in '.join(locations)}"
-            yield _Difference(line, f"uninstall {name} until one is left")
+            yield Problem(line, f"uninstall {name} until one is left")
 
 
-def _alterations(found: Distribution) -> Iterator[_Difference]:
+def _alterations(found: Distribution) -> Iterator[Problem]:
     altered = found.altered_files()
     if altered:
         more = len(altered) - _MOST_NAMED
         named = ", ".join(altered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         line = f"{found.name} {found.version} was altered after it was installed: {named}"
-        yield _Difference(line, f"reinstall it: pip install --force-reinstall {found.name}")
-
-
-def _differences(found: Distribution, locked: LockedDistribution | None) -> list[_Difference]:
-    difference = _difference(found, locked)
-    return [_Difference(difference)] if difference else [*_alterations(found)]
+        yield Problem(line, f"reinstall it: pip install --force-reinstall {found.name}")
 
 
 def _difference(found: Distribution, locked: LockedDistribution | None) -> str:
     """Return how the metadata differs from what was locked, or nothing."""
+    name = f"{found.name} {found.version}"
     if locked is None:
-        return f"{found.name} {found.version} is installed, but not locked"
+        return f"{name} is installed, but not locked"
     if found.version != locked.version:
         return f"{found.name} is locked at {locked.version}, installed is {found.version}"
     if found.editable and locked.record_hash != _EDITABLE:
-        return f"{found.name} {found.version} is editable, what was locked is not"
+        return f"{name} is editable, what was locked is not"
     if not found.editable and locked.record_hash == _EDITABLE:
-        return f"{found.name} {found.version} was locked as editable and no longer is"
+        return f"{name} was locked as editable and no longer is"
     if _locked_hash(found) != locked.record_hash:
-        return f"{found.name} {found.version} has other files than when it was locked"
+        return f"{name} has other files than when it was locked"
     return ""
 
 
