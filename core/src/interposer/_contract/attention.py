@@ -137,7 +137,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayout:
-    """How a backend wants one layer's cache to lie in memory.
+    """The layout of one layer's cache in memory, as a backend wants it.
 
     Attributes:
         page_shape: shape of one page, such as ``(2, S, K, D)``.

@@ -1,4 +1,4 @@
-"""What a device can do, as plain data: probed on a machine or written in a file."""
+"""The abilities of a device as plain data: probed on a machine or written in a file."""
 
 from __future__ import annotations
 

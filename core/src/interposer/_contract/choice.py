@@ -34,20 +34,20 @@ class Candidate:
 
     @property
     def properties(self) -> frozenset[str]:
-        """What the record promises; empty for the kinds of record that promise nothing."""
+        """The promises of the record; empty for kinds of record that promise nothing."""
         promised: frozenset[str] = getattr(self.record, "properties", frozenset())
         return promised
 
     @property
     def emulation(self) -> str:
-        """How it does without the arithmetic that the op is meant for; empty for most."""
+        """The way around the arithmetic that the op is meant for; empty for most."""
         text: str = getattr(self.record, "emulation", "")
         return text
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What candidates took, as the selection takes it into account.
+    """The times that candidates took, which the selection takes into account.
 
     Attributes:
         seconds: by qualified name of the candidate; finite and not negative.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 FOREIGN_ERRORS = (Exception, SystemExit)
-"""What the code of a plugin may raise; whoever catches these quarantines the plugin."""
+"""The errors of a plugin's code; whoever catches these quarantines the plugin."""
 
 _PUBLIC = "interposer.errors"
 
@@ -112,7 +112,7 @@ class PlatformUnavailableError(NoCandidateError):
 
 
 class _FileError(InterposerError):
-    """What is wrong with a file or a folder."""
+    """Something is wrong with a file or a folder."""
 
     def __init__(self, path: object, reason: str, mend: str = "") -> None:
         self.path = str(path)

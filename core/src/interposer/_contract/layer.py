@@ -86,7 +86,7 @@ class Binder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a layer is built: the resolver to ask, the dotted prefix and the model's dtype."""
+    """The place of a layer: the resolver to ask, the dotted prefix and the model's dtype."""
 
     resolver: Binder
     prefix: str

@@ -66,7 +66,7 @@ class CaseSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a kernel may stray from the float64 reference.
+    """The distance that a kernel may have from the float64 reference.
 
     bound = roundings * (u(dtype) * max(|y|, rounded) + s(dtype))
             + reduction * (2 * u(float32) * magnitude + n)

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class NumericsPolicy:
-    """How exactly libraries multiply, and what is drawn, for a block of code.
+    """The precision of products, and the seed of draws, for a block of code.
 
     torch keeps these as settings of the process. The defaults are what the definition of ``linear``
     asks for. Source: torch's notes on numerical accuracy (reduced precision reductions,

@@ -21,7 +21,7 @@ Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class CacheFormat:
-    """How a checkpoint wants keys and values to be stored in the cache.
+    """The form in which a checkpoint wants keys and values to be cached.
 
     Attributes:
         dtype: of what is stored: the nearest multiples of a scale.
@@ -36,7 +36,7 @@ class CacheFormat:
 
 
 class LinearMethod(ABC):
-    """How one linear layer stores and applies its weights."""
+    """Stores and applies the weights of one linear layer."""
 
     @abstractmethod
     def create_weights(
@@ -126,7 +126,7 @@ class ExpertsSpec:
 
 
 class ExpertsMethod(ABC):
-    """How the routed experts of one layer store and apply their weights."""
+    """Stores and applies the weights of the routed experts of one layer."""
 
     @abstractmethod
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
@@ -162,7 +162,7 @@ class ExpertsMethod(ABC):
 
 
 class EmbeddingMethod(ABC):
-    """How a table of token embeddings is stored, looked up and, if it is tied, multiplied by.
+    """Stores a table of token embeddings, looks it up and, if it is tied, multiplies by it.
 
     A head that shares the table has no weight of its own: what is multiplied by is what is looked
     up, in whatever form it is held.

@@ -20,7 +20,7 @@ from interposer._contract.requires import Requires
 PROPERTIES = frozenset(
     {"batch_invariant", "deterministic", "graph_safe", "in_place", "opaque", "traceable"}
 )
-"""What a kernel may promise about itself."""
+"""The promises that a kernel may make about itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is asked of the selection: one frozen, hashable value."""
+"""A question to the selection: one frozen, hashable value."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Requires:
-    """What a candidate needs of the device and of the request.
+    """The needs of a candidate: of the device and of the request.
 
     Attributes:
         features: capability features that must all be there.

@@ -1,1 +1,1 @@
-"""What was chosen where, and why everything else was not."""
+"""Explanations: every choice, its reason, and why everything else was refused."""

@@ -1,4 +1,4 @@
-"""What was chosen where, by which policy, and why everything else was not."""
+"""Explanations of choices: the policy, the reason, and why everything else was refused."""
 
 from __future__ import annotations
 

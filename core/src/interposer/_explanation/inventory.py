@@ -1,4 +1,4 @@
-"""What there is to choose from, before any model asks for it."""
+"""The candidates for everything that a model could ask for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What there is to choose from for an op, a layer id, a scheme, or attention."""
+    """An op, a layer id, a scheme or attention, with its candidates."""
 
     kind: Kind
     name: str
@@ -55,7 +55,7 @@ class Stray:
 
     @property
     def said(self) -> str:
-        """What is wrong with it, and what to do about it."""
+        """The fault, and the next action."""
         return (
             f"Kernel {self.kernel.name!r} of {self.plugin.distribution} {self.plugin.version} "
             f"is for {self.reason}. Try: correct it, or install what defines the op"

@@ -48,7 +48,7 @@ Bytes = Annotated[int, Field(ge=0)]
 
 
 class DeviceDescription(BaseModel):
-    """What a platform says about one device, as data that a JSON file can hold.
+    """A device as its platform describes it, in data that a JSON file can hold.
 
     Attributes:
         version: of this format.

@@ -29,7 +29,7 @@ class _Model(BaseModel):
 
 
 class Key(_Model):
-    """What was measured where; two requests with equal keys get one figure.
+    """A request, and the device that it was measured on; equal keys get one figure.
 
     Attributes:
         device: the device's name, such as the model of a processor.
@@ -51,7 +51,7 @@ class Key(_Model):
 
 
 class Figures(_Model):
-    """What one candidate took.
+    """The times of one candidate.
 
     Attributes:
         version: of the distribution that provides it.

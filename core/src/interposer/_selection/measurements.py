@@ -1,4 +1,4 @@
-"""What is known about the speed of candidates: this host's measurements, then shipped tables."""
+"""Known times of candidates: this host's measurements, then shipped tables."""
 
 from __future__ import annotations
 

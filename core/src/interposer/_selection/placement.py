@@ -1,4 +1,4 @@
-"""Where to run: the platform in force and its device; and plans of models for a placement."""
+"""The platform in force with its device, and plans of models for it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Planned(Protocol):
 
     @property
     def placement(self) -> Placement:
-        """Where it was built for."""
+        """The platform and device that it was built for."""
         ...
 
     @property
