@@ -10,7 +10,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
+.PHONY: FORCE help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -78,9 +78,16 @@ $(BIN)/pip:
 # Sources of native kernels, which an editable installation builds once.
 NATIVE := $(wildcard platforms/*/native/* platforms/*/native/*/* plugins/*/native/*)
 
+# An editable installation of native distributions lists their modules when it is made, so a file
+# that is added, moved or removed asks for another.
+MODULES := find $(sort $(dir $(wildcard platforms/*/CMakeLists.txt plugins/*/CMakeLists.txt))) -name '*.py' | sort
+$(VENV)/.modules: FORCE | $(BIN)/pip
+	@$(MODULES) | cmp -s - $@ || $(MODULES) > $@
+FORCE:
+
 # One call for all, so that pip resolves them together. The pip that venv brings may be too old to
 # know --group. Build systems are installed once, instead of once for each distribution.
-$(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) | $(BIN)/pip
+$(INSTALLED): pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(DISTRIBUTIONS)) $(NATIVE) $(VENV)/.modules | $(BIN)/pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --group dev $(addprefix --editable ./,$(DISTRIBUTIONS))
