@@ -80,7 +80,7 @@ NATIVE := $(wildcard platforms/*/native/* platforms/*/native/*/* plugins/*/nativ
 
 # An editable installation of native distributions lists their modules when it is made, so a file
 # that is added, moved or removed asks for another.
-MODULES := find $(sort $(dir $(wildcard platforms/*/native plugins/*/native))) -name '*.py' | sort
+MODULES := find $(sort $(dir $(wildcard platforms/*/native plugins/*/native))) -path '*/src/*.py' | sort
 $(VENV)/.modules: FORCE | $(BIN)/pip
 	@$(MODULES) | cmp -s - $@ || $(MODULES) > $@
 FORCE:
