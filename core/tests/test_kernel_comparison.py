@@ -15,8 +15,8 @@ import pytest
 
 from interposer import Capability, Config
 from interposer._sandbox.examiner import examine
+from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Finding, Task
-from interposer._sandbox.tasks import perform
 from interposer._validation.distribution import Distribution
 
 # The cases of this op are of 1, 2, ... 12 rows; a sample has the size of the request.

@@ -1,4 +1,4 @@
-"""A witness tells what code did to the process around it, and puts it back."""
+"""It is told what code did to the process around it, and put back."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import pytest
 import torch
 
 from interposer import hookimpl, register
-from interposer._sandbox.side_effects import Witness
+from interposer._sandbox.side_effects import SideEffects
 from interposer.records import Record
 
 
-def witnessed(action: Callable[[], object], *, light: bool = True) -> list[str]:
-    with Witness(light) as witness:
+def effects_of(action: Callable[[], object], *, light: bool = True) -> list[str]:
+    with SideEffects(light) as side_effects:
         action()
-    return witness.effects
+    return side_effects.effects
 
 
 def test_quiet_code_has_no_effects() -> None:
-    assert witnessed(lambda: sum(range(10))) == []
-    assert witnessed(lambda: sum(range(10)), light=False) == []
+    assert effects_of(lambda: sum(range(10))) == []
+    assert effects_of(lambda: sum(range(10)), light=False) == []
 
 
 @pytest.mark.parametrize("light", [True, False])
@@ -54,7 +54,7 @@ def test_what_is_changed_is_told_and_put_back(light: bool, tmp_path: Path) -> No
         builtins.print = len  # type: ignore[assignment]
         builtins.acme = 1  # type: ignore[attr-defined]
 
-    assert witnessed(change, light=light) == [
+    assert effects_of(change, light=light) == [
         "replaces builtins.print",
         "adds builtins.acme",
         "changes the environment: ACME_A, ACME_B",
@@ -90,7 +90,7 @@ def test_settings_of_torch_are_put_back(
     get: Callable[[], object], put: Callable[[object], object], other: object, setting: str
 ) -> None:
     before = get()
-    assert witnessed(lambda: put(other), light=False) == [f"changes torch's {setting}"]
+    assert effects_of(lambda: put(other), light=False) == [f"changes torch's {setting}"]
     assert get() == before
 
 
@@ -99,11 +99,11 @@ def test_what_is_printed_is_told_from_its_beginning(capsys: pytest.CaptureFixtur
         print("hello")
         print("x" * 1000, file=sys.stderr)
 
-    (effect,) = witnessed(speak)
+    (effect,) = effects_of(speak)
     assert effect.startswith("prints 'hello\\nxxx")
     assert len(effect) < 220
     assert capsys.readouterr() == ("", "")
-    assert witnessed(lambda: print("heard"), light=False) == []
+    assert effects_of(lambda: print("heard"), light=False) == []
     assert capsys.readouterr().out == "heard\n"
 
 
@@ -124,7 +124,7 @@ def test_what_other_threads_print_passes() -> None:
         done.wait()
 
     with contextlib.redirect_stdout(heard):
-        assert witnessed(let_it_speak) == []
+        assert effects_of(let_it_speak) == []
     thread.join()
     assert heard.getvalue() == "mine\n"
 
@@ -170,35 +170,35 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     effects = []
 
     def overlapped() -> None:
-        with Witness(alone=False) as witness:
+        with SideEffects(alone=False) as side_effects:
             first.set()
             assert second.wait(60)
-        effects.extend(witness.effects)
+        effects.extend(side_effects.effects)
 
     thread = threading.Thread(target=overlapped)
     thread.start()
     assert first.wait(60)
-    with Witness(alone=False) as witness:  # begins and ends after the other
+    with SideEffects(alone=False) as side_effects:  # begins and ends after the other
         second.set()
         thread.join()
-    assert effects == witness.effects == []
+    assert effects == side_effects.effects == []
     assert (sys.stdout, sys.stderr) == ours
 
 
 def test_a_stream_that_was_kept_works_afterwards() -> None:
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        with Witness() as witness:
+        with SideEffects() as side_effects:
             handler = logging.StreamHandler(sys.stderr)
         handler.emit(logging.makeLogRecord({"msg": "later"}))
-    assert witness.effects == []
+    assert side_effects.effects == []
     assert heard.getvalue() == "later\n"
 
 
 def test_a_thread_is_told_unless_it_ended() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="mine")
-    assert witnessed(thread.start) == ["leaves the thread 'mine' running"]
+    assert effects_of(thread.start) == ["leaves the thread 'mine' running"]
     stop.set()
     thread.join()
 
@@ -207,30 +207,30 @@ def test_a_thread_is_told_unless_it_ended() -> None:
         short.start()
         short.join()
 
-    assert witnessed(run_and_join) == []
+    assert effects_of(run_and_join) == []
     other = threading.Event()
     library = threading.Thread(target=other.wait)
-    assert witnessed(library.start, light=False) == []
+    assert effects_of(library.start, light=False) == []
     other.set()
     library.join()
 
 
-def test_what_is_raised_passes_and_is_witnessed() -> None:
-    witness = Witness()
+def test_what_is_raised_passes_and_is_effects_of() -> None:
+    side_effects = SideEffects()
 
     def change_and_raise() -> None:
-        with witness:
+        with side_effects:
             os.environ["ACME"] = "1"
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
         change_and_raise()
-    assert witness.effects == ["changes the environment: ACME"]
+    assert side_effects.effects == ["changes the environment: ACME"]
     assert "ACME" not in os.environ
 
 
 def test_a_new_module_may_replace_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "acme_lazy.py").write_text("import sys\nsys.modules[__name__] = object()\n")
-    assert witnessed(lambda: __import__("acme_lazy")) == []
+    assert effects_of(lambda: __import__("acme_lazy")) == []
     del sys.modules["acme_lazy"]

@@ -1,4 +1,4 @@
-"""This process's side of the examining process: starts it, asks it, ends it."""
+"""The client of the examining process: starts it, asks it, ends it."""
 
 from __future__ import annotations
 
@@ -59,70 +59,60 @@ class _Process:
             raise ExaminationError(f"{sys.executable} cannot be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._questions = self._process.stdin.fileno()
-        self._answers = self._process.stdout.fileno()
-        self._unread = b""
-        self._count = 0
+        self._questions, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, request: dict[str, Any]) -> Any:
         """Return the finding on a request, as JSON.
 
         Raises: _Gone: the process has ended, or is silent.
         """
-        self._count += 1
-        line = memoryview(json.dumps({"id": self._count, **request}).encode() + b"\n")
+        line = memoryview(json.dumps(request).encode() + b"\n")
         try:
             while line:
-                line = line[os.write(self._questions, line) :]
+                line = line[self._questions.write(line) :]
         except BrokenPipeError:
             raise _Gone from None
-        while True:
-            answer = json.loads(self._line() or b"null")
-            if answer and answer["id"] == self._count:
-                self._reap()
-                return answer["finding"]
-
-    def _line(self) -> bytes:
-        while b"\n" not in self._unread:
-            poll = select.poll()
-            poll.register(self._answers, select.POLLIN)
-            if not poll.poll(_SILENCE_SECONDS * 1000):
-                raise _Gone
-            chunk = os.read(self._answers, 1 << 16)
+        answer = b""
+        while not answer.endswith(b"\n") or answer.isspace():  # empty lines say that it lives
+            chunk = self._answers.read(1 << 16) if self._polled(_SILENCE_SECONDS, True) else b""
             if not chunk:
                 raise _Gone
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+            answer += chunk
+        self._reap()
+        return json.loads(answer)
 
-    def has_ended(self, seconds: float = 0.0) -> bool:
-        """Say whether the process has ended, or does so within ``seconds``."""
-        poll = select.poll()
-        poll.register(self._answers, 0)
-        return bool(poll.poll(seconds * 1000))
+    def has_ended(self) -> bool:
+        """Say whether the process has ended."""
+        return self._polled(0.0)
 
     def stop(self) -> None:
         """End the process and everything that it forked; it needs a moment for the latter."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        if self.has_ended(_END_SECONDS):
+        self._questions.close()
+        if self._polled(_END_SECONDS):
             self._reap()
         else:
             self.kill()
-        self._close()
+        self._answers.close()
 
     def kill(self) -> None:
         """End the process at once, while another thread may wait for its answer."""
         if not self.has_ended():  # else the number of its group may be that of another by now
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self.has_ended(_END_SECONDS)
+            self._polled(_END_SECONDS)
         self._reap()
 
     def abandon(self) -> None:
         """Forget the process in a fork of the one that it belongs to."""
-        self._close()
+        self._questions.close()
+        self._answers.close()
         self._process.returncode = 0  # it is no child of this process, so there is none to wait for
+
+    def _polled(self, seconds: float, for_answers: bool = False) -> bool:
+        """Say whether the process has ended, or answers, or does so within ``seconds``."""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN if for_answers else 0)
+        return bool(poll.poll(seconds * 1000))
 
     def _reap(self) -> None:
         """Take note of what was started, which left the examining process to init at once.
@@ -134,12 +124,6 @@ class _Process:
             with suppress(ChildProcessError):
                 while os.waitpid(-self._process.pid, os.WNOHANG)[0]:
                     pass
-
-    def _close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
 
 
 _lock = RLock()
@@ -159,18 +143,14 @@ def ask(name: str, arguments: dict[str, Any], seconds: float) -> Any:
         for _ in range(2):  # an idle one may end at the very moment when it is asked
             if _forbidden:
                 raise ExaminationError(_forbidden)
-            if _process is None:
-                _process = _Process()
-            answered = False
+            _process = _process or _Process()
             try:
-                finding = _process.ask(request)
-                answered = True
-                return finding
+                return _process.ask(request)
             except _Gone:
-                continue
-            finally:
-                if not answered:
-                    stop()
+                stop()
+            except BaseException:
+                stop()  # its answer would be taken for that to the next question
+                raise
     raise ExaminationError("the examining process ended twice without an answer")
 
 

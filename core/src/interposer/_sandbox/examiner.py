@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -23,10 +23,10 @@ import importlib_metadata
 from interposer._config.config import Config
 from interposer._config.storage import Store, default_store
 from interposer._contract.errors import StorageError
-from interposer._sandbox import client as process
+from interposer._sandbox import client
 from interposer._sandbox.client import ExaminationError
+from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Finding, Task
-from interposer._sandbox.tasks import perform
 from interposer._validation.distribution import Distribution, read_distribution
 
 _KIND = "verdicts"
@@ -36,7 +36,7 @@ _LASTING = frozenset(
 )
 _MEND = "Config(isolation='off') runs plugins without examining them in another process"
 
-_remembered: dict[tuple[object, ...], Finding] = {}
+_remembered: dict[str, Finding] = {}
 _warned: set[str] = set()
 _lock = RLock()
 
@@ -56,36 +56,32 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
     Args:
         driver: what tells apart the drivers that the code may meet.
     """
-    process.release()
-    arguments = json.dumps(task.arguments, sort_keys=True)
-    known = (
-        *(dist.name, dist.version, dist.fingerprint, task.name, arguments, driver),
-        *(config.isolation, config.cache_dir),
-    )
-    finding = _remembered.get(known)
-    if finding is not None and _persists(finding, config):
+    client.release()
+    key = _key(dist, task, config, driver)
+    known = json.dumps([key, config.cache_dir], sort_keys=True)
+    finding = _current(_remembered.get(known), config)
+    if finding is not None:
         return finding
     with _lock:  # threads that ask for the same thing wait for one answer
-        finding = _remembered.get(known)
-        if finding is not None and _persists(finding, config):
+        finding = _current(_remembered.get(known), config)
+        if finding is not None:
             return finding
         store = default_store(config)
-        key = _key(dist, task, config, driver)
-        finding = _read(store, key)
-        if finding is None or not _persists(finding, config) or _has_a_chance(finding, config):
-            before = finding if finding is not None and _persists(finding, config) else None
-            start = time.time_ns()
-            finding, lasts = _examined(task, config)
-            span = (start, time.time_ns())
-            if before is not None and _times_late(finding):
-                finding = replace(finding, facts={**finding.facts, "times_late": 2})
-            if lasts:
-                _remembered[known] = finding
-                if not finding.facts.get("passing"):
-                    _write(store, key, finding)
-            return replace(finding, span=span)
-        _remembered[known] = finding
-        return finding
+        finding = _current(_read(store, key), config)
+        if finding is not None and not _has_a_chance(finding, config):
+            _remembered[known] = finding
+            return finding
+        had_a_chance = finding is not None
+        start = time.time_ns()
+        finding, lasts = _examined(task, config)
+        span = (start, time.time_ns())
+        if had_a_chance and "limit_seconds" in finding.facts:
+            finding = replace(finding, facts={**finding.facts, "times_late": 2})
+        if lasts:
+            _remembered[known] = finding
+            if not finding.facts.get("passing"):
+                _write(store, key, finding)
+        return replace(finding, span=span)
 
 
 def examine_all(tasks: Iterable[tuple[Distribution, Task]], config: Config) -> list[Finding]:
@@ -105,32 +101,28 @@ def _examined(task: Task, config: Config) -> tuple[Finding, bool]:
     if config.isolation == "off":
         return perform(task), True
     try:
-        answer = process.ask(task.name, dict(task.arguments), config.probe_seconds)
+        answer = client.ask(task.name, dict(task.arguments), config.probe_seconds)
     except ExaminationError as error:
         return Finding.refused(f"cannot be examined: {error}. Try: {_MEND}"), False
     return Finding.from_json(answer), True
 
 
-def _persists(finding: Finding, config: Config) -> bool:
-    if finding.verdict or not finding.facts:
-        return True
-    limit = finding.facts.get("limit_seconds")
+def _current(finding: Finding | None, config: Config) -> Finding | None:
+    """Return a finding unless it is a refusal whose cause is gone."""
+    if finding is None or finding.verdict:
+        return finding
+    limit, missing = finding.facts.get("limit_seconds"), finding.facts.get("missing")
     if isinstance(limit, int | float) and limit < config.probe_seconds:
-        return False
-    missing = finding.facts.get("missing")
-    return not (isinstance(missing, str) and _is_installed(missing.partition(".")[0]))
-
-
-def _times_late(finding: Finding) -> int:
-    """Return how often in a row, up to twice, the code took too long; 0 if it ended in time."""
-    if finding.verdict or "limit_seconds" not in finding.facts:
-        return 0
-    return 2 if finding.facts.get("times_late") == 2 else 1
+        return None
+    if isinstance(missing, str) and _is_installed(missing.partition(".")[0]):
+        return None
+    return finding
 
 
 def _has_a_chance(finding: Finding, config: Config) -> bool:
     """Say whether code that took too long once may try again: not with less time than then."""
-    return _times_late(finding) == 1 and finding.facts["limit_seconds"] <= config.probe_seconds
+    late = not finding.verdict and finding.facts.get("limit_seconds") == config.probe_seconds
+    return late and "times_late" not in finding.facts
 
 
 def _is_installed(module: str) -> bool:
@@ -153,46 +145,35 @@ def _key(dist: Distribution, task: Task, config: Config, driver: str) -> dict[st
     }
 
 
-@lru_cache(maxsize=1)
+@cache
 def _surroundings() -> Mapping[str, str]:
+    # What is refused changes with every edit of this code. Without metadata, as where a folder
+    # was only put on the path, files are read.
+    try:
+        own = read_distribution(importlib_metadata.distribution("interposer")).fingerprint
+    except importlib_metadata.PackageNotFoundError:
+        own = _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+    try:
+        torch = str(importlib_metadata.version("torch"))
+    except importlib_metadata.PackageNotFoundError:
+        spec = importlib.util.find_spec("torch")
+        origin = spec.origin if spec is not None else None
+        torch = _digest([Path(origin).with_name("version.py")]) if origin else ""
     return {
-        "interposer": _own_fingerprint(),
-        "torch": _torch_version(),
+        "interposer": own,
+        "torch": torch,
         "python": platform.python_version(),
         "machine": f"{sys.platform} {platform.machine()}",
         "processor": _processor(),
     }
 
 
-def _own_fingerprint() -> str:
-    """Return what changes with the code: what is refused does so with every edit of it.
-
-    Without metadata, as where the folder was only put on the path, the files are read.
-    """
-    try:
-        return read_distribution(importlib_metadata.distribution("interposer")).fingerprint
-    except importlib_metadata.PackageNotFoundError:
-        folder = Path(__file__).parents[1]
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
+    for path in paths:
         with suppress(OSError):
             digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _torch_version() -> str:
-    try:
-        return str(importlib_metadata.version("torch"))
-    except importlib_metadata.PackageNotFoundError:
-        spec = importlib.util.find_spec("torch")
-        return "" if spec is None or not spec.origin else _version_file(Path(spec.origin))
-
-
-def _version_file(module: Path) -> str:
-    try:
-        return hashlib.sha256(module.with_name("version.py").read_bytes()).hexdigest()
-    except OSError:
-        return str(module)
 
 
 def _processor() -> str:
@@ -224,9 +205,9 @@ def _write(store: Store, key: Mapping[str, Any], finding: Finding) -> None:
         _warn_once("write", error)
 
 
-def _warn_once(subject: str, error: Exception) -> None:
-    if subject not in _warned:
-        _warned.add(subject)
+def _warn_once(cause: str, error: Exception) -> None:
+    if cause not in _warned:
+        _warned.add(cause)
         warnings.warn(f"A verdict cannot be remembered. {error}", VerdictWarning, stacklevel=5)
 
 

@@ -1,12 +1,17 @@
-"""The examining process: answers one request at a time, each from a fork of itself.
+"""The examining process: does one task at a time, each in a fork of itself.
 
-It runs no plugin's code itself. It ends when nobody is left to ask, or after a minute of silence.
+It runs no plugin's code itself, so that nothing one plugin does is still there for the next. A
+fork tells in lines of JSON with a token, on a pipe that only it has. The process ends when nobody
+is left to ask, or after a minute of silence.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import fcntl
 import gc
+import importlib
 import json
 import os
 import resource
@@ -16,27 +21,31 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from importlib import import_module
 from typing import Any, NoReturn
 
 from interposer._contract.errors import FOREIGN_ERRORS
-from interposer._sandbox.child import Order, Pipes, become_subject
-from interposer._sandbox.supervisor import Ended, Watch
-from interposer._sandbox.task import Finding, Task
+from interposer._sandbox import client
+from interposer._sandbox.inspection import COMPARISON, perform
+from interposer._sandbox.supervisor import DUMP_SIGNAL, FAILED_CODE, Ended, Order, Pipes, Watch
+from interposer._sandbox.task import Finding, Reporter, Task
 
 _IDLE_SECONDS = 60.0
 _WARM_SECONDS = 120
 # Imported once here instead of in each fork, but only when they are needed.
 _TORCH = ("torch", "interposer._contract.layer", "interposer._contract.platform")
 # Fake tensors import torch's compiler.
-_TORCH_FOR_KERNELS = (*_TORCH, "interposer._sandbox.kernel_comparison", "torch._dynamo")
+_TORCH_FOR_KERNELS = (*_TORCH, COMPARISON, "torch._dynamo")
+# Taken before a plugin can replace them.
+_exit, _write, _getpid, _dumps = os._exit, os.write, os.getpid, json.dumps
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> NoReturn:
     """Answer requests on descriptor 0 with lines on descriptor 1 until there are no more."""
     try:
         if os.fork():
-            os._exit(0)  # so init reaps the other, who may end when nobody minds it any more
+            _exit(0)  # so init reaps the other, who may end when nobody minds it any more
         # A process that ignores or blocks these hands that down.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -51,9 +60,9 @@ def main() -> NoReturn:
         gc.freeze()
         _serve(asking, answering)
     except (Ended, BrokenPipeError):
-        os._exit(0)
+        _exit(0)
     finally:
-        os._exit(1)
+        _exit(1)
 
 
 def _serve(asking: int, answering: int) -> None:
@@ -70,36 +79,25 @@ def _serve(asking: int, answering: int) -> None:
         request = json.loads(line)
         if request["task"]["name"] == "kernel":
             warm = _import(_TORCH_FOR_KERNELS)
-        finding = _examine(request, asking, answering, warm)
-        if finding is None:
+        while (finding := _examine(request, asking, answering, warm)) is None:
             warm = _import(_TORCH)
-            finding = _examine(request, asking, answering, warm)
-        answer = {"id": request["id"], "finding": finding and finding.to_json()}
-        os.write(answering, json.dumps(answer).encode() + b"\n")
+        os.write(answering, json.dumps(finding.to_json()).encode() + b"\n")
 
 
 def _examine(request: dict[str, Any], asking: int, answering: int, warm: bool) -> Finding | None:
     """Return what a fork found, or None if it wants torch to be imported first."""
-    order = Order(
-        Task(**request["task"]),
-        request["seconds"],
-        request["path"],
-        request["cwd"],
-        secrets.token_hex(16),
-    )
+    order = Order(**{**request, "task": Task(**request["task"])}, token=secrets.token_hex(16))
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
     pid = os.fork()
     if pid == 0:
-        become_subject(order, Pipes(*writers), [asking, answering, *readers], warm)
+        _do(order, Pipes(*writers), [asking, answering, *readers], warm)
     for descriptor in writers:
         os.close(descriptor)
-    watch = Watch(order, pid, Pipes(*readers))
     try:
-        finding = watch.follow(asking, answering)
+        return Watch(order, pid, Pipes(*readers)).follow(asking, answering)
     finally:
         for descriptor in readers:
             os.close(descriptor)
-    return None if watch.wants_torch else finding
 
 
 def _import(modules: Iterable[str]) -> bool:
@@ -109,7 +107,114 @@ def _import(modules: Iterable[str]) -> bool:
         signal.alarm(_WARM_SECONDS)
         for module in modules:
             with suppress(*FOREIGN_ERRORS):
-                import_module(module)
+                importlib.import_module(module)
         signal.alarm(0)
         gc.freeze()
     return True
+
+
+def _do(order: Order, pipes: Pipes, private: list[int], warm: bool) -> NoReturn:
+    """Do a task in this freshly forked process, tell what was found and leave.
+
+    Args:
+        private: descriptors of the examining process, which are closed.
+        warm: torch is imported, or cannot be.
+    """
+    try:
+        os.setsid()
+        if sys.platform == "linux":  # leaves with the examining process, however that ends
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        for descriptor in private:
+            os.close(descriptor)
+        os.dup2(pipes.quiet, 1)
+        os.dup2(pipes.quiet, 2)
+        os.close(pipes.quiet)
+        output = _hidden(pipes.output)
+        faulthandler.enable(output, all_threads=False)
+        faulthandler.register(DUMP_SIGNAL, output, all_threads=True)
+        client.forbid()
+        teller = _Teller(_hidden(pipes.lines), output, order.token)
+        sys.path[:] = order.path
+        importlib.invalidate_caches()
+        with suppress(OSError):
+            os.chdir(order.cwd)
+        if not warm:
+            sys.meta_path.insert(0, _TorchFinder(teller))
+        try:
+            teller.end(perform(order.task, teller))
+        except BaseException as error:  # noqa: BLE001 - a plugin may raise its own
+            teller.end(Finding.raised(teller.stage, error))
+    finally:
+        _exit(FAILED_CODE)
+
+
+def _hidden(descriptor: int) -> int:
+    """Move a descriptor to a number that plugins don't close by the way."""
+    hidden = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100 + secrets.randbelow(100))
+    os.close(descriptor)
+    return hidden
+
+
+class _Teller(Reporter):
+    """Tells the watch over this process how far it has come."""
+
+    alone = True
+
+    def __init__(self, lines: int, output: int, token: str) -> None:
+        super().__init__()
+        self._lines = lines
+        self._output = output
+        self._token = token
+        self._pid = _getpid()
+
+    def begin(self, stage: str, patience: float = 1.0) -> None:
+        super().begin(stage)
+        self.tell(begin=stage, patience=patience)
+
+    def note(self, **facts: Any) -> None:
+        super().note(**facts)
+        self.tell(note=facts)
+
+    def unmute(self) -> None:
+        _flush()
+        os.dup2(self._output, 1)
+        os.dup2(self._output, 2)
+
+    def end(self, finding: Finding) -> NoReturn:
+        """Tell the finding and leave, past everything that was to be run at the end."""
+        _flush()
+        self.tell(finding=finding.to_json())
+        _exit(0)
+
+    def tell(self, **message: Any) -> None:
+        if _getpid() != self._pid:  # the plugin forked, and one of the two tells
+            _exit(0)
+        line = memoryview(_dumps({"token": self._token, **message}).encode() + b"\n")
+        try:
+            while line:
+                line = line[_write(self._lines, line) :]
+        except OSError:  # the plugin closed what is not its own
+            _exit(FAILED_CODE)
+
+
+class _TorchFinder:
+    """Leaves at the first import of torch, to be done again by a process that has torch.
+
+    The import takes longer than a plugin may.
+    """
+
+    def __init__(self, teller: _Teller) -> None:
+        self._teller = teller
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch":
+            self._teller.tell(warm=True)
+            _exit(0)
+
+
+def _flush() -> None:
+    """Hand on what was printed, by native code as well."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(*FOREIGN_ERRORS):
+            stream.flush()
+    _libc.fflush(None)

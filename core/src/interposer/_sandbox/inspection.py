@@ -1,9 +1,10 @@
-"""What a task does, step by step; the same in the examining process and in this one."""
+"""The tasks of the sandbox, step by step; the same in the examining process and in this one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -11,14 +12,42 @@ from typing import Any
 import pluggy
 
 from interposer import hookspecs
-from interposer._contract.errors import FOREIGN_ERRORS
-from interposer._contract.records import PlatformEntry, Record, load_target
+from interposer._contract.capability import Capability
+from interposer._contract.errors import FOREIGN_ERRORS, RecordError
+from interposer._contract.records import Kernel, PlatformEntry, Record, load_target
+from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
-from interposer._sandbox.side_effects import Witness
-from interposer._sandbox.task import Finding, Reporter, Task, read_request
-from interposer._validation.compatibility import check_api
-from interposer._validation.hooks import declared_records, register_hooks
+from interposer._sandbox.side_effects import SideEffects
+from interposer._sandbox.task import Finding, Reporter, Task, TaskName, read_request
+from interposer._validation.compatibility import check_api, declared_records, register_hooks
 from interposer._validation.records import check_classes, check_records
+
+COMPARISON = "interposer_testing._canary"
+"""The module of the conformance kit that compares kernels.
+
+The kit stands above the core, so it is named here and imported when it is needed.
+"""
+
+Arguments = Mapping[str, Any]
+
+
+class _RefusedError(Exception):
+    """A stage of a task is refused; the text says why."""
+
+
+def perform(task: Task, reporter: Reporter | None = None) -> Finding:
+    """Do a task in this process and return what was found.
+
+    What the code under examination raises becomes a refusal; a crash or a hang does not.
+    """
+    reporter = reporter or Reporter()
+    try:
+        finding = Finding(_TASKS[task.name](task.arguments, reporter))
+    except _RefusedError as error:
+        finding = Finding.refused(str(error))
+    except FOREIGN_ERRORS as error:
+        finding = Finding.raised(reporter.stage, error)
+    return replace(finding, facts={**reporter.facts, **finding.facts})
 
 
 def load_value(value: str) -> Any:
@@ -49,122 +78,171 @@ def check_plugin(
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
     reporter.begin("calling interposer_records")
-    with Witness(alone=reporter.alone) as witness:
+    with SideEffects(alone=reporter.alone) as side_effects:
         records = declared_records(manager, name)
-    if witness.effects:
-        return (), [f"calling interposer_records {effect}" for effect in witness.effects]
+    if side_effects.effects:
+        return (), [f"calling interposer_records {effect}" for effect in side_effects.effects]
     reporter.begin("checking its records")
     faults = check_records(records)
     return (() if faults else tuple(records)), faults
 
 
-def examine_plugin(task: Task, reporter: Reporter) -> Finding:
-    """Return the finding on an entry point: its import, hooks, records and classes."""
-    value, name = str(task.arguments["value"]), str(task.arguments["name"])
-    with _Step(
-        reporter, f"importing {value.partition(':')[0].strip()}", Witness(alone=reporter.alone)
-    ) as step:
-        plugin = load_value(value)
-    if step.finding:
-        return step.finding
+def _examine_plugin(arguments: Arguments, reporter: Reporter) -> Verdict:
+    value, name = str(arguments["value"]), str(arguments["name"])
+    stage = f"importing {value.partition(':')[0].strip()}"
+    plugin = _run(reporter, stage, load_value, value, light=True)
     records, faults = check_plugin(plugin, name, in_code=False, reporter=reporter)
     if faults:
-        return Finding.refused("; ".join(faults))
-    platforms = [
-        {"name": record.name, "score": record.score}
-        for record in records
-        if isinstance(record, PlatformEntry)
-    ]
-    reporter.note(platforms=platforms)
+        return Verdict.refuse("; ".join(faults))
+    platforms = [record for record in records if isinstance(record, PlatformEntry)]
+    reporter.note(platforms=[{"name": entry.name, "score": entry.score} for entry in platforms])
     reporter.unmute()
-    with _Step(
-        reporter, "checking its classes", Witness(light=False, alone=reporter.alone)
-    ) as step:
-        faults = check_classes(records, load_target, reporter.begin)
-    if step.finding:
-        return Finding(step.finding.verdict, {**step.finding.facts, "platforms": platforms})
-    verdict = Verdict.refuse("; ".join(faults)) if faults else Verdict.accept()
-    return Finding(verdict, {"platforms": platforms})
+    stage = "checking its classes"
+    faults = _run(reporter, stage, check_classes, records, load_target, reporter.begin)
+    return Verdict.refuse("; ".join(faults)) if faults else Verdict.accept()
 
 
-def examine_targets(task: Task, reporter: Reporter) -> Finding:
-    """Return the finding on import strings that are loaded one after the other."""
+def _examine_targets(arguments: Arguments, reporter: Reporter) -> Verdict:
     reporter.unmute()
-    return load_all(task.arguments["targets"], reporter)[1] or Finding(Verdict.accept())
+    _load(arguments["targets"], reporter)
+    return Verdict.accept()
 
 
-def examine_platform(task: Task, reporter: Reporter) -> Finding:
-    """Return the finding on a platform class that is loaded and probed."""
+def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
     reporter.unmute()
-    target = str(task.arguments["target"])
-    loaded, refusal = load_all([target], reporter)
-    if refusal:
-        return refusal
-    with _Step(reporter, f"probing {target}", Witness(light=False, alone=reporter.alone)) as step:
-        verdict = loaded[0].probe()
-    if step.finding:
-        return step.finding
-    if not isinstance(verdict, Verdict):
-        return Finding.refused(f"probing {target} returned {verdict!r:.100}, not a Verdict")
-    if verdict:
+    target = str(arguments["target"])
+    (platform,) = _load([target], reporter)
+    if _verdict(reporter, f"probing {target}", lambda: platform.probe()):
         reporter.begin(f"listing the devices of {target}")
         # What it raises is met again, and told of, by whoever chooses it.
         with suppress(*FOREIGN_ERRORS):
-            loaded[0]().devices()
-    return Finding(Verdict.accept())
+            platform().devices()
+    return Verdict.accept()
 
 
-def examine_predicate(task: Task, reporter: Reporter) -> Finding:
-    """Ask once, so that what never comes back is found; a verdict itself is not kept."""
+def _examine_predicate(arguments: Arguments, reporter: Reporter) -> Verdict:
+    """Ask once, so that what never comes back is found; the answer itself is not kept."""
     reporter.unmute()
-    target, member = str(task.arguments["target"]), str(task.arguments["member"])
-    loaded, refusal = load_all([target], reporter)
-    if refusal:
-        return refusal
-    asked = getattr(loaded[0], member) if member else loaded[0]
-    request = read_request(task.arguments["request"])
+    target, member = str(arguments["target"]), str(arguments["member"])
+    (loaded,) = _load([target], reporter)
+    asked = getattr(loaded, member) if member else loaded
+    request = read_request(arguments["request"])
     given = (request,) if request.detail is None else (request.detail, request.capability)
-    with _Step(reporter, f"asking {target}", Witness(light=False, alone=reporter.alone)) as step:
-        answer = asked(*given)
-    if step.finding:
-        return step.finding
-    if not isinstance(answer, Verdict):
-        return Finding.refused(f"asking {target} returned {answer!r:.100}, not a Verdict")
-    return Finding(Verdict.accept())
+    _verdict(reporter, f"asking {target}", asked, *given)
+    return Verdict.accept()
 
 
-def load_all(targets: Iterable[str], reporter: Reporter) -> tuple[list[Any], Finding | None]:
-    """Return what import strings name, or the refusal of one that fails or has side effects."""
-    loaded = []
-    for target in targets:
-        with _Step(
-            reporter, f"loading {target}", Witness(light=False, alone=reporter.alone)
-        ) as step:
-            loaded.append(load_target(target))
-        if step.finding:
-            return [], step.finding
-    return loaded, None
+def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
+    reporter.unmute()
+    target = str(arguments["target"])
+    reporter.begin(f"loading the op {arguments['op']}")
+    op = load_target(arguments["op"]).allowing(arguments.get("extra_roundings", 0))
+    try:
+        compare = load_target(f"{COMPARISON}:compare")
+    except ModuleNotFoundError as error:
+        reporter.note(missing=error.name or "")
+        return Verdict.refuse(
+            f"cannot be compared with the reference of {op.name!r}: {error}. "
+            "Try: pip install interposer-testing, or Config(canary='off')"
+        )
+    # Before the kernel is there, which may change what reading the record relies on.
+    takes = _acceptance(arguments, reporter)
+    function, *prepare = _load([target, *filter(None, [arguments.get("prepare")])], reporter)
+    with SideEffects(light=False, alone=reporter.alone) as side_effects:
+        compared = compare(
+            op,
+            function,
+            prepare[0] if prepare else None,
+            name=target,
+            dtype=arguments["dtype"],
+            dims=arguments["dims"],
+            device=arguments["device"],
+            takes=takes,
+            begin=reporter.begin,
+        )
+    if compared.faults:
+        reason = f"departs from the reference of {op.name!r}: {'; '.join(compared.faults)}"
+        return Verdict.refuse(reason, compared.traceback)
+    if side_effects.effects:
+        return Verdict.refuse(f"running {target} {', '.join(side_effects.effects)}")
+    if not compared.num_cases:
+        return Verdict.accept(f"no case of {op.name!r} is one that it takes")
+    num_cases = compared.num_cases
+    return Verdict.accept(f"agrees with the reference of {op.name!r} on {num_cases} case(s)")
 
 
-class _Step:
-    """A stage under a witness; ``finding`` is set if it raised or had effects."""
+def _acceptance(arguments: Arguments, reporter: Reporter) -> Callable[[Arguments], bool]:
+    """Return a judge of a case's dims, by the requirements and predicate of the kernel's record.
 
-    def __init__(self, reporter: Reporter, stage: str, witness: Witness) -> None:
-        reporter.begin(stage)
-        self.reporter = reporter
-        self.stage = stage
-        self.witness = witness
-        self.finding: Finding | None = None
+    Without a record only the dims of the request itself are known to be accepted.
+    """
+    if not arguments.get("plugin"):
+        stated = dict(arguments["dims"])
+        return lambda dims: bool(dims == stated)
+    record = _record(arguments, reporter)
+    predicate = load_target(record.predicate) if record.predicate else None
+    capability = Capability.from_json(arguments["capability"])
+    request = Request(
+        "kernel", record.op, arguments["platform"], capability, dtype=arguments["dtype"]
+    )
 
-    def __enter__(self) -> _Step:
-        self.witness.__enter__()
-        return self
+    def takes(dims: Arguments) -> bool:
+        asked = replace(request, dims=dims)
+        verdict = record.requires.judge(asked)
+        if verdict and predicate is not None:
+            reporter.begin(f"asking {record.predicate}")
+            verdict = predicate(asked)
+        return bool(verdict)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self.witness.__exit__(None, None, None)
-        if isinstance(error, FOREIGN_ERRORS):
-            self.finding = Finding.raised(self.reporter.stage, error)
-        elif error is None and self.witness.effects:
-            effects = (f"{self.stage} {effect}" for effect in self.witness.effects)
-            self.finding = Finding.refused("; ".join(effects))
-        return isinstance(error, FOREIGN_ERRORS)
+    return takes
+
+
+def _record(arguments: Arguments, reporter: Reporter) -> Kernel:
+    value, name, target = str(arguments["plugin"]), arguments["kernel"], arguments["target"]
+    reporter.begin(f"importing {value}")
+    plugin = load_value(value)
+    records, faults = check_plugin(plugin, value, in_code=False, reporter=reporter)
+    for record in records:
+        if isinstance(record, Kernel) and (record.name, record.target) == (name, target):
+            return record
+    raise RecordError("; ".join(faults) or f"{value!r} declares no kernel {name!r} at {target!r}")
+
+
+def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
+    """Return what import strings name, each loaded as a stage of its own."""
+    return [_run(reporter, f"loading {target}", load_target, target) for target in targets]
+
+
+def _verdict(reporter: Reporter, stage: str, action: Callable[..., Any], *given: Any) -> Verdict:
+    """Return the verdict of a stage.
+
+    Raises: _RefusedError: it did something beside its work, or returned something else.
+    """
+    returned = _run(reporter, stage, action, *given)
+    if isinstance(returned, Verdict):
+        return returned
+    raise _RefusedError(f"{stage} returned {returned!r:.100}, not a Verdict")
+
+
+def _run(
+    reporter: Reporter, stage: str, action: Callable[..., Any], *given: Any, light: bool = False
+) -> Any:
+    """Return what ``action`` returns, as a stage of a task; what it raises is passed on.
+
+    Raises: _RefusedError: it did something beside its work.
+    """
+    reporter.begin(stage)
+    with SideEffects(light, reporter.alone) as side_effects:
+        returned = action(*given)
+    if side_effects.effects:
+        raise _RefusedError("; ".join(f"{stage} {effect}" for effect in side_effects.effects))
+    return returned
+
+
+_TASKS: dict[TaskName, Callable[[Arguments, Reporter], Verdict]] = {
+    "plugin": _examine_plugin,
+    "target": _examine_targets,
+    "platform": _examine_platform,
+    "predicate": _examine_predicate,
+    "kernel": _examine_kernel,
+}

@@ -8,11 +8,16 @@ import select
 import signal
 import time
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from interposer._contract.verdict import Verdict
-from interposer._sandbox.child import DUMP_SIGNAL, FAILED_CODE, Order, Pipes
-from interposer._sandbox.task import Finding
+from interposer._sandbox.task import Finding, Task
+
+FAILED_CODE = 70
+"""The exit code of a child process that could not tell anything."""
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes a child process print where all its threads are."""
 
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
@@ -32,57 +37,81 @@ class Ended(Exception):
     """Nobody is left who wants the answer."""
 
 
-class Watch:
-    """Follows one subject to its end, and ends it where it must.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A task with the circumstances to do it in; ``seconds`` limit every stage of it."""
+
+    task: Task
+    seconds: float
+    path: list[str]
+    cwd: str
+    token: str
+
+
+class Pipes(NamedTuple):
+    """One end of the three pipes between a child process and its watch.
 
     Attributes:
-        wants_torch: it ended because torch should be imported first.
+        lines: what it tells.
+        quiet: what is printed while nothing should be.
+        output: what is printed later, and the traceback of a crash.
     """
 
+    lines: int
+    quiet: int
+    output: int
+
+
+class Watch:
+    """Follows one child process to its end, and ends it where it must."""
+
     def __init__(self, order: Order, pid: int, pipes: Pipes) -> None:
-        self.wants_torch = False
         self._order = order
         self._pid = pid
         self._pipes = pipes
-        self._open = {pipes.lines, pipes.quiet, pipes.output}
+        self._open = set(pipes)
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
         self._finding: Finding | None = None
         self._facts: dict[str, Any] = {}
+        self._wants_torch = False
         self._unread = b""
         self._head = b""
         self._tail = b""
         self._code: int | None = None
-        self._late = False
         self._begin("starting", 1.0)
 
-    def follow(self, asking: int, answering: int) -> Finding:
-        """Return what the subject found, or how it ended.
+    def follow(self, asking: int, answering: int) -> Finding | None:
+        """Return what the process found, or how it ended; None if it wants torch imported first.
 
         Args:
             asking: ends when nobody wants the answer any more.
             answering: is sent an empty line every second.
 
-        Raises: Ended: ``asking`` ended; the subject is killed.
+        Raises: Ended: ``asking`` ended; the process is killed.
         """
         try:
             self._await_end(asking, answering)
-            self._late = not (self._told or self._gone)
-            if self._late:
-                with suppress(ProcessLookupError):
-                    os.kill(self._pid, DUMP_SIGNAL)
-                self._await_death(_DUMP_SECONDS)
-                self._code = None
-            elif not self._told:
-                self._await_death(_DEATH_SECONDS)
+            ending, facts = self._ending()
         finally:
             self._kill()
         self._read()
-        return self._told_finding() if self._finding else self._refusal()
+        if self._wants_torch:
+            return None
+        if self._finding is None:
+            # With the end of what it printed.
+            text = self._tail.decode(errors="backslashreplace")
+            printed = text.partition("\nExtension modules:")[0].strip()
+            return Finding.refused(f"{ending} while {self._stage}", printed, **self._facts, **facts)
+        if self._finding.verdict and self._head and self._order.task.name == "plugin":
+            printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
+            reason = f"prints {printed!r} while it is imported and asked"
+            return Finding.refused(reason, **self._finding.facts)
+        return self._finding
 
     @property
     def _told(self) -> bool:
-        return self._finding is not None or self.wants_torch
+        return self._finding is not None or self._wants_torch
 
     @property
     def _gone(self) -> bool:
@@ -96,7 +125,7 @@ class Watch:
                 raise Ended
             self._read()
             if not ready:
-                self._wait()
+                self._reap()
             now = time.monotonic()
             if now > self._deadline:
                 return
@@ -104,28 +133,46 @@ class Watch:
                 beat = now
                 os.write(answering, b"\n")
 
+    def _ending(self) -> tuple[str, dict[str, Any]]:
+        """Return how a process ended that told nothing, or is late, and facts about it."""
+        if self._told:
+            return "", {}
+        if not self._gone:
+            late = f"took longer than {self._limit_seconds:g} s"
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, DUMP_SIGNAL)
+            self._await_death(_DUMP_SECONDS)
+            return late, {"limit_seconds": self._order.seconds}
+        self._await_death(_DEATH_SECONDS)
+        code = self._code
+        if code is None or code == FAILED_CODE:
+            return "closed the pipe of its examination", {}
+        if code >= 0:
+            return f"exited with code {code}", {}
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"killed by {name}", {"passing": -code in _PASSING}
+
     def _await_death(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self._code is None and time.monotonic() < deadline:
             self._read()
-            self._wait()
+            self._reap()
             if self._code is None:
                 time.sleep(0.0005)
 
-    def _wait(self) -> None:
+    def _reap(self) -> None:
         if self._code is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
 
     def _kill(self) -> None:
-        """End the subject and all of its group; one that the system holds on to is left behind."""
-        code = self._code
-        for kill in (os.killpg, os.kill) if code is None else (os.killpg,):
+        """End the process and all of its group; one that the system holds on to is left behind."""
+        # While it starts it has no group of its own yet.
+        for kill in (os.killpg, os.kill) if self._code is None else (os.killpg,):
             with suppress(ProcessLookupError, PermissionError):
                 kill(self._pid, signal.SIGKILL)
         self._await_death(_DEATH_SECONDS)
-        self._code = code
 
     def _read(self) -> None:
         for descriptor in [*self._open]:
@@ -147,7 +194,7 @@ class Watch:
     def _take(self, chunk: bytes) -> None:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
-            with suppress(ValueError, TypeError, RecursionError):  # not what a subject tells
+            with suppress(ValueError, TypeError, RecursionError):  # the plugin wrote it
                 self._understand(json.loads(line))
         if len(self._unread) > _LINE_BYTES:
             self._open.discard(self._pipes.lines)
@@ -161,7 +208,7 @@ class Watch:
             case {"note": dict(facts)}:
                 self._facts |= facts
             case {"warm": True}:
-                self.wants_torch = True
+                self._wants_torch = True
             case {"finding": found} if self._finding is None:
                 self._finding = Finding.from_json(found)
 
@@ -169,33 +216,3 @@ class Watch:
         self._stage = stage
         self._limit_seconds = patience * self._order.seconds
         self._deadline = time.monotonic() + self._limit_seconds
-
-    def _told_finding(self) -> Finding:
-        assert self._finding is not None
-        verdict = self._finding.verdict
-        if verdict and self._head and self._order.task.name == "plugin":
-            printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
-            verdict = Verdict.refuse(f"prints {printed!r} while it is imported and asked")
-        return Finding(verdict, {**self._facts, **self._finding.facts})
-
-    def _refusal(self) -> Finding:
-        """Return the refusal of a subject that told nothing, with the end of what it printed."""
-        facts = self._facts
-        match self._code:
-            case _ if self._late:
-                facts["limit_seconds"] = self._order.seconds
-                reason = f"took longer than {self._limit_seconds:g} s"
-            case None:
-                reason = "closed the pipe of its examination"
-            case code if code < 0:
-                name = signal.Signals(-code).name if -code in set(signal.Signals) else f"{-code}"
-                facts["passing"] = -code in _PASSING
-                reason = (
-                    f"killed by {name}" if name.startswith("SIG") else f"killed by signal {name}"
-                )
-            case code if code == FAILED_CODE:
-                reason = "closed the pipe of its examination"
-            case code:
-                reason = f"exited with code {code}"
-        printed = self._tail.decode(errors="backslashreplace").partition("\nExtension modules:")[0]
-        return Finding.refused(f"{reason} while {self._stage}", printed.strip(), **facts)

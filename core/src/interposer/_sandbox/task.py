@@ -1,10 +1,10 @@
-"""What is examined, what was found, and the report of how far it has come."""
+"""The vocabulary of an examination: its task, its finding and the report of its progress."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from interposer._contract.capability import Capability
@@ -13,9 +13,6 @@ from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 
 TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
-
-_TEXT_LIMIT = 2_000
-_TRACEBACK_LIMIT = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The verdict on a task.
+    """The verdict on a task; its texts are made fit to be shown, whoever wrote them.
 
     Attributes:
         facts: JSON values that were found on the way, also if the task did not end:
@@ -62,15 +59,14 @@ class Finding:
     facts: Mapping[str, Any] = field(default_factory=dict)
     span: tuple[int, int] | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        told = self.verdict
+        reason, trace = _fit(told.reason, 2_000), _fit(told.traceback, 32_000)
+        object.__setattr__(self, "verdict", Verdict(told.accepted, reason, trace))
+
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON."""
-        verdict = self.verdict
-        return {
-            "accepted": verdict.accepted,
-            "reason": verdict.reason,
-            "traceback": verdict.traceback,
-            "facts": dict(self.facts),
-        }
+        """Return the finding as JSON, without its span."""
+        return {**asdict(self.verdict), "facts": dict(self.facts)}
 
     @classmethod
     def from_json(cls, value: Any) -> Finding:
@@ -81,16 +77,12 @@ class Finding:
         kinds = {"accepted": bool, "reason": str, "traceback": str, "facts": dict}
         if not isinstance(value, dict) or {name: type(value[name]) for name in value} != kinds:
             raise ValueError("it is no finding")
-        reason = plain(value["reason"], _TEXT_LIMIT)
-        trace = plain(value["traceback"], _TRACEBACK_LIMIT)
-        return cls(Verdict(value["accepted"], reason, trace), value["facts"])
+        return cls(Verdict(value["accepted"], value["reason"], value["traceback"]), value["facts"])
 
     @classmethod
     def refused(cls, reason: str, trace: str = "", **facts: Any) -> Finding:
-        """Return a refusal; its texts are made fit to be shown."""
-        return cls(
-            Verdict.refuse(plain(reason, _TEXT_LIMIT), plain(trace, _TRACEBACK_LIMIT)), facts
-        )
+        """Return a refusal."""
+        return cls(Verdict.refuse(reason, trace), facts)
 
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
@@ -103,31 +95,34 @@ class Finding:
 
 
 class Reporter:
-    """Told how far a task has come, so that somebody knows if it does not come back.
+    """Notes how far a task has come, so that somebody knows if it does not come back.
 
     Attributes:
-        stage: what is being done, as in "importing acme.plugin".
         alone: nothing but the task runs in this process.
+        stage: what is being done, as in "importing acme.plugin".
+        facts: hold whatever comes next.
     """
 
     alone = False
 
     def __init__(self) -> None:
         self.stage = "starting"
+        self.facts: dict[str, Any] = {}
 
     def begin(self, stage: str, patience: float = 1.0) -> None:
-        """Note what is done from here on, which may take ``patience`` times the usual limit."""
+        """Begin a stage, which may take ``patience`` times the usual limit."""
         self.stage = stage
 
     def note(self, **facts: Any) -> None:
-        """Note facts that hold whatever comes next."""
+        """Add to the facts."""
+        self.facts |= facts
 
     def unmute(self) -> None:
-        """Note that code runs from here on which may print."""
+        """Let code that runs from here on print."""
 
 
 def read_request(value: Mapping[str, Any]) -> Request:
-    """Return the request that ``Request.to_json`` was asked of."""
+    """Return the request that ``Request.to_json`` was called on."""
     capability, detail = Capability.from_json(value["capability"]), value["detail"]
     if detail is not None:
         # Imported here, as it needs torch, which few requests do.
@@ -137,7 +132,7 @@ def read_request(value: Mapping[str, Any]) -> Request:
     return Request(**{**value, "capability": capability, "detail": detail})
 
 
-def plain(text: str, limit: int) -> str:
+def _fit(text: str, limit: int) -> str:
     """Return at most ``limit`` characters of ``text``, with what does not print escaped."""
     shown = "".join(
         letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
