@@ -29,7 +29,7 @@ from interposer import (
     register,
 )
 from interposer._contract.platform import Platform
-from interposer._plugins import registration
+from interposer._plugins import registry
 from interposer.errors import PluginConflictError, PluginError
 
 Make = Callable[..., ModuleType]
@@ -206,7 +206,7 @@ def test_what_failed_at_run_time_outlives_what_is_added_in_code(make_plugin: Mak
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_fork_during_a_registration_can_register(make_plugin: Make) -> None:
-    with registration._lock:
+    with registry._lock.held:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)  # ends a child that waits

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import importlib_metadata
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from interposer import Config
@@ -84,6 +87,71 @@ def test_listing_a_part_of_the_sdk_that_is_not_there_is_no_typo() -> None:
     assert allowed(Config(plugins=frozenset({"interposer-models", "acme"})), named("acme"))
 
 
+def test_a_lock_is_read_as_it_was_written(install: Install, tmp_path: Path) -> None:
+    found = [install("zeta"), install("acme-norms", "2.1"), editable("mine")]
+    lock = Lock.of(found)
+    path = tmp_path / "project" / "interposer.lock"
+    lock.write(path)
+    assert Lock.read(path) == lock
+    assert [entry.name for entry in lock.distributions] == ["acme-norms", "mine", "zeta"]
+    assert Lock.of(reversed(found)) == lock
+    fields = json.loads(path.read_text())
+    assert fields["distributions"][0] == {
+        "name": "acme-norms",
+        "version": "2.1",
+        "record_hash": found[1].fingerprint,
+    }
+    assert fields["distributions"][1]["record_hash"] == "editable"
+    lock.check(found)
+
+
+names = st.from_regex(r"[a-z0-9]+(-[a-z0-9]+){0,2}", fullmatch=True)
+hashes = st.from_regex(r"[0-9a-f]{64}", fullmatch=True) | st.just("editable")
+versions = st.text(min_size=1, max_size=10)
+locks = st.dictionaries(names, st.tuples(versions, hashes), max_size=4).map(
+    lambda entries: Lock(
+        distributions=tuple(
+            LockedDistribution(name=name, version=version, record_hash=digest)
+            for name, (version, digest) in entries.items()
+        )
+    )
+)
+
+
+@given(lock=locks)
+def test_any_lock_survives_its_file(lock: Lock) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "interposer.lock")
+        lock.write(path)
+        again = Lock.read(path)
+    assert set(again.distributions) == set(lock.distributions)
+    assert again.distributions == tuple(sorted(lock.distributions, key=lambda entry: entry.name))
+
+
+@given(data=st.data())
+def test_no_edit_of_a_lock_goes_unnoticed(data: st.DataObject) -> None:
+    lock = Lock.of(named("acme", "zeta"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "interposer.lock")
+        lock.write(path)
+        content = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[place] = data.draw(st.integers(0, 255))
+        else:
+            del content[place:]
+        path.write_bytes(content)
+        try:
+            again, complaint = Lock.read(path), ""
+        except LockError as error:
+            again, complaint = None, str(error)
+    if again is not None:
+        assert again == lock
+    else:
+        assert str(path) in complaint
+        assert "Try: write it from what is installed: interposer lock" in complaint
+
+
 def signed(**fields: object) -> str:
     return json.dumps({**fields, "checksum": checksum(fields)})
 
@@ -120,12 +188,20 @@ def test_a_lock_that_is_missing_or_in_the_way_is_refused(tmp_path: Path) -> None
         Lock.read(tmp_path / "interposer.lock")
     with pytest.raises(LockError, match="cannot be read"):
         Lock.read(tmp_path)
+    with pytest.raises(LockError, match="cannot be written"):
+        Lock().write(tmp_path)
 
 
 def test_a_lock_names_no_distribution_twice() -> None:
     entry = LockedDistribution(name="acme", version="1.0", record_hash="editable")
     with pytest.raises(ValidationError, match="acme listed twice"):
         Lock(distributions=(entry, entry))
+
+
+def test_unusable_metadata_cannot_be_locked() -> None:
+    broken = Distribution("unknown", "0", "0" * 64, (), "/site", False, "its metadata is nonsense")
+    with pytest.raises(LockError, match="/site cannot be locked: its metadata is nonsense"):
+        Lock.of([broken])
 
 
 def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> None:
@@ -165,16 +241,6 @@ def test_every_difference_is_named_at_once(install: Install, tmp_path: Path) -> 
     ]
 
 
-def test_two_distributions_of_one_name_are_refused() -> None:
-    one, other = (Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b"))
-    lock = Lock.of([one, one])
-    lock.check([one, one])
-    with pytest.raises(LockError) as caught:
-        lock.check([one, other])
-    assert "acme is installed 2 times: in /a and in /b" in str(caught.value)
-    assert "Try: uninstall acme until one is left" in str(caught.value)
-
-
 def test_what_the_policy_leaves_out_is_not_missing(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,23 +264,37 @@ def test_the_lock_stands_beside_the_project_file(
     assert lock_path(Config()) == tmp_path / "project" / "interposer.lock"
 
 
-def test_what_was_altered_is_to_be_reinstalled(install: Install, tmp_path: Path) -> None:
-    found = [install("acme")]
-    lock = Lock.of(found)
-    (tmp_path / "site" / "acme" / "kernels.py").write_bytes(b"raise SystemExit\n")
-    with pytest.raises(LockError) as caught:
-        lock.check(found)
-    _, line, mend = str(caught.value).splitlines()
-    assert line == "  acme 1.0 was altered after it was installed: acme/kernels.py"
-    assert mend == "Try: reinstall it: pip install --force-reinstall acme"
-
-
 def test_the_lock_of_the_project_is_enforced(install: Install, tmp_path: Path) -> None:
     found, config = [install("acme")], Config(locked=True)
     with pytest.raises(LockError, match="does not exist"):
         check_lock(config, found)
-    fields = Lock.of(found).model_dump(mode="json")
-    (tmp_path / "interposer.lock").write_text(signed(**fields))
+    Lock.of(found).write(lock_path(config))
+    assert (tmp_path / "interposer.lock").is_file()
     check_lock(config, found)
     with pytest.raises(LockError, match=r"zeta 1\.0 is installed, but not locked"):
         check_lock(config, [*found, install("zeta")])
+
+
+def test_what_was_altered_is_to_be_reinstalled_and_cannot_be_locked(
+    install: Install, tmp_path: Path
+) -> None:
+    found = [install("acme")]
+    lock = Lock.of(found)
+    (tmp_path / "site" / "acme" / "kernels.py").write_bytes(b"raise SystemExit\n")
+    for act in (lambda: lock.check(found), lambda: Lock.of(found)):
+        with pytest.raises(LockError) as caught:
+            act()
+        _, line, mend = str(caught.value).splitlines()
+        assert line == "  acme 1.0 was altered after it was installed: acme/kernels.py"
+        assert mend == "Try: reinstall it: pip install --force-reinstall acme"
+
+
+def test_two_distributions_of_one_name_are_refused() -> None:
+    one, other = (Distribution("acme", "1.0", "0" * 64, (), place, False) for place in ("/a", "/b"))
+    lock = Lock.of([one, one])
+    lock.check([one, one])
+    for act in (lambda: lock.check([one, other]), lambda: Lock.of([one, other])):
+        with pytest.raises(LockError) as caught:
+            act()
+        assert "acme is installed 2 times: in /a and in /b" in str(caught.value)
+        assert "Try: uninstall acme until one is left" in str(caught.value)

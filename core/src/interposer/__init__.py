@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from interposer._contract.requires import Dim, Requires
     from interposer._contract.verdict import Refusal, Verdict
     from interposer._explanation.explanation import Explanation, explain
-    from interposer._plugins.registration import Registration, register
-    from interposer._plugins.registry import Registry, current_registry
+    from interposer._plugins.registry import Registration, Registry, current_registry, register
     from interposer._selection.described_device import DeviceDescription
     from interposer._selection.placement import Planned, current_platform, place, planned
     from interposer._selection.resolver import Resolver
@@ -101,8 +100,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.requires": "Dim Requires",
         "interposer._contract.verdict": "Refusal Verdict",
         "interposer._explanation.explanation": "Explanation explain",
-        "interposer._plugins.registration": "Registration register",
-        "interposer._plugins.registry": "Registry current_registry",
+        "interposer._plugins.registry": "Registration Registry current_registry register",
         "interposer._selection.described_device": "DeviceDescription",
         "interposer._selection.placement": "Planned current_platform place planned",
         "interposer._selection.resolver": "Resolver",

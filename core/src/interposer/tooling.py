@@ -25,25 +25,17 @@ if TYPE_CHECKING:
     from interposer._plugins.discovery import installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
-    from interposer._plugins.trust import (
-        Lock,
-        allowed,
-        check_lock,
-        lock_error,
-        lock_path,
-        unlockable,
-    )
+    from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
     from interposer._selection.described_device import described_placement, find_description
     from interposer._selection.measurements import Measurements, torch_version
     from interposer._selection.placement import unless_explicit
     from interposer._validation.compatibility import API_RANGE, check_api
-    from interposer._validation.distribution import STANDARD, Distribution
+    from interposer._validation.distribution import STANDARD
     from interposer._validation.records import check_classes, check_records
 
 __all__ = [
     "API_RANGE",
     "STANDARD",
-    "Distribution",
     "Kind",
     "Lock",
     "Measured",
@@ -75,7 +67,6 @@ __all__ = [
     "installed_distributions",
     "inventory",
     "lazy_attributes",
-    "lock_error",
     "lock_path",
     "parse_rules",
     "policy_for",
@@ -83,7 +74,6 @@ __all__ = [
     "strays",
     "torch_version",
     "unless_explicit",
-    "unlockable",
     "variables",
     "write_text",
 ]
@@ -106,12 +96,12 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.discovery": "installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
-        "interposer._plugins.trust": "Lock allowed check_lock lock_error lock_path unlockable",
+        "interposer._plugins.trust": "Lock allowed check_lock lock_path",
         "interposer._selection.described_device": "described_placement find_description",
         "interposer._selection.measurements": "Measurements torch_version",
         "interposer._selection.placement": "unless_explicit",
         "interposer._validation.compatibility": "API_RANGE check_api",
-        "interposer._validation.distribution": "STANDARD Distribution",
+        "interposer._validation.distribution": "STANDARD",
         "interposer._validation.records": "check_classes check_records",
     },
 )

@@ -187,7 +187,7 @@ class Config(Settings):
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = ((name, getattr(self, name)) for name in sorted(self.model_fields_set))
-        plain = {name: dict(v) if isinstance(v, Mapping) else v for name, v in values}
+        plain: dict[str, Any] = {n: dict(v) if isinstance(v, Mapping) else v for n, v in values}
         return partial(Config, **plain), ()
 
     def __deepcopy__(self, _copied: object = None) -> Self:

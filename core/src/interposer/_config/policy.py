@@ -10,12 +10,13 @@ from interposer._config.config import Config
 from interposer._config.rules import Rule
 from interposer._contract.request import Kind, Request
 
-_FIELDS: dict[Kind, str] = {
+FIELDS: dict[Kind, str] = {
     "kernel": "kernels",
     "layer": "layers",
     "attention": "attention",
     "scheme": "quantization",
 }
+"""The fields of a ``Config`` that hold rules, by what they are on."""
 _PROMISING = frozenset({"kernel", "attention"})  # kinds whose records have properties
 _NO_RULE = Rule()
 
@@ -56,7 +57,7 @@ def policy_for(
     if request.kind == "platform":
         rules = [] if config.platform is None else [config.platform]
     else:
-        by_key: Mapping[str, Rule] = getattr(config, _FIELDS[request.kind])
+        by_key: Mapping[str, Rule] = getattr(config, FIELDS[request.kind])
         matching = [key for key in by_key if pin_matches(key, request.name, request.prefix)]
         rules = [by_key[key] for key in sorted(matching, key=_specificity, reverse=True)]
     wish = next((rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE)

@@ -22,6 +22,12 @@ PROPERTIES = frozenset(
 )
 """The promises that a kernel may make about itself."""
 
+NAMES = ("name", "op", "layer_id", "method", "suffix")
+"""The fields that hold names; none may be empty."""
+
+TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
+"""The fields that hold import strings; all but the first may be empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpEntry:
@@ -83,7 +89,7 @@ class Kernel:
     extra_roundings: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, self.predicate, self.prepare, self.confirm)
+        _check(self)
         if self.form and not self.prepare:
             raise RecordError(
                 f"{self.name!r} has the form {self.form!r}, but prepares nothing. "
@@ -111,7 +117,7 @@ class LayerEntry:
     cases: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, self.predicate, self.cases)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,7 @@ class AttentionEntry:
     properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        _check(self, self.predicate)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +160,7 @@ class SchemeEntry:
     instead_of: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        _check(self, self.examples)
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +289,10 @@ def resource_path(resource: str) -> Path:
     raise RecordError(f"{resource!r} points nowhere: the package {package!r} has no such file")
 
 
-def _check(record: Record, *optional_targets: str) -> None:
-    for label in ("name", "op", "layer_id", "method", "suffix", "device"):
-        if not hasattr(record, label):
-            continue
-        value = getattr(record, label)
+def _check(record: Record) -> None:
+    """Refuse what cannot mean anything; exact types are checked with the plugin."""
+    for label in (*NAMES, "device"):
+        value = getattr(record, label, "absent")
         if not (isinstance(value, str) and value):
             raise RecordError(f"{record!r} has the {label} {value!r}, which is not a name")
     score = getattr(record, "score", 0.0)
@@ -305,7 +310,8 @@ def _check(record: Record, *optional_targets: str) -> None:
                 "'package:path/inside.json'"
             )
         return
-    for target in (record.target, *filter(None, optional_targets)):
+    optional = (getattr(record, label, "") for label in TARGETS[1:])
+    for target in (record.target, *filter(None, optional)):
         module, _, attribute = target.partition(":")
         parts = [*module.split("."), attribute]
         if not all(part.isidentifier() for part in parts):

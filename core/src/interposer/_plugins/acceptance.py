@@ -1,11 +1,13 @@
-"""Whether candidates accept requests; plugin code that raises becomes a refusal."""
+"""The code of plugins: tried and loaded, and asked whether candidates accept requests."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+from interposer._config.config import Config
 from interposer._contract.errors import FOREIGN_ERRORS, PluginError, described
 from interposer._contract.records import (
     AttentionEntry,
@@ -17,20 +19,15 @@ from interposer._contract.records import (
 )
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
+from interposer._plugins.plugins import Plugin, Plugins
+from interposer._sandbox.examiner import examine
+from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Task
 
-
-class Code(Protocol):
-    """The code of one plugin, as far as it is asked."""
-
-    def load(self, target: str) -> Any:
-        """Return the object of an import string."""
-
-    def trial(self, task: Task) -> Verdict:
-        """Say whether the code that a task runs may be run in this process."""
+Judge = Callable[[Request], Verdict]
 
 
-class TrustedCode:
+class Code:
     """Code that is loaded without a trial."""
 
     def load(self, target: str) -> Any:
@@ -38,22 +35,84 @@ class TrustedCode:
         return load_target(target)
 
     def trial(self, _task: Task) -> Verdict:
-        """Accept."""
+        """Say whether this process may run what a task runs."""
         return Verdict.accept()
 
 
-def acceptance_of(record: Record, code: Code | None = None) -> Callable[[Request], Verdict]:
-    """Return how a record accepts requests; without ``code``, its plugin's is trusted."""
-    code = code or TrustedCode()
+class PluginCode(Code):
+    """The code of one plugin: tried in the sandbox, then loaded once.
+
+    Args:
+        driver: what tells apart the drivers that the code may meet.
+    """
+
+    def __init__(self, plugins: Plugins, plugin: Plugin, config: Config, driver: str) -> None:
+        self.plugin = plugin
+        self._plugins = plugins
+        self._config = config
+        self._driver = driver
+        self._loaded: dict[str, Any] = {}
+        self._hanging: dict[str, Verdict] = {}
+
+    def load(self, target: str) -> Any:
+        """Return the object of an import string.
+
+        Raises: PluginError: it cannot be imported, or must not be.
+        """
+        if target not in self._loaded:
+            self._loaded[target] = self._load(target)
+        return self._loaded[target]
+
+    def trial(self, task: Task) -> Verdict:
+        """Say whether this process may run what a task runs; parts of the SDK are trusted."""
+        source = self.plugin.source
+        if source.installed is None or source.standard:
+            return Verdict.accept()
+        return self.examine(task)
+
+    def examine(self, task: Task) -> Verdict:
+        """Return what an examination found, now or before."""
+        installed = self.plugin.source.installed
+        if installed is None:
+            return perform(task).verdict
+        asked = str(task.arguments.get("target"))
+        if task.name == "predicate" and asked in self._hanging:
+            return self._hanging[asked]
+        finding = examine(installed, task, self._config, driver=self._driver)
+        self._plugins.tell_probed(self.plugin.name, task, finding)
+        if task.name == "predicate" and "limit_seconds" in finding.facts:
+            self._hanging[asked] = finding.verdict  # it is not waited for at every request
+        return finding.verdict
+
+    def _load(self, target: str) -> Any:
+        verdict = self.trial(Task("target", {"targets": [target]}))
+        cause: BaseException | None = None
+        if verdict:
+            try:
+                return load_target(target)
+            except FOREIGN_ERRORS as error:
+                verdict, cause = Verdict.refuse(described(error)), error
+        raise PluginError(
+            self.plugin.name,
+            self.plugin.source.origin,
+            f"{target!r} cannot be loaded: {verdict.reason}",
+            f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={self.plugin.name}",
+            verdict.traceback,
+        ) from cause
+
+
+def acceptance_of(record: Record, code: Code | None = None) -> Judge:
+    """Return how a record accepts requests; without ``code``, its plugin's is trusted.
+
+    Code that raises refuses, with its traceback.
+    """
+    code = code or Code()
     match record:
-        case Kernel() | LayerEntry():
-            return DeclaredAcceptance(record, code)
-        case AttentionEntry():
-            return AttentionAcceptance(record, code)
+        case Kernel() | LayerEntry() | AttentionEntry():
+            return _Acceptance(record, code)
         case PlatformEntry():
-            return PlatformAcceptance(record, code)
-        case _:
-            return lambda _: Verdict.accept()
+            return partial(_guarded, partial(_probe, record.target, code))
+    return lambda _: Verdict.accept()
 
 
 def judge_requirements(record: Kernel | LayerEntry | AttentionEntry, request: Request) -> Verdict:
@@ -63,75 +122,50 @@ def judge_requirements(record: Kernel | LayerEntry | AttentionEntry, request: Re
     return record.requires.judge(request)
 
 
-class DeclaredAcceptance:
-    """Acceptance by platform, requirements and predicate, in that order.
+class _Acceptance:
+    """Acceptance by platform, requirements and the record's own code, in that order.
 
-    The last answer is remembered: a request is judged for its measurements and for the choice.
+    The last answer is kept: a request is judged for its measurements and for the choice.
     """
 
     def __init__(self, record: Kernel | LayerEntry | AttentionEntry, code: Code) -> None:
-        self.record = record
+        self._record = record
         self._code = code
         self._last: tuple[Request, Verdict] | None = None
 
     def __call__(self, request: Request) -> Verdict:
-        """Return the answer; code that raises refuses, with its traceback."""
-        known = self._last
-        if known is None or known[0] is not request:
-            known = self._last = (request, _guarded(self._judge, request))
-        return known[1]
+        last = self._last
+        if last is None or last[0] is not request:
+            last = self._last = (request, _guarded(self._judge, request))
+        return last[1]
 
     def _judge(self, request: Request) -> Verdict:
-        verdict = judge_requirements(self.record, request)
-        if verdict and self.record.predicate:
-            verdict = self._ask(self.record.predicate, "", request)
+        record = self._record
+        target, member = record.predicate, ""
+        if not target and isinstance(record, AttentionEntry):
+            target, member = record.target, "accepts"
+        verdict = judge_requirements(record, request)
+        if verdict and target:
+            arguments = {"target": target, "member": member, "request": request.to_json()}
+            verdict = self._code.trial(Task("predicate", arguments))
+            if verdict:
+                found = self._code.load(target)
+                asked = getattr(found, member) if member else found
+                plain = request.detail is None
+                verdict = asked(request) if plain else asked(request.detail, request.capability)
         return verdict
 
-    def _ask(self, target: str, member: str, request: Request) -> Verdict:
-        """Return what a function, or a member of a class, answers; a trial comes first."""
-        arguments = {"target": target, "member": member, "request": request.to_json()}
-        verdict = self._code.trial(Task("predicate", arguments))
-        if verdict:
-            found = self._code.load(target)
-            asked = getattr(found, member) if member else found
-            given = (request,) if request.detail is None else (request.detail, request.capability)
-            verdict = asked(*given)
-        return verdict
+
+def _probe(target: str, code: Code, _request: Request) -> Verdict:
+    verdict = code.trial(Task("platform", {"target": target}))
+    if not verdict:
+        # A probe that never came back failed, which is not the same as to find nothing.
+        return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
+    found: Verdict = code.load(target).probe()
+    return found
 
 
-class AttentionAcceptance(DeclaredAcceptance):
-    """Acceptance by platform and requirements, then by the backend's own ``accepts``."""
-
-    def _judge(self, request: Request) -> Verdict:
-        verdict = judge_requirements(self.record, request)
-        if not verdict:
-            return verdict
-        if self.record.predicate:
-            return self._ask(self.record.predicate, "", request)
-        return self._ask(self.record.target, "accepts", request)
-
-
-class PlatformAcceptance:
-    """Acceptance by a probe of this machine."""
-
-    def __init__(self, record: PlatformEntry, code: Code) -> None:
-        self._record = record
-        self._code = code
-
-    def __call__(self, request: Request) -> Verdict:
-        """Return what the probe says; code that raises refuses, with its traceback."""
-        return _guarded(self._probe, request)
-
-    def _probe(self, _request: Request) -> Verdict:
-        verdict = self._code.trial(Task("platform", {"target": self._record.target}))
-        if not verdict:
-            # A probe that never came back failed, which is not the same as to find nothing.
-            return Verdict.refuse(verdict.reason, verdict.traceback or verdict.reason)
-        found: Verdict = self._code.load(self._record.target).probe()
-        return found
-
-
-def _guarded(judge: Callable[[Request], Verdict], request: Request) -> Verdict:
+def _guarded(judge: Judge, request: Request) -> Verdict:
     """Turn an exception of plugin code into a refusal that keeps the traceback."""
     try:
         verdict = judge(request)

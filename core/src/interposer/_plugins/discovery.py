@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import importlib_metadata
@@ -17,23 +15,14 @@ from interposer._config.config import Config
 from interposer._contract.errors import FOREIGN_ERRORS, described, nearest_first
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
-from interposer._plugins.code import tell_probed
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
 from interposer._sandbox.examiner import examine_all
 from interposer._sandbox.inspection import load_value
 from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
-from interposer._validation.distribution import STANDARD, Distribution, Metadata, read_distribution
+from interposer._validation.distribution import Distribution, Metadata, read_distribution
 from interposer._validation.records import NAME_LIMIT, plain_name
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """An entry point with what is known of its distribution."""
-
-    source: Source
-    distribution: Distribution
 
 
 def discover(config: Config | None = None) -> Plugins:
@@ -49,58 +38,63 @@ def discover(config: Config | None = None) -> Plugins:
     config = config or Config()
     start = time.time_ns()
     plugins = Plugins()
-    broken: list[Source] = []
-    points = _wanted(plugins, _installed(broken), config)
+    found, broken = _installed()
+    wanted = _wanted(plugins, found, config)
     if config.locked:
-        check_lock(config, _distributions(points))
+        check_lock(config, _distributions(wanted))
     for source in broken:
         plugins.quarantine(source, "its entry_points.txt cannot be read", "reinstall it")
-    points = _unrivalled(plugins, points)
     sound = []
-    for point in points:
-        verdict = _check_metadata(point)
+    for source in _unrivalled(plugins, wanted):
+        verdict = _check_metadata(source)
         if verdict:
-            sound.append(point)
+            sound.append(source)
         else:
             mend = "install a version that fits, or uninstall it"
-            plugins.quarantine(point.source, verdict.reason, mend)
-    foreign = [point for point in sound if point.distribution.name not in STANDARD]
-    findings = examine_all([(p.distribution, _examination(p)) for p in foreign], config)
-    found = {p.source.name: f for p, f in zip(foreign, findings, strict=True)}
-    for point in sound:
-        finding = found.get(point.source.name)
+            plugins.quarantine(source, verdict.reason, mend)
+    tasks = {
+        source.name: (
+            source.installed,
+            Task("plugin", {"value": source.value, "name": source.name}),
+        )
+        for source in sound
+        if source.installed is not None and not source.standard
+    }
+    findings = dict(zip(tasks, examine_all(tasks.values(), config), strict=True))
+    for source in sound:
+        finding = findings.get(source.name)
         if finding is None or finding.verdict:
-            _load(plugins, point)
+            _load(plugins, source)
         else:
-            _refuse(plugins, point.source, finding)
+            _refuse(plugins, source, finding)
     _settle_ops(plugins)
     plugins.settle()
-    for point, finding in zip(foreign, findings, strict=True):
-        tell_probed(plugins, point.source.name, _examination(point), finding)
-    facts = {"plugins": len(plugins.loaded), "failed": len(plugins.failed)}
+    for name, (_, task) in tasks.items():
+        plugins.tell_probed(name, task, findings[name])
     plugins.observe(
         "interposer_finished",
         activity="discovery",
         subject=hookspecs.GROUP,
         start_ns=start,
         end_ns=time.time_ns(),
-        facts=facts,
+        facts={"plugins": len(plugins.loaded), "failed": len(plugins.failed)},
     )
     return plugins
 
 
 def installed_distributions() -> list[Distribution]:
     """Return the distributions that provide plugins, by name."""
-    return _distributions(_installed())
+    return _distributions(_installed()[0])
 
 
-def _installed(broken: list[Source] | None = None) -> list[_Point]:
-    """Return all entry points in an order that does not depend on that of the installation.
+def _installed() -> tuple[list[Source], list[Source]]:
+    """Return all entry points, and the distributions whose entry points cannot be read.
 
-    Of two distributions of one name the first on the path counts, as for imports. Those whose
-    entry points cannot be read are added to ``broken`` if they may be of plugins.
+    The order does not depend on that of the installation. Of two distributions of one name the
+    first on the path counts, as for imports.
     """
-    points: dict[tuple[str, ...], _Point] = {}
+    sources: dict[tuple[str, ...], Source] = {}
+    broken = []
     seen = set()
     for found in importlib_metadata.distributions():
         folder = _folder(found)
@@ -110,18 +104,20 @@ def _installed(broken: list[Source] | None = None) -> list[_Point]:
         try:
             entries = found.entry_points.select(group=hookspecs.GROUP)
         except FOREIGN_ERRORS:
-            _note_broken(found, broken)
+            if _may_have_plugins(found):
+                broken.append(_source(read_distribution(found)))
             continue
-        if not entries:
-            continue
-        distribution = read_distribution(found)
-        for entry in entries:
-            source = Source(
-                entry.name, distribution.name, distribution.version, distribution, entry.value
-            )
-            place = (entry.name, distribution.name, distribution.location, entry.value)
-            points[place] = _Point(source, distribution)
-    return [points[key] for key in sorted(points)]
+        if entries:
+            distribution = read_distribution(found)
+            for entry in entries:
+                place = (entry.name, distribution.name, distribution.location, entry.value)
+                sources[place] = _source(distribution, entry.name, entry.value)
+    return [sources[place] for place in sorted(sources)], broken
+
+
+def _source(distribution: Distribution, name: str = "", value: str = "") -> Source:
+    provider = distribution.name
+    return Source(name or provider, provider, distribution.version, distribution, value)
 
 
 def _folder(found: Metadata) -> str:
@@ -131,73 +127,77 @@ def _folder(found: Metadata) -> str:
     return canonicalize_name(path.stem.partition("-")[0])
 
 
-def _note_broken(found: Metadata, broken: list[Source] | None) -> None:
+def _may_have_plugins(found: Metadata) -> bool:
     try:
         text = Path(str(getattr(found, "_path", "")), "entry_points.txt").read_bytes()
     except OSError:
-        text = b""
-    if broken is not None and hookspecs.GROUP.encode() in text:
-        distribution = read_distribution(found)
-        name = distribution.name
-        broken.append(Source(name, name, distribution.version, distribution))
+        return False
+    return hookspecs.GROUP.encode() in text
 
 
-def _distributions(points: list[_Point]) -> list[Distribution]:
-    found = {(p.distribution.name, p.distribution.location): p.distribution for p in points}
+def _distributions(sources: Iterable[Source]) -> list[Distribution]:
+    every = (source.installed for source in sources)
+    found = {(d.name, d.location): d for d in every if d is not None}
     return [found[key] for key in sorted(found)]
 
 
-def _wanted(plugins: Plugins, points: list[_Point], config: Config) -> list[_Point]:
-    """Return the points that the policy lets in; the others are noted as skipped."""
-    disabled = {canonicalize_name(name) for name in config.disable}
-    _warn_of_unknown(disabled, points)
-    verdicts = allowed(config, [point.distribution for point in points])
+def _wanted(plugins: Plugins, sources: list[Source], config: Config) -> list[Source]:
+    """Return the sources that the policy lets in; the others are noted as skipped."""
+    disabled = {str(canonicalize_name(name)) for name in config.disable}
+    names = {
+        source: {*map(canonicalize_name, (source.name, source.distribution))} for source in sources
+    }
+    _warn_of_unknown(disabled, {name for some in names.values() for name in some})
+    verdicts = allowed(config, _distributions(sources))
     wanted = []
-    for point in points:
-        verdict = verdicts[point.distribution.name]
-        if not disabled.isdisjoint(_names(point)):
+    for source in sources:
+        verdict = verdicts[source.distribution]
+        if not disabled.isdisjoint(names[source]):
             verdict = Verdict.refuse("disabled by the configuration")
         if verdict:
-            wanted.append(point)
+            wanted.append(source)
         else:
-            source = point.source
             plugins.skipped.append(Skipped(source.name, source.distribution, verdict.reason))
     return wanted
 
 
-def _unrivalled(plugins: Plugins, points: list[_Point]) -> list[_Point]:
-    """Return the points whose name is theirs alone; a part of the SDK keeps its name anyway."""
-    claims = Counter(point.source.name for point in points)
+def _warn_of_unknown(disabled: set[str], known: Iterable[str]) -> None:
+    """Warn only: one policy may serve machines that have different plugins installed."""
+    for name in sorted(disabled.difference(known)):
+        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
+        text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
+        warnings.warn(text, PluginWarning, stacklevel=3)
+
+
+def _unrivalled(plugins: Plugins, sources: list[Source]) -> list[Source]:
+    """Return the sources whose name is theirs alone; a part of the SDK keeps its name anyway."""
     kept = []
-    for point in points:
-        rivals = [p.source for p in points if p.source.name == point.source.name]
-        if claims[point.source.name] == 1 or _keeps(point.source, rivals):
-            kept.append(point)
+    for source in sources:
+        rivals = [other for other in sources if other.name == source.name]
+        if _keeps(source, rivals):
+            kept.append(source)
         else:
-            plugins.conflict(point.source, rivals)
+            plugins.conflict(source, rivals)
     return kept
 
 
-def _keeps(source: Source, rivals: Iterable[Source]) -> bool:
-    """Say whether ``source`` alone among its rivals is a part of the SDK."""
-    return [rival for rival in rivals if rival.distribution in STANDARD] == [source]
+def _keeps(source: Source, rivals: Sequence[Source]) -> bool:
+    """Say whether ``source`` has no rivals, or is alone among them a part of the SDK."""
+    return len(rivals) == 1 or [rival for rival in rivals if rival.standard] == [source]
 
 
-def _check_metadata(point: _Point) -> Verdict:
-    name = point.source.name
+def _check_metadata(source: Source) -> Verdict:
+    name, distribution = source.name, source.installed
     if not (name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT):
-        shown = plain_name(name)
         limits = f"printable ASCII of at most {NAME_LIMIT} characters"
-        return Verdict.refuse(f"its name is {shown}, must be {limits}")
-    verdict = check_requirements(point.distribution)
-    module = point.source.value.partition(":")[0].strip()
-    if verdict and not point.distribution.owns_module(module):
+        return Verdict.refuse(f"its name is {plain_name(name)}, must be {limits}")
+    if distribution is None:
+        return Verdict.accept()
+    verdict = check_requirements(distribution)
+    module = source.value.partition(":")[0].strip()
+    if verdict and not distribution.owns_module(module):
         return Verdict.refuse(f"its entry point names {module!r}, which is no file of it")
     return verdict
-
-
-def _examination(point: _Point) -> Task:
-    return Task("plugin", {"value": point.source.value, "name": point.source.name})
 
 
 def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
@@ -210,18 +210,18 @@ def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
     plugins.quarantine(source, verdict.reason, mend, trace=verdict.traceback, platforms=platforms)
 
 
-def _load(plugins: Plugins, point: _Point) -> None:
+def _load(plugins: Plugins, source: Source) -> None:
     """Import a plugin that was found to be harmless, and take its records."""
     try:
-        plugin = load_value(point.source.value)
+        plugin = load_value(source.value)
     except FOREIGN_ERRORS as error:
-        plugins.quarantine(point.source, f"its import raised {described(error)}", cause=error)
+        plugins.quarantine(source, f"its import raised {described(error)}", cause=error)
         return
     verdict = check_api(plugin, in_code=False)
     if verdict:
-        plugins.add(point.source, plugin)
+        plugins.add(source, plugin)
     else:
-        plugins.quarantine(point.source, verdict.reason)
+        plugins.quarantine(source, verdict.reason)
 
 
 def _settle_ops(plugins: Plugins) -> None:
@@ -236,23 +236,8 @@ def _settle_ops(plugins: Plugins) -> None:
             if isinstance(record, OpEntry):
                 owners.setdefault(record.name, []).append(plugin.source)
     for op, sources in sorted(owners.items()):
-        if len(sources) == 1:
-            continue
         claims = " and by ".join(sorted(source.origin for source in sources))
         for plugin in [p for p in plugins.loaded if p.source in sources]:
             if not _keeps(plugin.source, sources):
                 mend = f"disable one of them: INTERPOSER_DISABLE={plugin.distribution}"
                 plugins.withdraw(plugin, f"op {op!r} is defined by {claims}", mend)
-
-
-def _names(point: _Point) -> tuple[str, str]:
-    return canonicalize_name(point.source.name), canonicalize_name(point.source.distribution)
-
-
-def _warn_of_unknown(disabled: Iterable[str], points: list[_Point]) -> None:
-    """Warn only: one policy may serve machines that have different plugins installed."""
-    known = {name for point in points for name in _names(point)}
-    for name in sorted(set(disabled) - known):
-        listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
-        text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
-        warnings.warn(text, PluginWarning, stacklevel=3)

@@ -22,8 +22,9 @@ from interposer._contract.errors import (
 )
 from interposer._contract.records import OpEntry, Record
 from interposer._contract.verdict import Refusal, Verdict
+from interposer._sandbox.task import Finding, Task
+from interposer._validation.compatibility import declared_records, hook_names, register_hooks
 from interposer._validation.distribution import STANDARD, Distribution
-from interposer._validation.hooks import declared_records, hook_names, register_hooks
 from interposer._validation.records import check_facts
 
 
@@ -51,6 +52,11 @@ class Source:
     def origin(self) -> str:
         """Distribution and version, for people."""
         return f"{self.distribution} {self.version}"
+
+    @property
+    def standard(self) -> bool:
+        """Whether it is a part of the SDK itself."""
+        return self.installed is not None and self.installed.standard
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class Plugins:
         self._settled = False
         self._manager = pluggy.PluginManager("interposer")
         self._manager.add_hookspecs(hookspecs)
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, Source] = {}  # of those whose hooks are called
 
     @classmethod
     def of(cls, *plugins: Any) -> Plugins:
@@ -159,12 +165,12 @@ class Plugins:
         Raises: PluginConflictError: a name is taken.
         """
         made = Plugins()
+        made.blame = self.blame
         made.loaded, made.failed, made.skipped = [*self.loaded], [*self.failed], [*self.skipped]
+        made._settled = True
+        made._sources = dict(self._sources)
         for name, module in self._manager.list_name_plugin():
             made._manager.register(module, name=name)
-        made._sources = dict(self._sources)
-        made._settled = True
-        made.blame = self.blame
         for source, plugin, records in added:
             conflict = made._conflict(source, records)
             if conflict:
@@ -177,9 +183,9 @@ class Plugins:
 
     def _conflict(self, source: Source, records: tuple[Record, ...]) -> str:
         """Return what a plugin that is given in code claims though it is taken, or nothing."""
-        names = {other.name: other.origin for other in self._sources.values()}
-        names |= {other.distribution: other.origin for other in self._sources.values()}
-        names |= dict.fromkeys(STANDARD - names.keys(), "the SDK")
+        names = dict.fromkeys(STANDARD, "the SDK")
+        for other in self._sources.values():
+            names |= {other.name: other.origin, other.distribution: other.origin}
         if source.name in names:
             return f"the name {source.name!r} is taken by {names[source.name]}"
         ops = {
@@ -192,6 +198,35 @@ class Plugins:
             if isinstance(record, OpEntry) and record.name in ops:
                 return f"the op {record.name!r} is defined by {ops[record.name]}"
         return ""
+
+    def add(self, source: Source, plugin: Any) -> None:
+        """Take the records of an imported plugin, or quarantine it."""
+        self._sources[source.name] = source
+        cause: BaseException | None = None
+        records: list[Any] = []
+        reason = "; ".join(register_hooks(self._manager, plugin, source.name))
+        if reason:
+            reason = f"its hooks are not valid: {reason}"
+        else:
+            try:
+                records = declared_records(self._manager, source.name)
+            except RecordError as error:
+                reason, cause = str(error), error
+            except FOREIGN_ERRORS as error:
+                reason, cause = f"interposer_records raised {described(error)}", error
+            else:
+                reason = self._check(source, records)
+        if reason:
+            self._disown(source.name, reason, cause)
+        else:
+            self.loaded.append(Plugin(source, tuple(records), hook_names(plugin)))
+
+    def _check(self, source: Source, records: list[Any]) -> str:
+        """Return what is wrong with records; whoever examined the plugin may have got others."""
+        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
+        declared = [record for plugin in neighbours for record in plugin.records]
+        faults = check_facts(records) or check_facts([*declared, *records])
+        return f"interposer_records {'; '.join(faults)}" if faults else ""
 
     def settle(self) -> None:
         """Tell the observers, now that all are there, of the plugins that failed so far."""
@@ -210,12 +245,18 @@ class Plugins:
             except FOREIGN_ERRORS as error:
                 self._disown(name, f"its observer {hook} raised {described(error)}", error)
 
-    def _disown(self, name: str, reason: str, cause: BaseException) -> None:
-        """Stop calling the hooks of a plugin; its records stay."""
-        source = self._sources.pop(name, None)
-        if source is not None:  # else another thread has just done so
-            self._forget(name)
-            self.quarantine(source, reason, cause=cause)
+    def tell_probed(self, plugin: str, task: Task, finding: Finding) -> None:
+        """Tell the observers of an examination, if it was made just now."""
+        if finding.span is None:
+            return
+        self.observe(
+            "interposer_finished",
+            activity="probe",
+            subject=f"{plugin} {task.name}",
+            start_ns=finding.span[0],
+            end_ns=finding.span[1],
+            facts={"accepted": finding.verdict.accepted, "reason": finding.verdict.reason},
+        )
 
     def first_result(
         self, hook: str, needed: Collection[str] = (), **facts: Any
@@ -227,14 +268,11 @@ class Plugins:
         quarantines it, and the next is asked. Who does not take all facts that are ``needed``
         would answer another question, and is passed over.
         """
-        found = list(getattr(self._manager.hook, hook).get_hookimpls())
-        standard = {
-            name
-            for name, source in self._sources.items()
-            if source.installed is not None and source.installed.standard
-        }
-        found.sort(key=lambda hook: (hook.plugin_name in standard, hook.plugin_name))
-        for implementation in found:
+        standard = {name for name, source in [*self._sources.items()] if source.standard}
+        found = getattr(self._manager.hook, hook).get_hookimpls()
+        for implementation in sorted(
+            found, key=lambda hook: (hook.plugin_name in standard, hook.plugin_name)
+        ):
             name = implementation.plugin_name
             if not set(needed) <= set(implementation.argnames):
                 continue
@@ -260,54 +298,17 @@ class Plugins:
         """Return the plugins that the policy leaves out as refusals."""
         return [Refusal(s.name, s.distribution, s.reason) for s in self.skipped]
 
-    def add(self, source: Source, plugin: Any) -> None:
-        """Take the records of an imported plugin, or quarantine it."""
-        try:
-            self.take(source, plugin)
-        except PluginError as error:
-            self.quarantine(source, error.reason, cause=error.__cause__)
-
-    def take(self, source: Source, plugin: Any) -> Plugin:
-        """Return an imported plugin with its records, added to these.
-
-        Raises: PluginError: its hooks or what they return cannot be used.
-        """
-        self._sources[source.name] = source
-        faults = register_hooks(self._manager, plugin, source.name)
-        if faults:
-            raise self._refused(source, f"its hooks are not valid: {'; '.join(faults)}")
-        try:
-            records = declared_records(self._manager, source.name)
-        except RecordError as error:
-            raise self._refused(source, str(error)) from error
-        except FOREIGN_ERRORS as error:
-            raise self._refused(source, f"interposer_records raised {described(error)}") from error
-        # What it returned to whoever examined it need not be what it returns here.
-        neighbours = [p for p in self.loaded if p.distribution == source.distribution]
-        declared = [record for plugin in neighbours for record in plugin.records]
-        faults = check_facts(records) or check_facts([*declared, *records])
-        if faults:
-            raise self._refused(source, f"interposer_records {'; '.join(faults)}")
-        taken = Plugin(source, tuple(records), hook_names(plugin))
-        self.loaded.append(taken)
-        return taken
-
     def withdraw(self, plugin: Plugin, reason: str, mend: str = "") -> None:
         """Quarantine a loaded plugin after all."""
         self.loaded.remove(plugin)
-        self._forget(plugin.name)
-        self.quarantine(plugin.source, reason, mend)
+        self._disown(plugin.name, reason, mend=mend)
 
     def conflict(self, source: Source, rivals: Iterable[Source]) -> None:
         """Quarantine a plugin whose name is claimed more than once."""
         claims = ", ".join(sorted(rival.origin for rival in rivals))
-        error = PluginConflictError(
-            source.name,
-            source.origin,
-            f"the name {source.name!r} is claimed by {claims}",
-            f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}",
-        )
-        self._record(Failure(source.name, source.distribution, source.version, error))
+        reason = f"the name {source.name!r} is claimed by {claims}"
+        mend = f"uninstall one, or disable one: INTERPOSER_DISABLE={source.distribution}"
+        self._file(source, PluginConflictError(source.name, source.origin, reason, mend))
 
     def quarantine(
         self,
@@ -320,25 +321,31 @@ class Plugins:
         platforms: tuple[tuple[str, float], ...] = (),
     ) -> None:
         """File ``source`` as failed, warn of it and tell the observers."""
-        error = PluginError(source.name, source.origin, reason, mend or _mend(source))
+        mend = mend or f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}"
         if cause is not None:
             trace = "".join(traceback.format_exception(cause))
-        self._record(
-            Failure(source.name, source.distribution, source.version, error, trace, platforms)
-        )
+        self._file(source, PluginError(source.name, source.origin, reason, mend), trace, platforms)
 
-    def _refused(self, source: Source, reason: str) -> PluginError:
-        self._forget(source.name)
-        return PluginError(source.name, source.origin, reason, _mend(source))
+    def _disown(
+        self, name: str, reason: str, cause: BaseException | None = None, mend: str = ""
+    ) -> None:
+        """Quarantine a plugin and stop calling its hooks; records that were taken stay."""
+        source = self._sources.pop(name, None)
+        if source is not None:  # else another thread has just done so
+            if self._manager.has_plugin(name):
+                self._manager.unregister(name=name)
+            self.quarantine(source, reason, mend, cause=cause)
 
-    def _forget(self, name: str) -> None:
-        self._sources.pop(name, None)
-        if self._manager.has_plugin(name):
-            self._manager.unregister(name=name)
-
-    def _record(self, failure: Failure) -> None:
+    def _file(
+        self,
+        source: Source,
+        error: PluginError,
+        trace: str = "",
+        platforms: tuple[tuple[str, float], ...] = (),
+    ) -> None:
+        failure = Failure(source.name, source.distribution, source.version, error, trace, platforms)
         self.failed.append(failure)
-        warnings.warn(str(failure.error), PluginWarning, stacklevel=2)
+        warnings.warn(str(error), PluginWarning, stacklevel=2)
         if self._settled:
             self._tell(failure)
 
@@ -355,7 +362,3 @@ def in_code(plugin: Any, name: str = "") -> Source:
     """Return the source of a plugin that is a module or an object of this process."""
     name = name or getattr(plugin, "__name__", type(plugin).__name__)
     return Source(name, name, "in code")
-
-
-def _mend(source: Source) -> str:
-    return f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}"

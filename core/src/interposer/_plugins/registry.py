@@ -1,17 +1,19 @@
-"""The records of all usable plugins, as candidates for the selection."""
+"""The records of all usable plugins, as candidates; plugins that are added in code."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer._config.config import Config, effective_config
-from interposer._config.once import cached
+from interposer._config.once import ForkSafeLock, cached
+from interposer._config.policy import FIELDS
 from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
-from interposer._contract.errors import UnknownNameError
+from interposer._contract.errors import FOREIGN_ERRORS, PluginError, UnknownNameError, described
 from interposer._contract.records import (
     AttentionEntry,
     CheckpointEntry,
@@ -25,29 +27,36 @@ from interposer._contract.records import (
 )
 from interposer._contract.request import AttentionType, Kind
 from interposer._contract.verdict import Verdict
-from interposer._plugins.acceptance import acceptance_of
-from interposer._plugins.code import PluginCode
+from interposer._plugins.acceptance import PluginCode, acceptance_of
 from interposer._plugins.discovery import discover
-from interposer._plugins.plugins import Blame, Plugin, Plugins
-from interposer._plugins.registration import (
-    Registration,
-    forget_registries,
-    per_registry,
-    registrations,
-)
+from interposer._plugins.plugins import Blame, Plugin, Plugins, Source, in_code
 from interposer._sandbox.examiner import forget_verdicts
+from interposer._sandbox.inspection import check_plugin
 from interposer._sandbox.task import Task
+from interposer._validation.records import check_classes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R", bound=Record)
 
 _SUBJECTS: dict[Kind, str] = {
     "kernel": "op",
     "layer": "layer id",
+    "attention": "attention type",
     "scheme": "quantization method",
     "checkpoint": "suffix of files",
 }
+_KINDS: dict[type[Record], Kind] = {
+    OpEntry: "kernel",
+    Kernel: "kernel",
+    LayerEntry: "layer",
+    AttentionEntry: "attention",
+    SchemeEntry: "scheme",
+    CheckpointEntry: "checkpoint",
+    PlatformEntry: "platform",
+}
 # What discovery and examination depend on; everything else of a Config is for the selection.
-_FIELDS = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
+_EXAMINING = ("disable", "plugins", "locked", "isolation", "probe_seconds", "cache_dir")
 
 
 class Registry:
@@ -90,7 +99,7 @@ class Registry:
 
         Raises: UnknownNameError: no installed plugin knows the subject.
         """
-        known = self.ops if kind == "kernel" else self._candidates[kind]
+        known = self.subjects(kind)
         if subject and subject not in known:
             hint = "Is the plugin for it installed? `interposer doctor` says what is."
             if kind == "scheme" and (instead := self._instead(subject)):
@@ -135,18 +144,13 @@ class Registry:
 
         So does a preferred or forbidden name that no candidate has; a glob may match nothing.
         """
-        fields: tuple[tuple[str, Kind, str, Iterable[str]], ...] = (
-            ("kernels", "kernel", "op", self.ops),
-            ("layers", "layer", "layer id", self._candidates["layer"]),
-            ("attention", "attention", "attention type", get_args(AttentionType)),
-            ("quantization", "scheme", "quantization method", self._candidates["scheme"]),
-        )
-        for field, kind, what, known in fields:
-            rules: Mapping[str, Rule] = getattr(config, field)
+        for kind, field in FIELDS.items():
+            known = get_args(AttentionType) if kind == "attention" else self.subjects(kind)
+            rules: dict[str, Rule] = getattr(config, field)
             for key, rule in rules.items():
                 name, where = key.partition("@")[0], f"in Config.{field}"
                 if name != "*" and name not in known:
-                    raise UnknownNameError(what, name, known, self._hint(), where)
+                    raise UnknownNameError(_SUBJECTS[kind], name, known, self._hint(), where)
                 _check_values(rule, self._named(kind, name), f"{where}[{key!r}]")
 
     def _code_of(self, candidate: Candidate) -> PluginCode:
@@ -154,26 +158,14 @@ class Registry:
 
     def _file(self, record: Record, code: PluginCode) -> None:
         """Add the candidate of a record that can be chosen."""
-        match record:
-            case OpEntry(name=subject):
-                kind: Kind = "kernel"
-            case Kernel(op=subject):
-                kind = "kernel"
-            case LayerEntry(layer_id=subject):
-                kind = "layer"
-            case SchemeEntry(method=subject):
-                kind = "scheme"
-            case CheckpointEntry(suffix=subject):
-                kind = "checkpoint"
-            case AttentionEntry():
-                kind, subject = "attention", ""
-            case PlatformEntry():
-                kind, subject = "platform", ""
-            case _:
-                return
-        is_op = isinstance(record, OpEntry)
+        kind = _KINDS.get(type(record))
+        if kind is None:
+            return
+        _, subject, name = identity(record)
+        if isinstance(record, OpEntry):
+            subject, name = record.name, "reference"
         candidate = Candidate(
-            "reference" if is_op else record.name,
+            name,
             code.plugin.distribution,
             code.plugin.version,
             getattr(record, "score", 0.0),
@@ -191,8 +183,7 @@ class Registry:
     def _instead(self, method: str) -> str:
         """Return the quantization methods that are recommended instead of one nobody reads."""
         records = (record for _, record in self.records(SchemeEntry))
-        found = {repr(record.method) for record in records if method in record.instead_of}
-        return " or ".join(sorted(found))
+        return " or ".join(sorted({repr(r.method) for r in records if method in r.instead_of}))
 
     def _named(self, kind: Kind, subject: str) -> list[Candidate]:
         everyone = self._candidates[kind]
@@ -203,10 +194,83 @@ class Registry:
     def _hint(self, hint: str = "") -> str:
         """Add the plugins that failed, one of which may be what is missing."""
         failed = [f"  {f.name} ({f.distribution}): {f.error.reason}" for f in self.plugins.failed]
-        lines = [hint] if hint else []
         if failed:
-            lines += ["Plugins that failed, one of which may be what is missing:", *failed]
-        return "\n".join(lines)
+            failed.insert(0, "Plugins that failed, one of which may be what is missing:")
+        return "\n".join([hint, *failed] if hint else failed)
+
+
+class Registration:
+    """A plugin that was added in code, until it is removed.
+
+    As a context manager it removes the plugin at the end of the block. What was built with it
+    keeps working; what is built afterwards knows nothing of it.
+    """
+
+    def __init__(self, source: Source, plugin: Any, records: tuple[Record, ...]) -> None:
+        self.source = source
+        self.plugin = plugin
+        self.records = records
+
+    def remove(self) -> None:
+        """Take the plugin out again; doing so twice does nothing."""
+        global _registered
+        with _lock.held:
+            _registered = tuple(other for other in _registered if other is not self)
+        _forget_registries()
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"Registration({self.source.name!r}, {len(self.records)} records)"
+
+
+_lock = ForkSafeLock()
+_registered: tuple[Registration, ...] = ()
+_caches: list[cached[Any, Any]] = []
+
+
+def register(plugin: Any, name: str = "") -> Registration:
+    """Add a module or object with hooks as a plugin of this process, beside the installed ones.
+
+    It is checked like an installed one, by its hooks, records, targets and classes, and it goes
+    by ``name``, or else by its ``__name__`` or the name of its class.
+
+    Raises:
+        PluginError: it cannot be used; the text says why.
+        PluginConflictError: the name is taken by another that was added in code. One that an
+            installed plugin has raises where the plugins are used next.
+    """
+    source = in_code(plugin, name)
+    mend = "correct it and register it again"
+    try:
+        records, faults = check_plugin(plugin, source.name)
+        faults = faults or check_classes(records)
+    except FOREIGN_ERRORS as error:
+        reason = f"it raised {described(error)}"
+        raise PluginError(source.name, source.origin, reason, mend) from error
+    if faults:
+        raise PluginError(source.name, source.origin, "; ".join(faults), mend)
+    registration = Registration(source, plugin, records)
+    global _registered
+    with _lock.held:
+        _with_added(Plugins(), (*_registered, registration))  # whoever comes second is told
+        _registered = (*_registered, registration)
+    return registration
+
+
+def per_registry(function: Callable[P, T]) -> cached[P, T]:
+    """Return ``function`` of a registry with results kept until registries are dropped."""
+    _caches.append(cached(function))
+    return _caches[-1]
 
 
 def current_registry(config: Config | None = None) -> Registry:
@@ -219,7 +283,7 @@ def current_registry(config: Config | None = None) -> Registry:
         LockError: the configuration is locked, and other plugins are installed.
     """
     config = effective_config(config)
-    registry = _registry(tuple(getattr(config, name) for name in _FIELDS), registrations())
+    registry = _registry(tuple(getattr(config, name) for name in _EXAMINING), _registered)
     if config.strict and registry.plugins.failed:
         raise registry.plugins.failed[0].error
     return registry
@@ -229,15 +293,19 @@ def forget_discovery() -> None:
     """Discover and examine all plugins anew where they are used next."""
     forget_verdicts()
     _discovered.forget()
-    forget_registries()
+    _forget_registries()
+
+
+def _forget_registries() -> None:
+    """Drop what was built from the plugins, but not the discovery itself."""
+    for kept in _caches:
+        kept.forget()
 
 
 @per_registry
 def _registry(fields: tuple[Any, ...], added: tuple[Registration, ...]) -> Registry:
     plugins = _discovered(fields)
-    if added:
-        plugins = plugins.with_added(registration.entry for registration in added)
-    return Registry(plugins, _examining(fields))
+    return Registry(_with_added(plugins, added) if added else plugins, _examining(fields))
 
 
 @cached
@@ -245,8 +313,12 @@ def _discovered(fields: tuple[Any, ...]) -> Plugins:
     return discover(_examining(fields))
 
 
+def _with_added(plugins: Plugins, added: Iterable[Registration]) -> Plugins:
+    return plugins.with_added((r.source, r.plugin, r.records) for r in added)
+
+
 def _examining(fields: tuple[Any, ...]) -> Config:
-    return Config(**dict(zip(_FIELDS, fields, strict=True)))
+    return Config(**dict(zip(_EXAMINING, fields, strict=True)))
 
 
 def _check_values(rule: Rule, candidates: Iterable[Candidate], where: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,8 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from interposer._config.config import Config, config_sources
 from interposer._config.rules import first_fault
-from interposer._config.storage import checksum
-from interposer._contract.errors import LockError, UnknownNameError
+from interposer._config.storage import checksum, write_text
+from interposer._contract.errors import LockError, StorageError, UnknownNameError
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import STANDARD, Distribution
 
@@ -88,8 +89,21 @@ class Lock(BaseModel):
 
     @classmethod
     def of(cls, distributions: Iterable[Distribution]) -> Lock:
-        """Return the lock of what is installed; ``unlockable`` says what must not be locked."""
+        """Return the lock of what is installed.
+
+        Raises: LockError: the metadata of one is unusable, its files were altered, or another
+            has its name.
+        """
         found = sorted(dict.fromkeys(distributions), key=lambda d: d.name)
+        for each in found:
+            if each.problem:
+                raise LockError(
+                    f"What is installed in {each.location} cannot be locked: {each.problem}.\n"
+                    "Try: uninstall it, then interposer lock"
+                )
+        problems = [*_twins(found), *(problem for each in found for problem in _alterations(each))]
+        if problems:
+            raise _lock_error("What is installed cannot be locked.", problems)
         entries = (
             LockedDistribution(name=d.name, version=d.version, record_hash=_locked_hash(d))
             for d in found
@@ -118,6 +132,19 @@ class Lock(BaseModel):
         except (OSError, ValueError, RecursionError) as error:
             raise LockError(_unusable(path, f"cannot be read: {error}")) from error
 
+    def write(self, path: Path) -> None:
+        """Replace the file in one step.
+
+        Raises: LockError: it cannot be written.
+        """
+        fields = self.model_dump(mode="json")
+        fields["distributions"].sort(key=itemgetter("name"))
+        fields["checksum"] = checksum(fields)
+        try:
+            write_text(path, json.dumps(fields, indent=2) + "\n")
+        except StorageError as error:
+            raise LockError(str(error)) from error
+
     def check(self, distributions: Iterable[Distribution]) -> None:
         """Return if ``distributions`` are the locked ones with their files as installed.
 
@@ -127,18 +154,18 @@ class Lock(BaseModel):
         """
         locked = {entry.name: entry for entry in self.distributions}
         present = sorted(dict.fromkeys(distributions), key=lambda d: (d.name, d.version))
-        problems: list[Problem] = []
+        problems: list[_Problem] = []
         for found in present:
             difference = _difference(found, locked.get(found.name))
-            problems += [Problem(difference)] if difference else _alterations(found)
+            problems += [_Problem(difference)] if difference else _alterations(found)
         problems += _twins(present)
         problems += [
-            Problem(f"{name} {locked[name].version} is locked, but not installed")
+            _Problem(f"{name} {locked[name].version} is locked, but not installed")
             for name in sorted(locked.keys() - {d.name for d in present})
             if not _is_installed(name)
         ]
         if problems:
-            raise lock_error("The installed plugins are not the locked ones.", problems)
+            raise _lock_error("The installed plugins are not the locked ones.", problems)
 
 
 def lock_path(config: Config) -> Path:
@@ -160,15 +187,14 @@ def _locked_hash(found: Distribution) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class _Problem:
     """A line of what is wrong; ``mend`` is what helps against this one alone."""
 
     line: str
     mend: str = ""
 
 
-def lock_error(head: str, problems: Iterable[Problem]) -> LockError:
-    """Return the error that lists ``problems``, and what helps."""
+def _lock_error(head: str, problems: Iterable[_Problem]) -> LockError:
     mends = dict.fromkeys(problem.mend for problem in problems)
     # What cannot be locked as it is must not be offered to be.
     other = "install what is locked"
@@ -178,31 +204,23 @@ def lock_error(head: str, problems: Iterable[Problem]) -> LockError:
     return LockError(f"{lines}\nTry: {'; '.join(mend or other for mend in mends)}")
 
 
-def unlockable(distributions: Iterable[Distribution]) -> Iterator[Problem]:
-    """Yield why what is installed must not be locked: several of one name, altered files."""
-    distributions = [*dict.fromkeys(distributions)]
-    yield from _twins(distributions)
-    for found in distributions:
-        yield from _alterations(found)
-
-
-def _twins(distributions: Iterable[Distribution]) -> Iterator[Problem]:
+def _twins(distributions: Iterable[Distribution]) -> Iterator[_Problem]:
     places: dict[str, list[str]] = {}
     for found in distributions:
         places.setdefault(found.name, []).append(found.location)
     for name, locations in sorted(places.items()):
         if len(locations) > 1:
             line = f"{name} is installed {len(locations)} times: in {' and in '.join(locations)}"
-            yield Problem(line, f"uninstall {name} until one is left")
+            yield _Problem(line, f"uninstall {name} until one is left")
 
 
-def _alterations(found: Distribution) -> Iterator[Problem]:
+def _alterations(found: Distribution) -> Iterator[_Problem]:
     altered = found.altered_files()
     if altered:
         more = len(altered) - _MOST_NAMED
         named = ", ".join(altered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         line = f"{found.name} {found.version} was altered after it was installed: {named}"
-        yield Problem(line, f"reinstall it: pip install --force-reinstall {found.name}")
+        yield _Problem(line, f"reinstall it: pip install --force-reinstall {found.name}")
 
 
 def _difference(found: Distribution, locked: LockedDistribution | None) -> str:

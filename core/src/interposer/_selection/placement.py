@@ -26,8 +26,7 @@ from interposer._contract.platform import Placement, Platform
 from interposer._contract.records import PlatformEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._plugins.registration import per_registry
-from interposer._plugins.registry import Registry, current_registry
+from interposer._plugins.registry import Registry, current_registry, per_registry
 from interposer._selection.resolver import Resolver
 from interposer._selection.select import select
 

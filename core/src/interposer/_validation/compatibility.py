@@ -1,22 +1,29 @@
-"""Whether a plugin fits what is installed: the plugin API, torch and the parts of the SDK."""
+"""Whether a plugin fits: what it requires, the plugin API that it states, and its hooks."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 import importlib_metadata
+import pluggy
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from interposer._contract.errors import FOREIGN_ERRORS, described
+from interposer import hookspecs
+from interposer._contract.errors import FOREIGN_ERRORS, RecordError, described, nearest_first
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
+from interposer._validation.records import MOST_RECORDS
 
 API_VERSION = "1.0"
 """The version of what plugins see: records, hooks and base classes.
@@ -27,6 +34,12 @@ The second number grows when something is added, the first when something old st
 API_RANGE = f">={API_VERSION},<{int(API_VERSION.partition('.')[0]) + 1}"
 """What a plugin that is written for this version states as ``INTERPOSER_API``."""
 
+_MARK = "interposer_impl"  # what ``hookimpl`` leaves on a function
+_KNOWN: dict[str, list[str]] = {
+    name: list(inspect.signature(getattr(hookspecs, name)).parameters)
+    for name in hookspecs.__all__
+    if name.startswith("interposer_")
+}
 _LEADING_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -37,11 +50,8 @@ def check_requirements(dist: Distribution) -> Verdict:
     """
     if dist.problem:
         return Verdict.refuse(dist.problem)
-    for text in dist.requires:
-        verdict = _check_requirement(text)
-        if not verdict:
-            return verdict
-    return Verdict.accept()
+    verdicts = map(_check_requirement, dist.requires)
+    return next((verdict for verdict in verdicts if not verdict), Verdict.accept())
 
 
 def check_api(plugin: object, in_code: bool) -> Verdict:
@@ -62,13 +72,12 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
             "it does not state the API that it was built for: "
             f'add the line INTERPOSER_API = "{API_RANGE}" to the plugin'
         )
+    verdict = Verdict.accept()
     if api is not None:
         verdict = _check_range("INTERPOSER_API", api, "the plugin API", API_VERSION)
-        if not verdict:
-            return verdict
-    if torch is not None:
-        return _check_range("INTERPOSER_TORCH", torch, "torch", _installed("torch"))
-    return Verdict.accept()
+    if verdict and torch is not None:
+        verdict = _check_range("INTERPOSER_TORCH", torch, "torch", _installed("torch"))
+    return verdict
 
 
 def _check_range(label: str, stated: object, subject: str, version: str | None) -> Verdict:
@@ -136,3 +145,75 @@ def _read_version(name: str, path: tuple[str, ...]) -> str:
     # What raises is not remembered, so what is installed later is found. A search takes as long
     # as all other checks of ten plugins.
     return str(importlib_metadata.version(name))
+
+
+def register_hooks(manager: pluggy.PluginManager, plugin: Any, name: str) -> list[str]:
+    """Add the hooks of an imported plugin, or return what is wrong with them."""
+    has_hooks = False
+    faults: list[str] = []
+    for label, member in _members(plugin):
+        options = getattr(member, _MARK, None)
+        if options is not None:
+            has_hooks = True
+            faults += _check_hook(label, member, options)
+        elif label in _KNOWN:
+            faults.append(f"{label} is not marked with @hookimpl, so that it is never called")
+    if not (has_hooks or faults):
+        faults = [f"it has no hook; hooks are {', '.join(_KNOWN)}"]
+    if not faults:
+        try:
+            manager.register(plugin, name=name)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            faults = [str(error)]  # it goes by another name already, for one
+    return faults
+
+
+def hook_names(plugin: Any) -> tuple[str, ...]:
+    """Return the hooks that a plugin implements beside that for its records."""
+    found = {name for name, member in _members(plugin) if hasattr(member, _MARK)}
+    return tuple(sorted(found - {"interposer_records"}))
+
+
+def declared_records(manager: pluggy.PluginManager, name: str) -> list[Any]:
+    """Return what the plugin ``name`` declares, which may be anything; what it raises passes.
+
+    One more than are allowed at most, so that an endless generator is seen to be too long.
+
+    Raises: RecordError: it returned something else than several records.
+    """
+    records: list[Any] = []
+    for hook in manager.hook.interposer_records.get_hookimpls():
+        if hook.plugin_name == name:
+            returned: Any = hook.function()
+            if not isinstance(returned, Iterable) or isinstance(returned, str):
+                raise RecordError(
+                    f"interposer_records returned {type(returned).__name__}, "
+                    "must return a list of records"
+                )
+            records += islice(returned, MOST_RECORDS + 1 - len(records))
+    return records
+
+
+def _members(plugin: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in dir(plugin):
+        try:
+            member = getattr(plugin, name)
+        except FOREIGN_ERRORS:  # a property that does not work is no hook
+            continue
+        if inspect.isroutine(member):
+            yield name, member
+
+
+def _check_hook(name: str, member: Callable[..., Any], options: Any) -> Iterator[str]:
+    if name not in _KNOWN:
+        nearest = ", ".join(nearest_first(name, _KNOWN)[:3])
+        yield f"there is no hook of the name {name!r}; nearest: {nearest}"
+        return
+    if options.get("wrapper") or options.get("hookwrapper"):
+        yield f"{name} is a wrapper, which no hook here takes"
+    for parameter in inspect.signature(member).parameters.values():
+        various = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        needed = parameter.default is parameter.empty and not various
+        if needed and parameter.name not in _KNOWN[name]:
+            allowed = ", ".join(_KNOWN[name]) or "none"
+            yield f"{name} takes the argument {str(parameter)!r}; it may take: {allowed}"

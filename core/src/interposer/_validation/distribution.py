@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -89,11 +89,9 @@ class Distribution:
         editable installation has no record of its code, so nothing can be said of it: the list
         is empty.
         """
-        rows = _rows(self.record)
+        installed = ((path, digest) for path, digest in _rows(self.record) if not _is_added(path))
         return [
-            path
-            for path, digest in rows
-            if not _is_added(path) and _is_altered(Path(self.location, path), digest)
+            path for path, digest in installed if _is_altered(Path(self.location, path), digest)
         ]
 
     def owns_module(self, module: str) -> bool:
@@ -112,24 +110,24 @@ def read_distribution(found: Metadata) -> Distribution:
     source = _editable_folder(_text(found, "direct_url.json"))
     record = "" if source else _text(found, "RECORD")
     location = source or Path(str(found.locate_file("")))
-    if record:
+    content: list[object] = []
+    if source:
+        paths = [source]
+    elif record:
         try:
-            code = _code(_rows(record))
-            names = [path for path, _ in _rows(record) if not _is_added(path)]
-            paths = [location / name for name in names if name.isprintable()]
-            # Without hashes it would be the same for any content.
-            content: list[object] = [code] if code else _all_files(paths)
+            rows = sorted(row for row in _rows(record) if not _is_added(row[0]))
+            code = [row for row in rows if row[1]]
+            content = [code] if code else []
         except csv.Error as error:
-            content, record = [record], ""
+            rows, content, record = [], [record], ""
             problem = problem or f"its RECORD cannot be read: {error}"
-    elif source:
-        content = list(_files(source))
+        # Without hashes it would be the same for any content.
+        paths = [] if content else [location / name for name, _ in rows if name.isprintable()]
     else:
         tops = _text(found, "top_level.txt").split() or [name.replace("-", "_")]
-        paths = [
-            location / file for top in tops if top.isidentifier() for file in (top, f"{top}.py")
-        ]
-        content = _all_files(paths)
+        names = [top for top in tops if top.isidentifier()]
+        paths = [location / file for top in names for file in (top, f"{top}.py")]
+    content += [facts for path in sorted(paths) for facts in _files(path)]
     return Distribution(
         name=name,
         version=version,
@@ -140,10 +138,6 @@ def read_distribution(found: Metadata) -> Distribution:
         problem=problem,
         record=record,
     )
-
-
-def _all_files(paths: Iterable[Path]) -> list[object]:
-    return [facts for path in sorted(paths) for facts in _files(path)]
 
 
 def _text(found: Metadata, name: str) -> str:
@@ -212,11 +206,6 @@ def _rows(record: str) -> Iterator[tuple[str, str]]:
     for row in csv.reader(StringIO(record)):
         if row:
             yield row[0], row[1] if len(row) > 1 else ""
-
-
-def _code(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the sorted rows that stem from the wheel."""
-    return sorted((path, digest) for path, digest in rows if digest and not _is_added(path))
 
 
 def _is_added(path: str) -> bool:

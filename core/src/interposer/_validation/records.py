@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from interposer._contract.errors import FOREIGN_ERRORS, RecordError, described
 from interposer._contract.records import (
+    NAMES,
+    TARGETS,
     AttentionEntry,
     CheckpointEntry,
     DeviceEntry,
@@ -39,11 +41,9 @@ NAME_LIMIT = 100
 """How many characters a name may have."""
 
 _KINDS = get_args(Record)
-_TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 _TARGET_LIMIT = 300
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_NAMES = ("name", "op", "layer_id", "method", "suffix", "platform")
 
 
 def check_records(records: Iterable[object]) -> list[str]:
@@ -90,16 +90,16 @@ def check_classes(
             continue
         if not isinstance(record, LayerEntry | PlatformEntry) and not is_loaded(record.target):
             continue
-        what, check = _CHECKS[type(record)]
-        begin(f"loading {what} {record.name!r}")
+        what = f"{_PARENTS[type(record)][0]} {record.name!r}"
+        begin(f"loading {what}")
         try:
-            faults += check(record, load(record.target))
+            faults += _check_class(what, record, load(record.target))
         except ImportError:
             continue
         except RecordError as error:
             faults.append(str(error))
         except FOREIGN_ERRORS as error:
-            faults.append(f"loading {what} {record.name!r} raised {described(error)}")
+            faults.append(f"loading {what} raised {described(error)}")
     return faults
 
 
@@ -109,8 +109,7 @@ def plain_name(name: str) -> str:
 
 
 def _check_identities(records: list[Record]) -> Iterator[str]:
-    counts = Counter(identity(record) for record in records)
-    for found, count in counts.items():
+    for found, count in Counter(map(identity, records)).items():
         if count > 1:
             yield f"declares {' '.join(filter(None, found))} twice"
 
@@ -124,7 +123,7 @@ def _check_places(records: list[Record]) -> Iterator[str]:
             except (RecordError, ValueError) as error:
                 yield f"{record.name!r}: {error}"
             continue
-        for label in _TARGETS:
+        for label in TARGETS:
             if target := getattr(record, label, ""):
                 called = label != "target" or isinstance(record, Kernel)
                 targets.setdefault((target, called), f"{record.name!r}")
@@ -136,53 +135,60 @@ def _check_places(records: list[Record]) -> Iterator[str]:
 
 
 def _check_fields(record: object) -> Iterator[str]:
-    kind = type(record).__name__
+    name = getattr(record, "name", None)
+    shown = plain_name(name) if type(name) is str else "without a name"
     for field in fields(record):  # type: ignore[arg-type]
         fault = _check_field(field.name, getattr(record, field.name, None))
         if fault:
-            yield f"{kind} {_shown(record)} has {fault}"
+            yield f"{type(record).__name__} {shown} has {fault}"
 
 
 def _check_field(label: str, value: object) -> str:
     """Return what is wrong with a field as the end of a sentence, or an empty string."""
-    match label:
-        case "requires":
-            return _check_requires(value)
-        case "score":
-            # A subclass of float may compare as it likes.
-            sound = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-            return "" if sound else "a score that is not a finite number"
-        case "properties" | "instead_of":
-            sound = type(value) is frozenset and all(type(item) is str for item in value)
-            return "" if sound else f"{label} that are no frozenset of texts"
-        case "driver_files":
-            sound = type(value) is tuple and all(type(item) is str for item in value)
-            return "" if sound else "driver_files that are no tuple of texts"
-        case "extra_roundings":
-            sound = type(value) is int and value >= 0
-            return "" if sound else "extra_roundings that are no int of at least 0"
-        case "explicit":
-            return "" if type(value) is bool else "an explicit that is neither True nor False"
+    if label == "requires":
+        return _check_requires(value)
+    if label in _SOUND:
+        is_sound, fault = _SOUND[label]
+        return "" if is_sound(value) else fault
     if type(value) is not str:
         return f"a {label} that is {_kind(value)}, not a text"
-    limit = _TARGET_LIMIT if label in (*_TARGETS, "resource") else NAME_LIMIT
+    limit = _TARGET_LIMIT if label in (*TARGETS, "resource") else NAME_LIMIT
     if len(value) > limit:
         return f"a {label} of {len(value):,} characters; {limit} are allowed"
     if not (value.isascii() and value.isprintable()):
         return f"the {label} {plain_name(value)}, which is not printable ASCII"
-    if label in _NAMES and not _NAME.fullmatch(value):
+    if label in (*NAMES, "platform") and not _NAME.fullmatch(value):
         return f"the {label} {plain_name(value)}; names consist of A-Z, a-z, 0-9, '_', '.' and '-'"
     return ""
+
+
+def _texts(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind and all(type(item) is str for item in value)
+
+
+# By exact types: a subclass may compare and print as it likes.
+_SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "score": (
+        lambda value: type(value) in (int, float) and math.isfinite(value),
+        "a score that is not a finite number",
+    ),
+    "properties": (_texts(frozenset), "properties that are no frozenset of texts"),
+    "instead_of": (_texts(frozenset), "instead_of that are no frozenset of texts"),
+    "driver_files": (_texts(tuple), "driver_files that are no tuple of texts"),
+    "extra_roundings": (
+        lambda value: type(value) is int and value >= 0,
+        "extra_roundings that are no int of at least 0",
+    ),
+    "explicit": (lambda value: type(value) is bool, "an explicit that is neither True nor False"),
+}
 
 
 def _check_requires(value: object) -> str:
     if type(value) is not Requires:
         return f"requires that is {_kind(value)}, not a Requires"
-    sets = (value.features, value.architectures)
-    if not all(type(s) is frozenset and all(type(i) is str for i in s) for s in sets):
+    if not (_texts(frozenset)(value.features) and _texts(frozenset)(value.architectures)):
         return "requires whose features or architectures are no frozenset of texts"
-    dtypes = value.dtypes
-    if type(dtypes) is not tuple or not all(type(dtype) is str for dtype in dtypes):
+    if not _texts(tuple)(value.dtypes):
         return "requires whose dtypes are no tuple of texts"
     dims: Mapping[str, Dim] = value.dims
     if type(dims) not in (dict, MappingProxyType):
@@ -190,17 +196,12 @@ def _check_requires(value: object) -> str:
     for name, dim in dims.items():
         if type(name) is not str or type(dim) is not Dim:
             return "requires whose dims are not of the form {'name': Dim(...)}"
-        bounds = (dim.at_least, dim.at_most, dim.multiple_of)
-        if not all(bound is None or type(bound) is int for bound in bounds):
+        bounds = {type(bound) for bound in (dim.at_least, dim.at_most, dim.multiple_of)}
+        if not bounds <= {int, type(None)}:
             return f"requires whose dim {plain_name(name)} has a bound that is no int"
         if type(dim.one_of) is not tuple:
             return f"requires whose dim {plain_name(name)} has a one_of that is no tuple"
     return ""
-
-
-def _shown(record: object) -> str:
-    name = getattr(record, "name", None)
-    return plain_name(name) if type(name) is str else "without a name"
 
 
 def _kind(value: object) -> str:
@@ -208,85 +209,51 @@ def _kind(value: object) -> str:
     return f"{'an' if name[:1].lower() in set('aeiou') else 'a'} {name}"
 
 
-def _check_layer(record: LayerEntry, found: object) -> list[str]:
-    from interposer._contract.layer import PluggableLayer, check_replacement
-
-    if not (isinstance(found, type) and issubclass(found, PluggableLayer)):
-        return [f"layer {record.name!r} is {found!r:.100}, which does not subclass PluggableLayer"]
-    standard = _standard(found, record.layer_id)
-    if standard is None:
-        return [
-            f"layer {record.name!r} is {found.__qualname__}, which subclasses no layer "
-            f"whose layer_id is {record.layer_id!r}"
-        ]
-    check_replacement(standard, found, record.name)
-    return []
-
-
-def _standard(found: type[PluggableLayer], layer_id: str) -> type[PluggableLayer] | None:
-    return next((base for base in found.__mro__ if vars(base).get("layer_id") == layer_id), None)
-
-
-def _check_platform(record: PlatformEntry, found: Any) -> list[str]:
-    from interposer._contract.platform import Platform
-
-    what = f"platform {record.name!r}"
-    faults = _check_subclass(what, found, Platform) or [
-        f"{what} has no {label}, which must be a text"
-        for label in ("name", "device_type")
-        if type(getattr(found, label, None)) is not str
-    ]
-    if not faults and found.name != record.name:
-        faults = [f"{what} is {found.__qualname__}, whose name is {found.name!r}"]
-    return faults
+def _check_class(what: str, record: Record, found: Any) -> Iterator[str]:
+    parent = load_target(_PARENTS[type(record)][1])
+    if isinstance(record, OpEntry):
+        if not isinstance(found, parent):
+            yield f"{what} is {_kind(found)}, not a CustomOp, which @custom_op makes"
+        elif found.name != record.name:
+            yield f"{what} is a CustomOp whose name is {found.name!r:.100}"
+    elif not (isinstance(found, type) and issubclass(found, parent)):
+        yield f"{what} is {found!r:.100}, which does not subclass {parent.__name__}"
+    elif isinstance(record, LayerEntry):
+        yield from _check_layer(what, record, found)
+    elif missing := sorted(getattr(found, "__abstractmethods__", ())):
+        yield f"{what} lacks the required members {', '.join(missing)}"
+    elif isinstance(record, PlatformEntry):
+        labels = ("name", "device_type")
+        unnamed = [label for label in labels if type(getattr(found, label, None)) is not str]
+        yield from (f"{what} has no {label}, which must be a text" for label in unnamed)
+        if not unnamed and found.name != record.name:  # type: ignore[attr-defined]
+            yield f"{what} is {found.__qualname__}, whose name is {found.name!r}"  # type: ignore[attr-defined]
+    elif isinstance(record, SchemeEntry):
+        method = getattr(found, "method", None)
+        if method != record.method:
+            stated = f"whose method is {method!r:.100}, not {record.method!r}"
+            yield f"{what} is {found.__qualname__}, {stated}"
 
 
-def _check_op(record: OpEntry, found: object) -> list[str]:
-    from interposer._contract.op import CustomOp
+def _check_layer(what: str, record: LayerEntry, found: type[PluggableLayer]) -> Iterator[str]:
+    from interposer._contract.layer import check_replacement
 
-    if not isinstance(found, CustomOp):
-        return [f"op {record.name!r} is {_kind(found)}, not a CustomOp, which @custom_op makes"]
-    if found.name != record.name:
-        return [f"op {record.name!r} is a CustomOp whose name is {found.name!r:.100}"]
-    return []
-
-
-def _check_attention(record: AttentionEntry, found: Any) -> list[str]:
-    from interposer._contract.attention import AttentionBackend
-
-    return _check_subclass(f"attention backend {record.name!r}", found, AttentionBackend)
+    for base in found.__mro__:
+        if vars(base).get("layer_id") == record.layer_id:
+            check_replacement(base, found, record.name)
+            return
+    yield (
+        f"{what} is {found.__qualname__}, which subclasses no layer "
+        f"whose layer_id is {record.layer_id!r}"
+    )
 
 
-def _check_scheme(record: SchemeEntry, found: Any) -> list[str]:
-    from interposer._contract.quantization import QuantizationScheme
-
-    what = f"scheme {record.name!r}"
-    faults = _check_subclass(what, found, QuantizationScheme)
-    method = getattr(found, "method", None)
-    if not faults and method != record.method:
-        qualname = found.__qualname__
-        faults = [f"{what} is {qualname}, whose method is {method!r:.100}, not {record.method!r}"]
-    return faults
-
-
-def _check_checkpoint(record: CheckpointEntry, found: Any) -> list[str]:
-    from interposer._contract.checkpoint import CheckpointFile
-
-    return _check_subclass(f"format of files {record.name!r}", found, CheckpointFile)
-
-
-def _check_subclass(what: str, found: Any, parent: type) -> list[str]:
-    if not (isinstance(found, type) and issubclass(found, parent)):
-        return [f"{what} is {found!r:.100}, which does not subclass {parent.__name__}"]
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    return [f"{what} lacks the required members {', '.join(missing)}"] if missing else []
-
-
-_CHECKS: dict[type[Record], tuple[str, Callable[[Any, Any], list[str]]]] = {
-    LayerEntry: ("layer", _check_layer),
-    PlatformEntry: ("platform", _check_platform),
-    OpEntry: ("op", _check_op),
-    AttentionEntry: ("attention backend", _check_attention),
-    SchemeEntry: ("scheme", _check_scheme),
-    CheckpointEntry: ("format of files", _check_checkpoint),
+# Named, not imported: most of them import torch.
+_PARENTS: dict[type[Record], tuple[str, str]] = {
+    LayerEntry: ("layer", "interposer._contract.layer:PluggableLayer"),
+    PlatformEntry: ("platform", "interposer._contract.platform:Platform"),
+    OpEntry: ("op", "interposer._contract.op:CustomOp"),
+    AttentionEntry: ("attention backend", "interposer._contract.attention:AttentionBackend"),
+    SchemeEntry: ("scheme", "interposer._contract.quantization:QuantizationScheme"),
+    CheckpointEntry: ("format of files", "interposer._contract.checkpoint:CheckpointFile"),
 }

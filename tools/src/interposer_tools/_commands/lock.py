@@ -14,8 +14,7 @@ def lock(
 ) -> None:
     """Write down which plugin distributions are installed, for --locked to insist on them."""
     from interposer import effective_config
-    from interposer.tooling import check_lock, installed_distributions, lock_path
-    from interposer_tools._lock_writer import lock_of, write_lock
+    from interposer.tooling import Lock, check_lock, installed_distributions, lock_path
 
     config = effective_config()
     distributions, path = installed_distributions(), lock_path(config)
@@ -23,5 +22,5 @@ def lock(
         check_lock(config, distributions)
         print(f"{path}: {len(distributions)} distributions are as locked")
     else:
-        write_lock(lock_of(distributions), path)
+        Lock.of(distributions).write(path)
         print(f"{path}: {len(distributions)} distributions are locked")
