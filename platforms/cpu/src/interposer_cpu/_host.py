@@ -1,4 +1,4 @@
-"""What the operating system says about processors, caches, NUMA nodes and memory.
+"""Processors, caches, NUMA nodes and memory, as the operating system reports them.
 
 Where files are read, ``root`` is the folder in which ``proc`` and ``sys`` lie.
 """

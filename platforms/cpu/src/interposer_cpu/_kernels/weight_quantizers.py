@@ -1,11 +1,14 @@
-"""Weights to integers by the compiled library. O output features, I input features, G inputs."""
+"""Quantizers of weights by the compiled library.
+
+Dimensions: O output features, I input features, G inputs that share a scale.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.compiler import is_compiling
 
-from interposer_cpu._kernels.rows import TYPES
+from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu.native import library
 from interposer_ops.devices import host_memory
 
@@ -15,7 +18,7 @@ def quantize_weight_int8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_weight_int8``."""
     codes = _empty(tuple(weight.shape), torch.int8)
-    return codes, _round(weight, codes, None, group_size, scale_dtype, 8)
+    return codes, _quantize(weight, codes, None, group_size, scale_dtype, 8)
 
 
 def quantize_weight_int4(
@@ -23,7 +26,7 @@ def quantize_weight_int4(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_weight_int4``."""
     codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
-    return codes, _round(weight, codes, None, group_size, scale_dtype, 4)
+    return codes, _quantize(weight, codes, None, group_size, scale_dtype, 4)
 
 
 def quantize_weight_int4_asymmetric(
@@ -32,15 +35,15 @@ def quantize_weight_int4_asymmetric(
     """Return the op ``quantize_weight_int4_asymmetric``."""
     codes = _empty((weight.shape[0], weight.shape[1] // 2), torch.uint8)
     zeros = torch.empty(weight.shape[0], weight.shape[1] // group_size, dtype=torch.uint8)
-    return codes, _round(weight, codes, zeros, group_size, torch.float32, 4), zeros
+    return codes, _quantize(weight, codes, zeros, group_size, torch.float32, 4), zeros
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    # Of what is large, and goes as soon as it is packed, the heap would keep holes.
+    # Codes are large and freed as soon as they are packed, which would leave holes in the heap.
     return torch.empty(shape, dtype=dtype) if is_compiling() else host_memory.empty(shape, dtype)
 
 
-def _round(
+def _quantize(
     weight: torch.Tensor,
     codes: torch.Tensor,
     zeros: torch.Tensor | None,

@@ -1,6 +1,6 @@
-"""Lookup in tables that are packed, so that a head multiplies by the same memory.
+"""Embedding lookups in packed weights, so that a tied lm_head multiplies by the same memory.
 
-Dimensions: T tokens, V rows of the table, H hidden size.
+Dimensions: T tokens, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,39 +11,47 @@ import torch
 
 from interposer import Request, Verdict
 from interposer_cpu import native
+from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu._kernels.linear import pack, pack_w4a16, pack_w8a16
 from interposer_cpu._kernels.packed_copies import Packed
-from interposer_cpu._kernels.rows import TYPES
 
-Table = tuple[Packed, int, torch.dtype]
-"""What the library reads, H, and the dtype of plain rows."""
+PackedEmbedding = tuple[Packed, int, torch.dtype]
+"""The packed weight, H, and the dtype of the rows that an unquantized one has."""
 
 
-def embedding(token_ids: torch.Tensor, weight: Table) -> torch.Tensor:
-    """Return the op ``embedding`` for a ``weight`` of ``pack_table``."""
+def embedding(token_ids: torch.Tensor, weight: PackedEmbedding) -> torch.Tensor:
+    """Return the op ``embedding`` for a ``weight`` of ``pack_embedding``."""
     return _rows(token_ids, weight, weight[2])
 
 
 def w4a16_embedding(
-    token_ids: torch.Tensor, weight: Table, scale: None, zero_points: None, out_dtype: torch.dtype
+    token_ids: torch.Tensor,
+    weight: PackedEmbedding,
+    scale: None,
+    zero_points: None,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``w4a16_embedding`` for what ``pack_w4a16_table`` returns."""
+    """Return the op ``w4a16_embedding`` for a ``weight`` of ``pack_w4a16_embedding``."""
     return _rows(token_ids, weight, out_dtype)
 
 
 def w8a16_embedding(
-    token_ids: torch.Tensor, weight: Table, scale: None, zero_points: None, out_dtype: torch.dtype
+    token_ids: torch.Tensor,
+    weight: PackedEmbedding,
+    scale: None,
+    zero_points: None,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the op ``w8a16_embedding`` for what ``pack_w8a16_table`` returns."""
+    """Return the op ``w8a16_embedding`` for a ``weight`` of ``pack_w8a16_embedding``."""
     return _rows(token_ids, weight, out_dtype)
 
 
-def pack_table(weight: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of ``embedding`` with ``weight`` ``[V, H]`` packed as for a head."""
+def pack_embedding(weight: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of ``embedding``, ``weight`` ``[V, H]`` packed as for ``linear``."""
     return {"weight": (pack(weight, None)["weight"], weight.shape[1], weight.dtype)}
 
 
-def pack_w4a16_table(
+def pack_w4a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``w4a16_embedding``, all in the packed weight."""
@@ -51,7 +59,7 @@ def pack_w4a16_table(
     return _constants(packed, 2 * weight.shape[1])
 
 
-def pack_w8a16_table(
+def pack_w8a16_embedding(
     weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``w8a16_embedding``, all in the packed weight."""
@@ -59,9 +67,9 @@ def pack_w8a16_table(
 
 
 def judge_tied(request: Request) -> Verdict:
-    """Accept tables that a head multiplies by: of others, rows are read faster as they are."""
+    """Accept weights that are tied to an lm_head: rows of others are read faster unpacked."""
     if not request.dims["tied"]:
-        return Verdict.refuse("packs tables that a head shares, no head shares this one")
+        return Verdict.refuse("packs weights that are tied to an lm_head, this one is not")
     return native.judge(request)
 
 
@@ -69,8 +77,8 @@ def _constants(packed: Packed, width: int) -> dict[str, Any]:
     return {"weight": (packed, width, torch.float32), "scale": None, "zero_points": None}
 
 
-def _rows(token_ids: torch.Tensor, table: Table, dtype: torch.dtype) -> torch.Tensor:
-    (packed, _), width, _ = table
+def _rows(token_ids: torch.Tensor, weight: PackedEmbedding, dtype: torch.dtype) -> torch.Tensor:
+    (packed, _), width, _ = weight
     ids = token_ids.contiguous()
     count = ids.shape[0]
     out = torch.empty(count, width, dtype=dtype)

@@ -12,9 +12,13 @@ import torch
 
 from interposer import Config, Resolver, Site, current_registry, place
 from interposer_cpu import native
-from interposer_cpu._kernels import linear as native_linear
-from interposer_cpu._kernels import tables as native_tables
-from interposer_cpu._kernels.tables import pack_table, pack_w4a16_table, pack_w8a16_table
+from interposer_cpu._kernels import embedding as native_embedding
+from interposer_cpu._kernels import linear
+from interposer_cpu._kernels.embedding import (
+    pack_embedding,
+    pack_w4a16_embedding,
+    pack_w8a16_embedding,
+)
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.layers.embedding import Embedding, LMHead
 
@@ -36,18 +40,18 @@ def codes(bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 PACKERS: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    4: (pack_w4a16_table, native_linear.pack_w4a16),
-    8: (pack_w8a16_table, native_linear.pack_w8a16),
+    4: (pack_w4a16_embedding, linear.pack_w4a16),
+    8: (pack_w8a16_embedding, linear.pack_w8a16),
 }
 
 
 def test_a_plain_table_and_the_head_that_shares_it_are_one_copy() -> None:
     weight = torch.randn(V, H)
-    looked_up = pack_table(weight)["weight"][0][0]
-    assert native_linear.pack(weight, None)["weight"][0] is looked_up
+    looked_up = pack_embedding(weight)["weight"][0][0]
+    assert linear.pack(weight, None)["weight"][0] is looked_up
     # A product with a bias, or of equal numbers that lie elsewhere, is another one.
-    assert native_linear.pack(weight, torch.zeros(V))["weight"][0] is not looked_up
-    assert native_linear.pack(weight.clone(), None)["weight"][0] is not looked_up
+    assert linear.pack(weight, torch.zeros(V))["weight"][0] is not looked_up
+    assert linear.pack(weight.clone(), None)["weight"][0] is not looked_up
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -66,38 +70,38 @@ def test_a_quantized_table_and_its_head_are_one_copy(bits: int, asymmetric: bool
 
 def test_a_head_of_rounded_inputs_multiplies_by_the_same_copy() -> None:
     weight, scale, zeros = codes(4)
-    looked_up = pack_w4a16_table(weight, scale, zeros)["weight"][0][0]
-    assert native_linear.pack_w4a8(weight, scale, zeros, None)["weight"][0] is looked_up
+    looked_up = pack_w4a16_embedding(weight, scale, zeros)["weight"][0][0]
+    assert linear.pack_w4a8(weight, scale, zeros, None)["weight"][0] is looked_up
     weight, scale, _ = codes(8)
     of_rows = scale[:, 0].contiguous()
-    looked_up = pack_w8a16_table(weight, of_rows, None)["weight"][0][0]
-    assert native_linear.pack_int8(weight, of_rows, None)["weight"][0] is looked_up
-    assert native_linear.pack_int8(weight, of_rows.clone(), None)["weight"][0] is not looked_up
+    looked_up = pack_w8a16_embedding(weight, of_rows, None)["weight"][0][0]
+    assert linear.pack_int8(weight, of_rows, None)["weight"][0] is looked_up
+    assert linear.pack_int8(weight, of_rows.clone(), None)["weight"][0] is not looked_up
 
 
 def test_what_was_written_since_is_packed_anew() -> None:
     weight = torch.randn(V, H)
-    table = pack_table(weight)["weight"]
+    table = pack_embedding(weight)["weight"]
     weight[3] += 1
-    product = native_linear.pack(weight, None)["weight"]
+    product = linear.pack(weight, None)["weight"]
     assert product[0] is not table[0][0]
     x = torch.randn(2, H)
-    torch.testing.assert_close(native_linear.linear(x, product, None), x @ weight.T)
+    torch.testing.assert_close(linear.linear(x, product, None), x @ weight.T)
     # Tensors of inference mode do not tell that they were written.
     with torch.inference_mode():
         unversioned = torch.randn(V, H)
-        first = pack_table(unversioned)["weight"]
+        first = pack_embedding(unversioned)["weight"]
         unversioned[3] += 1
-        rows = native_tables.embedding(torch.tensor([3]), pack_table(unversioned)["weight"])
+        rows = native_embedding.embedding(torch.tensor([3]), pack_embedding(unversioned)["weight"])
         assert torch.equal(rows, unversioned[3:4])
-        assert not torch.equal(native_tables.embedding(torch.tensor([3]), first), rows)
+        assert not torch.equal(native_embedding.embedding(torch.tensor([3]), first), rows)
 
 
 def test_a_copy_goes_with_those_that_hold_it_and_keeps_nothing() -> None:
     weight = torch.randn(V, H)
-    table = pack_table(weight)["weight"]
+    table = pack_embedding(weight)["weight"]
     gone, source = weakref.ref(table[0][0]), weakref.ref(weight)
-    product = native_linear.pack(weight, None)["weight"]
+    product = linear.pack(weight, None)["weight"]
     del weight
     gc.collect()
     assert source() is None
@@ -120,7 +124,7 @@ def test_a_tied_head_holds_what_its_embedding_looks_up(dtype: torch.dtype) -> No
     embedding.get_parameter("weight").data.copy_(weight)
     for layer in (embedding, head):
         layer.finalize()
-    assert embedding.lookup is native_tables.embedding
+    assert embedding.lookup is native_embedding.embedding
     assert embedding.constants[0][0][0] is head.operands[0][0]
     assert [*embedding.parameters(), *head.parameters()] == []
     ids = torch.tensor([0, V - 1, 63, 64])
@@ -128,24 +132,27 @@ def test_a_tied_head_holds_what_its_embedding_looks_up(dtype: torch.dtype) -> No
     alone = Embedding(site.at("alone"), V, H)
     assert alone.lookup is None
     alone.finalize()
-    assert alone.lookup is not native_tables.embedding
+    assert alone.lookup is not native_embedding.embedding
 
 
 def tables() -> dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
     """Return functions to what is found and what is expected."""
     plain = torch.randn(V, H)
-    packed = pack_table(plain)["weight"]
+    packed = pack_embedding(plain)["weight"]
     (w4, s4, z4), (w8, s8, z8) = codes(4), codes(8)
-    four, eight = pack_w4a16_table(w4, s4, z4)["weight"], pack_w8a16_table(w8, s8, z8)["weight"]
+    four, eight = (
+        pack_w4a16_embedding(w4, s4, z4)["weight"],
+        pack_w8a16_embedding(w8, s8, z8)["weight"],
+    )
     half = torch.bfloat16
     return {
-        "plain": lambda ids: (native_tables.embedding(ids, packed), plain[ids]),
+        "plain": lambda ids: (native_embedding.embedding(ids, packed), plain[ids]),
         "int4": lambda ids: (
-            native_tables.w4a16_embedding(ids, four, None, None, half),
+            native_embedding.w4a16_embedding(ids, four, None, None, half),
             w4a16_embedding(ids, w4, s4, z4, half),
         ),
         "int8": lambda ids: (
-            native_tables.w8a16_embedding(ids, eight, None, None, half),
+            native_embedding.w8a16_embedding(ids, eight, None, None, half),
             w8a16_embedding(ids, w8, s8, z8, half),
         ),
     }
@@ -172,10 +179,10 @@ def test_rows_that_are_not_there_are_refused(kind: str, wrong: int) -> None:
 
 def test_compiled_code_calls_the_registered_op() -> None:
     weight, scale, zeros = codes(4)
-    table = pack_w4a16_table(weight, scale, zeros)["weight"]
+    table = pack_w4a16_embedding(weight, scale, zeros)["weight"]
 
     def rows(ids: torch.Tensor) -> torch.Tensor:
-        return native_tables.w4a16_embedding(ids, table, None, None, torch.float32)
+        return native_embedding.w4a16_embedding(ids, table, None, None, torch.float32)
 
     ids = torch.tensor([5, 0, 149])
     compiled = torch.compile(rows, fullgraph=True, backend="aot_eager")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interposer_cpu import native
-from interposer_cpu._kernels import rounding as native_rounding
+from interposer_cpu._kernels import weight_quantizers
 from interposer_ops import quantizers
 
 # Without a compiler the plugin works too, but has none of what is tested here.
@@ -49,7 +49,7 @@ def rounded(module: Any, weight: torch.Tensor, group: int) -> Iterator[Results]:
 
 
 def assert_equal(weight: torch.Tensor, group: int) -> None:
-    found = rounded(native_rounding, weight, group)
+    found = rounded(weight_quantizers, weight, group)
     for ones, others in zip(found, rounded(quantizers, weight, group), strict=True):
         for one, other in zip(ones, others, strict=True):
             assert one.dtype == other.dtype
@@ -89,7 +89,7 @@ def test_what_is_not_finite_has_no_finite_scale(dtype: torch.dtype, value: float
     for place in (0, 31, 40, 95):
         wrong = weight.clone()
         wrong[2, place] = value
-        for module in (native_rounding, quantizers):
+        for module in (weight_quantizers, quantizers):
             for _, scale, *_ in rounded(module, wrong, 48):
                 expected = torch.ones_like(scale, dtype=torch.bool)
                 expected[2, place // 48] = False
@@ -99,10 +99,10 @@ def test_what_is_not_finite_has_no_finite_scale(dtype: torch.dtype, value: float
 def test_results_do_not_depend_on_the_number_of_threads(threads: Callable[[int], None]) -> None:
     weight = torch.randn(301, 256, generator=torch.Generator().manual_seed(0))
     threads(1)
-    alone = list(rounded(native_rounding, weight, 32))
+    alone = list(rounded(weight_quantizers, weight, 32))
     for count in (2, 3):
         threads(count)
-        for ones, others in zip(alone, rounded(native_rounding, weight, 32), strict=True):
+        for ones, others in zip(alone, rounded(weight_quantizers, weight, 32), strict=True):
             assert all(map(torch.equal, ones, others))
 
 
