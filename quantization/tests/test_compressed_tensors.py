@@ -433,7 +433,7 @@ def test_inputs_are_rounded_no_worse_than_by_the_library(
 
 @pytest.mark.parametrize("kind", ["int4, inputs int8", "packed int4, inputs int8"])
 def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None:
-    """What the library computes with the same scales of inputs is the same."""
+    """The library computes the same with the same scales of inputs."""
     weights, inputs, storage = ROUNDED[kind]
     path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
     names = {choice["name"] for choice in explain(load(path, dtype="float32")).to_dict()["choices"]}

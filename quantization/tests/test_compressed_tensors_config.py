@@ -1,4 +1,4 @@
-"""What is read of a quantization_config means what the library means by it; the rest is refused."""
+"""Fields of a quantization_config mean what the library means by them, or are refused."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_layers_compute_what_modelopt_computes(kind: str, tmp_path: Path) -> Non
 
 
 def test_inputs_are_multiplied_before_they_are_rounded(tmp_path: Path) -> None:
-    """Where the library did not fold the numbers into the layer before: of GQA in ``o_proj``."""
+    """The library does not always fold the numbers into the layer before: of GQA in ``o_proj``."""
     for kind in ("w4a16-awq", "nvfp4-awq"):
         (tmp_path / kind).mkdir()
         (output,) = (

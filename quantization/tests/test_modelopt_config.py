@@ -1,4 +1,4 @@
-"""What ModelOpt says about a checkpoint means what it means there; the rest is refused."""
+"""ModelOpt's fields mean what they mean there, or are refused."""
 
 from __future__ import annotations
 

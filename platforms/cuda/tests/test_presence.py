@@ -69,7 +69,7 @@ class GPU:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from interposer_cuda import driver, system
+from interposer_cuda._hardware import driver, system
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer.tooling import variables

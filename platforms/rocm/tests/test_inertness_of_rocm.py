@@ -62,7 +62,8 @@ def test_only_refusals_are_added() -> None:
     "statement",
     [
         "import interposer_rocm.plugin",
-        "from interposer_rocm import aiter_flash, aiter_latent, platform, scaled_products",
+        "from interposer_rocm import _platform, _scaled_products\n"
+        "from interposer_rocm._aiter import flash, latent",
         "from interposer_rocm._platform import ROCmPlatform; assert not ROCmPlatform.probe()",
         "import interposer; interposer.place()",
         f"import interposer; interposer.explain({str(MODEL)!r}, 'mi300x')",

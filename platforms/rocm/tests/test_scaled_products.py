@@ -117,7 +117,7 @@ def test_each_gpu_gets_the_product_of_its_format(
 
 @pytest.mark.parametrize(("rows", "is_split"), [(1, True), (16, True), (17, False)])
 def test_few_rows_are_split(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is split gets numbers and scales that mean the same; the processor multiplies them."""
+    """Split operands get numbers and scales that mean the same; the processor multiplies them."""
     split = pytest.importorskip(
         "interposer_rocm._split_products", reason="needs the package triton"
     )

@@ -16,7 +16,7 @@ PROGRAM = """
 import json, sys
 import torch
 from interposer import Capability, Request
-from interposer_xpu import extension
+from interposer_xpu._packages import extension
 verdict = extension.judge(Request("kernel", "rms_norm", "xpu", Capability("pvc"), "float32", {}))
 said = {"reason": verdict.reason, "here": "intel_extension_for_pytorch" in sys.modules}
 if verdict:

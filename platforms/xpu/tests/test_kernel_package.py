@@ -26,7 +26,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 FITS = f"- **PyTorch**: {MINOR}.0+xpu"
 JUDGE = """
 import json, sys
-from interposer_xpu import kernel_package
+from interposer_xpu._packages import kernel_package
 said = {use: kernel_package.judge_ops(use).reason for use in kernel_package.USES}
 said["here"] = sorted(name for name in sys.modules if name.startswith("vllm_xpu_kernels"))
 print(json.dumps(said))
@@ -157,7 +157,7 @@ def test_memory_is_mapped_by_the_package(package: Path) -> None:
     program = """
 import json
 import torch
-from interposer_xpu import host_mapping
+from interposer_xpu._hardware import host_mapping
 pinned = torch.arange(6.0).view(2, 3)
 torch.Tensor.is_pinned = lambda self: True  # there is no memory that could be
 view = host_mapping.mapped(pinned)

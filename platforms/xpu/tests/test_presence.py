@@ -47,7 +47,7 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from interposer.tooling import variables
-from interposer_xpu import level_zero, system
+from interposer_xpu._hardware import level_zero, system
 from interposer_xpu._hardware.presence import Presence
 from interposer_xpu._hardware.torch_build import TorchBuild
 

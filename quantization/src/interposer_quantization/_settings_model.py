@@ -47,7 +47,7 @@ SEARCH_SETTINGS = frozenset(
         "true_sequential",
     }
 )
-"""What transformers, GPTQModel and auto-round say about how the weights were found."""
+"""Fields of transformers, GPTQModel and auto-round on the search for the weights."""
 
 
 def _group_size(size: int) -> int:
@@ -57,7 +57,7 @@ def _group_size(size: int) -> int:
 
 
 GroupSize = Annotated[int, AfterValidator(_group_size)]
-"""How many inputs share a scale; -1 stands for all of them."""
+"""The number of inputs that share a scale; -1 stands for all of them."""
 
 
 class SettingsModel(BaseModel):

@@ -62,7 +62,7 @@ class CalibratedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the model has."""
+        """Return the number of blocks of the model."""
         return len(self._decoder.layers)
 
     @torch.inference_mode()

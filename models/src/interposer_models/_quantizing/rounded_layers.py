@@ -1,4 +1,4 @@
-"""What each linear layer of a model is quantized to: rounded to nearest, or by calibration."""
+"""Linear layers of a model, rounded to nearest or by calibration."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _SETTINGS = ("GPU_ARCHS", "HIP_", "ROCR_", "HSA_", "ROCM_", "CUDA_VISIBLE_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """What came of importing a package in another process.
+    """The outcome of importing a package in another process.
 
     Attributes:
         named: the package with its version.

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_lis
 _PLAIN_BITS = 16
 
 Stored = gptq_config.Weights | awq_config.Weights
-"""How the weights of a layer are stored, in the words of the format that packs them."""
+"""Storage of the weights of a layer, in the words of the format that packs them."""
 
 
 def _pattern(text: str) -> str:

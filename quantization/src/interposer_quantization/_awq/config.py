@@ -52,7 +52,7 @@ Version = Annotated[Literal["gemm"], BeforeValidator(_lower)]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights of a layer are stored.
+    """Storage of the weights of a layer.
 
     Attributes:
         inputs_per_scale: the group size; None where one group takes all inputs.

@@ -79,7 +79,7 @@ class _Arguments(SettingsModel):
 
 
 class WeightArguments(_Arguments):
-    """How the weights of a group of layers are quantized."""
+    """Quantization of the weights of a group of layers."""
 
     dynamic: Literal[False] = False
     actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
@@ -94,7 +94,7 @@ class WeightArguments(_Arguments):
 
 
 class InputArguments(_Arguments):
-    """How the inputs of a group of layers are quantized."""
+    """Quantization of the inputs of a group of layers."""
 
     dynamic: Literal[False, True, "local"] = False
     actorder: Literal[False] | None = None
@@ -135,7 +135,7 @@ class InputArguments(_Arguments):
 
 
 class CacheArguments(_Arguments):
-    """How keys and values are quantized: to 8 bits, by a scale per layer or per kv head."""
+    """Quantization of keys and values: to 8 bits, by a scale per layer or per kv head."""
 
     num_bits: Literal[8] = 8
     symmetric: Literal[True] = True

@@ -58,7 +58,7 @@ Empty = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class DenseSparsity(SettingsModel):
-    """What early releases say where nothing is stored sparsely."""
+    """The statement of early releases that nothing is stored sparsely."""
 
     format: Literal["dense"]
     global_sparsity: float | None = None

@@ -1,4 +1,4 @@
-"""What the linear layers of compressed-tensors share: sizes, scales and what is held in the end.
+"""Common parts of the linear layers of compressed-tensors: sizes, scales and constants.
 
 Dimensions: I input features, O output features, G groups, P layers of the checkpoint that are
 fused.

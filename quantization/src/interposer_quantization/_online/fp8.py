@@ -30,7 +30,7 @@ _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class OnlineFp8Settings(HeadSettings):
-    """What can be said of it; the blocks of ``block`` are of 128 by 128 unless stated."""
+    """Settings of online FP8; the blocks of ``block`` are of 128 by 128 unless stated."""
 
     quant_method: Literal["online_fp8"] = "online_fp8"
     strategy: Literal["channel", "tensor", "block"] = "channel"

@@ -1,4 +1,4 @@
-"""What is said of the head, and of the table that it shares, where a model is quantized online."""
+"""Settings of the lm_head, and of a tied embedding, of a model that is quantized online."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GROUP_SIZES = (32, 16)
 
 
 class HeadSettings(LayersLeftOut):
-    """How the language model head is held: symmetric integers.
+    """Settings of the lm_head: symmetric integers.
 
     Those of 8 bits have a scale for each row of the vocabulary unless ``head_group_size`` is
     stated. Those of 4 bits have groups of that size, by default the ``group_size`` of the linear

@@ -27,7 +27,7 @@ Try: load(..., quantization={"quant_method": "int4", "group_size": 32})"""
 
 
 class OnlineSettings(HeadSettings):
-    """What can be said of it; what each means, and goes with, is as in ``weight_format``.
+    """Settings of online integers; each means what it does in ``weight_format``.
 
     Without ``group_size``, groups of 4-bit integers have 128 inputs, or the next of 64, 32 and 16
     that divides the inputs of a layer.

@@ -27,7 +27,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights of a layer are stored, in 8 bits each.
+    """Storage of the weights of a layer, in 8 bits each.
 
     Attributes:
         inputs_per_scale: the group size; None where one scale holds for a whole output.
@@ -50,7 +50,7 @@ class Weights:
 
 
 class Place(SettingsModel):
-    """What a granularity says about itself."""
+    """The fields of a granularity."""
 
     dim: Literal[-1] | None = None
     axis: Literal[0] | None = None
@@ -58,7 +58,7 @@ class Place(SettingsModel):
 
 
 class Granularity(SettingsModel):
-    """How many weights share a scale: those of a row, or of a group in it."""
+    """The weights that share a scale: those of a row, or of a group in it."""
 
     type_: Literal["PerRow", "PerAxis", "PerGroup"] = Field(alias="_type")
     version: Literal[1] = Field(1, alias="_version")
@@ -79,13 +79,13 @@ class Member(SettingsModel):
 
 
 class Packing(Member):
-    """How the words of integers are laid out."""
+    """The layout of packed integers."""
 
     data: Literal["UNPACKED_TO_INT8"] = Field(alias="_data")
 
 
 class WeightDtype(Member):
-    """Which integers there are; all are stored in 8 bits."""
+    """The dtype of integers; all are stored in 8 bits."""
 
     data: Literal["int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8"] = Field(
         alias="_data"

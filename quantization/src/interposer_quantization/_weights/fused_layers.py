@@ -1,4 +1,4 @@
-"""What layers that are fused have in common."""
+"""Common storage of fused layers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, tensor_peak
 
 DAMPING = 0.01
-"""What is added to the diagonal of the second moments, as a share of its mean."""
+"""The addition to the diagonal of the second moments, as a fraction of its mean."""
 
 _COLUMNS = 128
 
@@ -43,7 +43,7 @@ class SecondMoments:
 
 
 class Curvature:
-    """How much the outputs change with each weight: what rounding needs to know of the inputs.
+    """The change of the outputs with each weight, which rounding takes from the inputs.
 
     Layers of one input share it.
 

@@ -51,7 +51,7 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What NVML says of the machine.
+    """The driver and the GPUs of the machine, as NVML reports them.
 
     Attributes:
         driver: its version, such as ``"570.86.15"``.

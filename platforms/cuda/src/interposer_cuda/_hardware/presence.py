@@ -27,7 +27,7 @@ _LIMIT_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment."""
+    """The facts that decide: files of the system, the build of torch, the environment."""
 
     system: System
     build: TorchBuild

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read without initialising any device.
+"""The build of the installed torch, read without initialising any device.
 
 Source: NVIDIA's CUDA compatibility guide: within a major version of CUDA, whatever driver serves
 one minor version serves all; the table "minimum required driver version" for Linux.

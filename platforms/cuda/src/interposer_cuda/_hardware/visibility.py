@@ -1,4 +1,4 @@
-"""Which GPUs of the machine CUDA shows to a process, by the variables that CUDA reads.
+"""Visibility of the machine's GPUs to a process, by the variables that CUDA reads.
 
 Source: CUDA C++ Programming Guide, chapter "CUDA environment variables"; MIG user guide, chapter
 "CUDA device enumeration".
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What a process sees.
+    """The GPUs that a process sees.
 
     Attributes:
         uuids: of GPUs, or of parts of them, in CUDA's order. An index under CUDA's own order, the

@@ -1,4 +1,4 @@
-"""Where kernels of the Hugging Face hub lie on this machine; nothing is downloaded or imported.
+"""Kernels of the Hugging Face hub on this machine; nothing is downloaded or imported.
 
 Source: ``kernels`` 0.17: ``_versions.py`` and ``resolver.py`` (the cache: a ref ``v1`` names the
 commit of version 1, whose snapshot has a folder ``build`` of variants), ``load.py``
@@ -90,7 +90,7 @@ _LEVELS = ("metadata.json", "*/metadata.json", "build/*/metadata.json")
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """What one variant says of itself."""
+    """The metadata of one variant."""
 
     backend: str
     architectures: tuple[str, ...]

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability
 
 ARCHITECTURES = frozenset({"gfx942", "gfx950"})
-"""What AITER's kernels are written for."""
+"""Architectures that AITER's kernels are written for."""
 
 _INSTALL = "pip install amd-aiter"
 _DISTRIBUTIONS = ("amd-aiter", "aiter")
 # The 8-bit float that matrix units of each multiply.
 _FP8 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
 NEEDS_FNUZ = frozenset({"gfx942"})
-"""Where 8-bit floats have neither infinities nor a negative zero."""
+"""Architectures whose 8-bit floats have neither infinities nor a negative zero."""
 
 BLOCK = 128
 """Outputs and inputs of a block of a weight that has a scale."""

@@ -18,7 +18,7 @@ from interposer_rocm._hardware.visibility import Visible, overridden, visible
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment."""
+    """The facts that decide: files of the system, the build of torch, the environment."""
 
     system: System
     build: TorchBuild

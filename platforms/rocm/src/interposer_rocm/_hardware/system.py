@@ -1,4 +1,4 @@
-"""What the operating system shows of GPUs of this vendor, before anything is loaded.
+"""GPUs of this vendor as the operating system shows them, before anything is loaded.
 
 Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
 "containers" (``--device=/dev/kfd --device=/dev/dri``).
@@ -22,7 +22,7 @@ _CLASSES = ("0x03", "0x12")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What files say.
+    """GPUs and their driver, as files show them.
 
     Attributes:
         topology: the GPUs that the driver shows to this process.

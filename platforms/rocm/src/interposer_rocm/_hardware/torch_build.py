@@ -1,4 +1,4 @@
-"""Which vendor's GPUs the installed torch was built for, read without initialising any.
+"""The vendor that the installed torch was built for, read without initialising a GPU.
 
 A torch for HIP says ``cuda`` for GPUs of AMD, and the other way round a torch for CUDA knows
 nothing of them.

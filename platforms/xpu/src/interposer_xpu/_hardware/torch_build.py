@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read without initialising any device."""
+"""The build of the installed torch, read without initialising any device."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ USES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""What is used: the first version whose schemas these are, and the ops."""
+"""By use, the first version with these schemas, and the ops."""
 
 _STATED = re.compile(r"PyTorch\W{0,6}(\d+)\.(\d+)")
 

@@ -41,7 +41,7 @@ class Package:
 
     @property
     def description(self) -> str:
-        """What its metadata says at length."""
+        """Return the long description of its metadata."""
         return metadata(self.distribution).json.get("description", "")  # type: ignore[return-value]
 
     def ask(self, *arguments: str) -> tuple[dict[str, Any], Verdict]:
