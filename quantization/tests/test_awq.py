@@ -47,7 +47,7 @@ def packed(codes: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight ``[O, I]`` rounded to the nearest code, what is stored of it, what that means."""
+    """A weight ``[O, I]`` rounded to nearest: its stored tensors, and their numbers."""
 
     def __init__(self, weight: torch.Tensor, group_size: int, zero_point: bool = True) -> None:
         size = weight.shape[1] if group_size == -1 else group_size

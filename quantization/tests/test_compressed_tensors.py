@@ -173,7 +173,7 @@ ROUNDED: dict[str, tuple[Arguments, Arguments, str]] = {
 
 
 def blocks_of(weight: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a view of the weight whose last dimension holds what shares a scale."""
+    """Return a view of the weight; one scale holds for its last dimension."""
     if args.strategy == "tensor":
         return weight.reshape(1, -1)
     if args.strategy == "block":
@@ -270,7 +270,7 @@ def write_quantized(
 
 
 def transformers_logits(path: Path) -> torch.Tensor:
-    """Return what transformers computes, whose linear layers the library decompresses."""
+    """Return the results of transformers with layers that the library decompresses."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]

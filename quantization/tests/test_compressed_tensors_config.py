@@ -47,7 +47,7 @@ def written(
 
 
 def preset(name: str, form: str) -> dict[str, Any]:
-    """Return what the library writes for a scheme that it has a name for."""
+    """Return the library's config of a scheme by its name."""
     scheme = preset_name_to_scheme(name, ["Linear"])
     inputs = scheme.input_activations
     arguments = [args and args.model_dump(exclude_none=True) for args in (scheme.weights, inputs)]

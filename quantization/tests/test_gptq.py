@@ -47,7 +47,7 @@ def packed(rows: np.ndarray[Any, Any], bits: int) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight ``[O, I]`` rounded to the nearest code, what is stored of it, what that means."""
+    """A weight ``[O, I]`` rounded to nearest: its stored tensors, and their numbers."""
 
     def __init__(self, weight: torch.Tensor, config: dict[str, Any], seed: int = 0) -> None:
         bits, inputs = config["bits"], weight.shape[1]
@@ -201,7 +201,7 @@ def test_zero_points_of_zero_borrow_from_the_next(bits: int, one: int) -> None:
 
 
 def bound_of(expected: torch.Tensor) -> float:
-    """Return how far logits may lie apart that two orders of the same float32 sums gave.
+    """Return the tolerance of logits that were summed in float32 in two orders.
 
     Both models multiply by the same float32 weights. The rounding errors of a sum of n terms, a
     product and an addition each, are independent: their deviation is sqrt(2 n) u of the magnitude.

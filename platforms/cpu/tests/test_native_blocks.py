@@ -204,7 +204,7 @@ AS_THEY_ARE = (0, -1, 0, 0, 0)
 
 
 def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return how each op packs what it multiplies by; codes are random, of the weight's size."""
+    """Return the packing function of each op; codes are random, of the weight's size."""
     outputs, inputs = weight.shape
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = 0.02 * torch.rand(outputs, inputs // 32)

@@ -1,4 +1,4 @@
-"""Decoder blocks that the compiled library computes in one call, against what their parts do.
+"""Decoder blocks in one call of the compiled library, compared with the calls of their parts.
 
 Dimensions: T tokens, H hidden size, I intermediate size, O output features, F input features.
 """

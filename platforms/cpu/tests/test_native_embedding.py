@@ -136,7 +136,7 @@ def test_a_tied_head_holds_what_its_embedding_looks_up(dtype: torch.dtype) -> No
 
 
 def tables() -> dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-    """Return functions to what is found and what is expected."""
+    """Return functions that compute the found and the expected result."""
     plain = torch.randn(V, H)
     packed = pack_embedding(plain)["weight"]
     (w4, s4, z4), (w8, s8, z8) = codes(4), codes(8)

@@ -1,4 +1,4 @@
-"""Weights to integers: what the library writes is what the references do, bit for bit."""
+"""Weights to integers: the library writes what the references do, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether there is a GPU is found out by real libraries, compiled here to play the vendor's.
+"""Presence of a GPU by real libraries, compiled here to play the vendor's.
 
 The questions are asked in clean processes, as a user's would be; the log of the libraries says who
 loaded and called what.

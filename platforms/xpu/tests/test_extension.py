@@ -35,7 +35,7 @@ llm = SimpleNamespace(functional=SimpleNamespace(rms_norm=rms_norm))
 
 
 def asked(folder: Path, version: str, source: str) -> dict[str, object]:
-    """Return what is said of a distribution that is laid into ``folder``."""
+    """Return the verdict on a distribution in ``folder``."""
     package = folder / "intel_extension_for_pytorch"
     package.mkdir()
     (package / "__init__.py").write_text(source)

@@ -34,7 +34,7 @@ print(json.dumps(said))
 
 
 def run(folder: Path | None, *command: str) -> Any:
-    """Return what a program prints as JSON that finds the packages of ``folder``."""
+    """Return the JSON that a program prints; it finds the packages of ``folder``."""
     paths = {"PYTHONPATH": str(folder)} if folder else {}
     done = subprocess.run(
         [sys.executable, *command],
@@ -48,7 +48,7 @@ def run(folder: Path | None, *command: str) -> Any:
 
 
 def install(folder: Path, version: str = "0.1.16.2", *given: Any, **named: Any) -> Path:
-    """Return the folder into which pip has installed a wheel that differs as it is told."""
+    """Return the folder of a wheel installed by pip, with the given differences."""
     wheel = PLAYED["wheel"](folder, version, *given, **named)
     site: Path = PLAYED["installed"](wheel, folder / "site")
     return site

@@ -1,4 +1,4 @@
-"""Settings of checkpoints as typed models, and what is said where they cannot be read."""
+"""Settings of checkpoints as typed models, and errors of unreadable ones."""
 
 from __future__ import annotations
 

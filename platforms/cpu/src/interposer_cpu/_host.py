@@ -73,7 +73,7 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 def _arm_name(facts: Mapping[str, str]) -> str:
-    """Return what the numbers of an ARM processor stand for, empty where there are none."""
+    """Return the name of an ARM processor by its numbers, empty where there are none."""
     try:
         designer, part = int(facts["CPU implementer"], 16), int(facts["CPU part"], 16)
     except (KeyError, ValueError):

@@ -30,6 +30,6 @@ def judge(request: Request) -> Verdict:
 
 
 def judge_split(request: Request) -> Verdict:
-    """Accept what the operator takes where portable kernels split sums of few rows."""
+    """Accept products that the operator takes, where portable kernels split sums of few rows."""
     verdict = judge(request)
     return judge_few_rows(request) if verdict else verdict

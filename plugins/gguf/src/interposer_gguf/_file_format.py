@@ -76,7 +76,7 @@ class StoredTensor:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether its rows are blocks, not floats."""
+        """Its rows are blocks, not floats."""
         return self.stored_as in FORMATS
 
 

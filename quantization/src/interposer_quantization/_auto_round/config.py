@@ -63,7 +63,7 @@ Packing = Literal[
 
 
 class Override(SettingsModel):
-    """Settings that hold for some layers only; null is what holds for all."""
+    """Settings of some layers only; null stands for the settings of all."""
 
     bits: Literal[4, 8, 16, 32] | None = None
     group_size: GroupSize | None = None
@@ -86,7 +86,7 @@ class Override(SettingsModel):
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
     quant_method: Literal["auto-round", "inc"] = "auto-round"
     bits: Literal[4, 8]
@@ -171,7 +171,7 @@ class Settings(SettingsModel):
         return Override()
 
     def _blocks(self) -> tuple[str, ...] | None:
-        """Return how the names of layers start that are quantized; None where all are."""
+        """Return the prefixes of quantized layers; None where all are quantized."""
         listed = self.quant_block_list or self.block_name_to_quantize or self.to_quant_block_names
         if not listed:
             return None

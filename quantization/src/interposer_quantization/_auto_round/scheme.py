@@ -53,7 +53,7 @@ class AutoRound(QuantizationScheme):
         return AWQLinear(found) if isinstance(found, awq_config.Weights) else None
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.stored, self._experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:

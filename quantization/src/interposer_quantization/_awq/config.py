@@ -69,7 +69,7 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
     quant_method: Literal["awq"] = "awq"
     method: Literal["awq"] | None = None

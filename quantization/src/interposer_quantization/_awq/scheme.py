@@ -50,7 +50,7 @@ class AWQ(QuantizationScheme):
         return None if found is None else AWQLinear(found)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.weights, awq_experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:

@@ -85,7 +85,7 @@ class WeightArguments(_Arguments):
     actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
 
     def read(self) -> Weights:
-        """Return what is stored of weights that were quantized so."""
+        """Return the storage of weights that were quantized so."""
         # Of the orders, only these two leave a trace: the group of every input.
         reordered = self.actorder in ("group", "dynamic") and self._strategy == "group"
         return Weights(
@@ -116,7 +116,7 @@ class InputArguments(_Arguments):
         return self
 
     def read(self) -> Inputs:
-        """Return what becomes of inputs that are quantized so.
+        """Return the treatment of inputs that are quantized so.
 
         With a scale found for all tokens of a batch, their number would change the result: each
         token gets its own, which is the finer.

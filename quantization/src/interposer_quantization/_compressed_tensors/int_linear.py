@@ -169,7 +169,7 @@ class PlainIntLinear(IntLinear):
         return None if self.weights.symmetric else layer.get_parameter("weight_zero_point")
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return what is stored, packed where codes are ``narrow``.
+        """Return the stored tensors, packed where codes are ``narrow``.
 
         Raises: CheckpointError: a scale is zero or not finite, or a code has more bits than all.
         """

@@ -32,7 +32,7 @@ def number_of_groups(site: Site, in_features: int, size: int) -> int:
 
 
 def register_scales(layer: nn.Module, name: str, members: Members, columns: int | None) -> None:
-    """Register the scales ``name``, float32: ``[O, columns]``, or ``[P]`` where that is None."""
+    """Register the float32 scales ``name``: ``[O, columns]``, or ``[P]`` without columns."""
     if columns is None:
         register_per_part(layer, name, len(members.sizes))
         return
@@ -46,7 +46,7 @@ def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
 
 
 def common_number(members: Members, numbers: torch.Tensor, name: str, why: str) -> torch.Tensor:
-    """Return the one ``[1]`` of ``numbers`` ``[P]`` that all layers have that are fused.
+    """Return the number ``[1]`` that all fused layers have, of ``numbers`` ``[P]``.
 
     Args:
         name: of the tensor that holds them.

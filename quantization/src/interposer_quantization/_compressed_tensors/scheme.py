@@ -53,7 +53,7 @@ class CompressedTensors(QuantizationScheme):
         return None if stored is None else _method(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.stored, experts_of, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
@@ -61,7 +61,7 @@ class CompressedTensors(QuantizationScheme):
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return that of 8 bits where the settings ask for it; None: keys as they are."""
+        """Return the scheme of an 8-bit cache, None for keys as they are."""
         cache = self.settings.kv_cache_scheme
         if cache is None:
             return None

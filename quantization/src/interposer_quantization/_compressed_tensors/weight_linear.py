@@ -1,4 +1,4 @@
-"""Linear layers that multiply in the model's dtype, by weights that are stored narrower.
+"""Linear layers that multiply narrower weights in the model's dtype.
 
 Dimensions: I input features, O output features.
 """

@@ -39,7 +39,7 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 
 
 class LayersLeftOut(SettingsModel):
-    """Settings that say which layers stay plain."""
+    """Settings with the layers that stay plain."""
 
     modules_to_not_convert: list[Pattern] | None = None
 

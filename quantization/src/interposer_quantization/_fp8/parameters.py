@@ -17,7 +17,7 @@ FORMAT_NAME = "float8_e4m3fn"
 
 
 class Members:
-    """The layers of the checkpoint that one layer fuses, or the one that it is.
+    """The layers of the checkpoint in one layer: those that it fuses, or one.
 
     Attributes:
         sizes: outputs by the name that the checkpoint uses, in the order of the outputs.

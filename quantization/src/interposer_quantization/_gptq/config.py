@@ -100,7 +100,7 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
     quant_method: Literal["gptq"] = "gptq"
     method: Literal["gptq"] | None = None
@@ -158,7 +158,7 @@ class Settings(SettingsModel):
         )
 
     def _listed(self, name: str) -> bool:
-        """Return whether the layer is among those that are quantized in every block."""
+        """Return whether the layer is quantized in every block."""
         if name == "lm_head":
             return bool(self.lm_head)  # it stands in no block
         listed = self.modules_in_block_to_quantize

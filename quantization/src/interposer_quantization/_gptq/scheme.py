@@ -55,7 +55,7 @@ class GPTQ(QuantizationScheme):
         return None if found is None else GPTQLinear(found)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.weights, gptq_experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:

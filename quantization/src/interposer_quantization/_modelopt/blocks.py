@@ -224,7 +224,7 @@ class NvFp4Linear(_BlockLinear):
         return self.bound.function(packed, scales, weight, weight_scales, alpha, bias, self.dtype)
 
     def _common(self, layer: nn.Module, name: str) -> torch.Tensor:
-        """Return the one number ``[1]`` that all layers that are fused have."""
+        """Return the one number ``[1]`` that all fused layers have."""
         numbers = layer.get_parameter(name)
         self.members.check(numbers, name)
         if not (numbers == numbers[0]).all():

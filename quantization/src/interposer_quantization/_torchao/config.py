@@ -121,7 +121,7 @@ class Int8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored: with zero points, which are 0."""
+        """Return the storage of weights, with zero points of 0."""
         return Weights(self.data.granularity.data.group_size, symmetric=True)
 
 
@@ -140,7 +140,7 @@ class IntxWeightOnly(SettingsModel):
 
 
 class InputMapping(Member):
-    """Whether inputs have zero points."""
+    """Return whether inputs have zero points."""
 
     data: Literal["SYMMETRIC", "ASYMMETRIC"] = Field(alias="_data")
 
@@ -180,7 +180,7 @@ class Int8Dynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored, with zero points that are 0."""
+        """Return the storage of weights, with zero points of 0."""
         symmetric = self.data.act_mapping_type.data == "SYMMETRIC"
         inputs: Literal["symmetric", "asymmetric"] = "symmetric" if symmetric else "asymmetric"
         return Weights(None, symmetric=True, inputs=inputs)

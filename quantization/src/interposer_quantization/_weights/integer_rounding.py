@@ -34,7 +34,7 @@ class Rounded:
 
     @property
     def finite(self) -> bool:
-        """Say whether all scales are, as they are of every weight that is."""
+        """Say whether all scales are finite, as those of a finite weight are."""
         return bool(self.scale.isfinite().all())
 
 

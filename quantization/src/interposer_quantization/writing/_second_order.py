@@ -80,7 +80,7 @@ def second_order_rounded(
     curvature: Curvature,
     peak: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds for ``weight`` rounded so that E |(W - Q) x|^2 is small.
+    """Return the tensors of ``weight``, rounded so that E |(W - Q) x|^2 is small.
 
     Columns are rounded one after the other. The error of each is made good in those that are
     still to come: with U the upper Cholesky factor of the inverse of H = E x x^T,

@@ -95,7 +95,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -63,7 +63,7 @@ class _Bound:
 
 @final
 class NativeDecoderBlock(DecoderBlock):
-    """All of a block in one call; all but its MLP where that is a mixture or holds other kernels.
+    """All of a block in one call; all but its MLP where this is a mixture or holds other kernels.
 
     Weights are looked up at every call, so that exchanged ones are seen and none is kept.
     """
@@ -228,6 +228,6 @@ class NativeDecoderBlock(DecoderBlock):
 
 
 def _is_fused_norm(norm: RMSNorm) -> bool:
-    """Say whether fused calls do what a norm does, alone and with the residual stream."""
+    """Say whether fused calls compute a norm, alone and with the residual stream."""
     kernels = {"rms_norm": norm.norm, "fused_add_rms_norm": norm.add_norm}
     return all(is_fused(norm, RMSNorm, kernel, op) for op, kernel in kernels.items())

@@ -68,7 +68,7 @@ def fused(
     read: Callable[..., Any] | None = None,
     is_static: bool = False,
 ) -> Callable[[K], K]:
-    """Declare that fused calls may compute what a kernel computes, in its place; see ``Fused``.
+    """Declare that fused calls may compute in place of a kernel; see ``Fused``.
 
     A matmul takes the packed weight that this distribution's kernel of the same kind takes.
     """
@@ -81,7 +81,7 @@ def fused(
 
 
 def is_fused(layer: nn.Module, standard: type[nn.Module], kernel: object, op: str) -> bool:
-    """Say whether a layer does no more than call ``kernel``, for which fused calls compute ``op``.
+    """Say whether a layer only calls ``kernel``, and this declares to be fused as ``op``.
 
     Args:
         standard: the layer's own class, which others may replace. A replacement does not declare

@@ -1,4 +1,4 @@
-"""One packed copy of what several kernels prepare, such as the table that a head shares."""
+"""One packed copy for several kernels, such as those of an embedding and a tied lm_head."""
 
 from __future__ import annotations
 

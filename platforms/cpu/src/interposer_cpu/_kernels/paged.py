@@ -62,7 +62,7 @@ class NativePagedBackend(AttentionBackend):
     @classmethod
     @abstractmethod
     def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
-        """Say whether heads and pages are of sizes that are taken."""
+        """Accept or refuse the sizes of heads and pages."""
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[K, P, 2, S, D]``: what one kv head reads lies together."""

@@ -16,7 +16,7 @@ from interposer_cpu._kernels.paged import NativePagedBackend
 
 
 class NativeRowsBackend(NativePagedBackend):
-    """Blocks of queries over rows of keys, which are brought into order where they are used."""
+    """Blocks of queries over rows of keys, transposed where they are used."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)

@@ -113,7 +113,7 @@ def _builds(folder: Path) -> list[_Build]:
 
 
 def _judge_architecture(repository: str, builds: list[_Build], architecture: str) -> Verdict:
-    """Refuse where all builds for CUDA say what they run on, and it is not this device."""
+    """Refuse where all builds for CUDA name their architectures, and none is this device's."""
     number = re.fullmatch(r"sm_(\d+)(\d)[af]?", architecture)
     listed = [entry for build in builds for entry in build.architectures if build.backend == "cuda"]
     if not number or not listed or any(not b.architectures for b in builds if b.backend == "cuda"):

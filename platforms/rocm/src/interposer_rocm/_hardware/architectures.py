@@ -42,7 +42,7 @@ class GfxVersion:
 
     @classmethod
     def of_name(cls, name: str) -> GfxVersion:
-        """Return what a name says; what follows a colon, such as ``:xnack-``, is left out.
+        """Return the version of a name, without a suffix behind a colon such as ``:xnack-``.
 
         Raises: ValueError: it is no such name.
         """

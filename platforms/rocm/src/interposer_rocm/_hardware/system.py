@@ -43,7 +43,7 @@ class System:
     wsl: bool = False
 
     def judge(self) -> Verdict:
-        """Accept where the driver shows a GPU that this process may use; say what is missing."""
+        """Accept where the driver shows a GPU to this process; else name the missing part."""
         if self.device_file:
             return self._judge_files()
         if self.wsl:
@@ -86,7 +86,7 @@ class System:
 
 
 def look(root: Path = ROOT) -> System:
-    """Return what the files below ``root`` show, in which ``dev`` and ``sys`` lie."""
+    """Return the system by the files of ``dev`` and ``sys`` below ``root``."""
     if sys.platform != "linux":
         return System(Topology(()))
     kfd = root / "dev/kfd"

@@ -41,7 +41,7 @@ class Visible:
 
 
 def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return what HIP would show of ``gpus``, which are in the order of their nodes."""
+    """Return the GPUs that HIP would show; ``gpus`` are in the order of their nodes."""
     notes = []
     shown = tuple(gpus)
     if _ROCR in variables:
@@ -93,7 +93,7 @@ def _listed(
 
 
 def _place(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
-    """Return the index that an entry means, and what is wrong with it."""
+    """Return the index that an entry means, and the fault of the entry."""
     if entry.upper().startswith("GPU-"):
         wanted = entry[4:].lower()
         matches = [i for i, gpu in enumerate(gpus) if wanted and gpu.unique_id.startswith(wanted)]

@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU of Intel that torch can use in this process, and why not.
+"""Presence of a GPU of Intel that torch can use, or the reason of its absence.
 
 No step initialises torch.xpu or loads Level Zero in this process, see ``level_zero_inquiry``; the
 driver is asked in another one, and only where the system shows a device file.

@@ -89,7 +89,7 @@ def judge_installed() -> Verdict:
 
 
 def judge_ops(use: str) -> Verdict:
-    """Accept where every op of one of ``USES`` is there, with the schema that is known here."""
+    """Accept where every op of one of ``USES`` is there, with the known schema."""
     verdict = judge_installed()
     if not verdict:
         return verdict
