@@ -22,7 +22,7 @@ from interposer_ops.linear import linear
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_ops.quantizers import pack_nibbles
 
-# Numbers whose codes are unpacked at a time: a table of embeddings has hundreds of millions.
+# Numbers whose codes are unpacked at a time: an embedding has hundreds of millions.
 _STEP = 1 << 22
 
 Operands = tuple[Any, ...]

@@ -57,7 +57,8 @@ def interposer_records() -> list[Record]:
             score=20.0,
             properties=_OPAQUE,
         ),
-        # For a table that a head shares: the one above may lay codes out anew, for itself alone.
+        # For an embedding that is tied to an lm_head: the one above may lay codes out anew, for
+        # itself alone.
         Kernel(
             "gguf_linear",
             "gguf_linear_as_stored",

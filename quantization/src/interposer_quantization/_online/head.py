@@ -59,9 +59,9 @@ class HeadSettings(LayersLeftOut):
         return OnlineIntegerLinear(self.head_format, _SCALES)
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for a table that ``head`` shares, or None to leave it plain.
+        """Return the method for an embedding tied to ``head``, or None to leave it plain.
 
-        A table that is only looked up stays: a step reads few of its rows.
+        An embedding without a tied lm_head stays plain: a step reads few of its rows.
 
         Raises: ConfigError: it is left out, although settings say how the head is held.
         """

@@ -110,7 +110,7 @@ class _OnlineIntegers(QuantizationScheme):
         return self.settings.head_method(prefix)
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for a table that ``head`` shares, or None to leave it plain."""
+        """Return the method for an embedding tied to ``head``, or None to leave it plain."""
         return self.settings.embedding_method(prefix, head)
 
 

@@ -97,8 +97,8 @@ class NativeDecoderBlock(DecoderBlock):
         self._parts: Any = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
         up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
         self._last: Any = up_and_down
-        attending = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
-        self._hooks = ForwardHooks(attending)
+        parts = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
+        self._hooks = ForwardHooks(parts)
         after = (last, last.activation, *up_and_down) if self.takes_mlp else ()
         self._mlp_hooks = ForwardHooks(after)
         self._bound = _Bound((), False, None)
