@@ -21,3 +21,14 @@ def normal_numbers(
     if count > _PERIOD:
         drawn = drawn.repeat(-(-count // _PERIOD))[:count]
     return drawn.view(shape)
+
+
+def codes_of(
+    bits: int,
+    shape: tuple[int, ...],
+    generator: torch.Generator,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return integers that are all equally likely: uint8 of 4 bits, or int8, unless said."""
+    low, high, own = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    return torch.randint(low, high, shape, dtype=dtype or own, generator=generator)

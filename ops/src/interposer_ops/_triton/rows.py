@@ -29,6 +29,12 @@ class RowTile(NamedTuple):
         """Return how many programs cover a row."""
         return -(-width // self.columns)
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The launch options of a kernel that takes ``ROWS`` and ``COLUMNS``."""
+        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"ROWS": self.rows, "COLUMNS": self.columns, **compiled}
+
 
 @per_device
 def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:

@@ -6,21 +6,22 @@ may lie apart in memory. Dims of all of them: intermediate_size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_ACTIVATIONS_CASES = "interposer_ops.activations._activations_cases"
-_GATED_ACTIVATIONS_CASES = "interposer_ops.activations._gated_activations_cases"
-
+_op = partial(standard_op, cases="interposer_ops.activations._activations_cases", batched=("x",))
 # The activation and the result may each be rounded; one more is left.
-_SINGLE = Tolerance(roundings=2)
-_GATED = Tolerance(roundings=3)
+_single = partial(_op, tolerance=Tolerance(roundings=2))
+_gated = partial(_op, tolerance=Tolerance(roundings=3))
 
 
-@standard_op("gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
+@_single("gelu")
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Multiply each element by the probability that a normal variable is below it.
 
@@ -32,10 +33,10 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1606.08415.
     """
-    return functional.gelu(_wide(x), approximate=approximate).to(x.dtype)
+    return functional.gelu(widened(x), approximate=approximate).to(x.dtype)
 
 
-@standard_op("quick_gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
+@_single("quick_gelu")
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
 
@@ -44,13 +45,11 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1606.08415, section 2.
     """
-    wide = _wide(x)
+    wide = widened(x)
     return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
 
-@standard_op(
-    "relu2", cases=_ACTIVATIONS_CASES, batch_invariant=True, tolerance=_SINGLE, batched=("x",)
-)
+@_single("relu2", batch_invariant=True)
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
 
@@ -59,10 +58,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:2109.08668 (Primer).
     """
-    return _wide(x).relu().square().to(x.dtype)
+    return widened(x).relu().square().to(x.dtype)
 
 
-@standard_op("silu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
+@_gated("silu_and_mul")
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Multiply the SiLU of the first half by the second half.
 
@@ -77,7 +76,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-@standard_op("gelu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
+@_gated("gelu_and_mul")
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Multiply the GELU of the first half by the second half.
 
@@ -91,7 +90,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
 
 
-@standard_op("mul_and_silu", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
+@_gated("mul_and_silu")
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     """Multiply the first half by the SiLU of the second half.
 
@@ -106,13 +105,7 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     return (up * functional.silu(gate)).to(x.dtype)
 
 
-@standard_op(
-    "relu2_and_mul",
-    cases=_GATED_ACTIVATIONS_CASES,
-    batch_invariant=True,
-    tolerance=_GATED,
-    batched=("x",),
-)
+@_gated("relu2_and_mul", batch_invariant=True)
 def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Multiply the square of the first half's positive elements by the second half.
 
@@ -127,13 +120,7 @@ def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (gate.relu().square() * up).to(x.dtype)
 
 
-@standard_op(
-    "fatrelu_and_mul",
-    cases=_GATED_ACTIVATIONS_CASES,
-    batch_invariant=True,
-    tolerance=_GATED,
-    batched=("x",),
-)
+@_gated("fatrelu_and_mul", batch_invariant=True)
 def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
     """Multiply what is above ``threshold`` in the first half by the second half.
 
@@ -149,7 +136,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
     return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype)
 
 
-@standard_op("swiglu_oai_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
+@_gated("swiglu_oai_and_mul")
 def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Gate interleaved elements as gpt-oss does.
 
@@ -163,14 +150,12 @@ def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Ten
     Returns: ``[..., I]``, dtype of ``x``.
     Source: arXiv:2508.10925 and https://github.com/openai/gpt-oss.
     """
-    wide = _wide(x)
+    wide = widened(x)
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-@standard_op(
-    "swiglu_clamped_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",)
-)
+@_gated("swiglu_clamped_and_mul")
 def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     """Multiply the SiLU of the clamped first half by the clamped second half.
 
@@ -187,10 +172,6 @@ def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = _wide(x).chunk(2, dim=-1)
+    first, second = widened(x).chunk(2, dim=-1)
     return first, second

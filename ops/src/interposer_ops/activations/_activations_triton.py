@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
@@ -101,10 +102,7 @@ def _activated(
         WIDTH=width,
         KIND=kind,
         ORDER=order,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     return y
 
@@ -164,3 +162,20 @@ def _activation(
 @triton.jit
 def _clamped(value, limit):
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+
+
+BUILDS = tuple(
+    Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
+    for op, label, *options in (
+        ("gelu", "erf", "none"),
+        ("quick_gelu", "plain"),
+        ("relu2", "plain"),
+        ("silu_and_mul", "plain"),
+        ("gelu_and_mul", "tanh", "tanh"),
+        ("mul_and_silu", "plain"),
+        ("relu2_and_mul", "plain"),
+        ("fatrelu_and_mul", "plain", 0.01),
+        ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
+        ("swiglu_clamped_and_mul", "plain", 10.0),
+    )
+)

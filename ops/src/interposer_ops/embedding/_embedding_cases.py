@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from interposer import Case, Dims
@@ -18,38 +20,16 @@ _TABLES = {  # V, H
 _PARTS = 4  # of a table that is shared out
 
 
-def _one(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.tensor([rows // 2])
-
-
-def _many(rows: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(rows, (65,), generator=generator)
-
-
-def _edges(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.tensor([0, rows - 1])
-
-
-def _repeated(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.full((9,), rows - 1)
-
-
-def _descending(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.arange(min(rows, 17)).flip(0)
-
-
-def _none(_: int, __: torch.Generator) -> torch.Tensor:
-    return torch.zeros(0, dtype=torch.int64)
-
-
-TOKENS = {
-    "many tokens": _many,
-    "one token": _one,
-    "first and last row": _edges,
-    "one token repeated": _repeated,
-    "descending": _descending,
-    "no tokens": _none,
+_Drawn = Callable[[int, torch.Generator], torch.Tensor]
+TOKENS: dict[str, _Drawn] = {
+    "many tokens": lambda rows, generator: torch.randint(rows, (65,), generator=generator),
+    "one token": lambda rows, _: torch.tensor([rows // 2]),
+    "first and last row": lambda rows, _: torch.tensor([0, rows - 1]),
+    "one token repeated": lambda rows, _: torch.full((9,), rows - 1),
+    "descending": lambda rows, _: torch.arange(min(rows, 17)).flip(0),
+    "no tokens": lambda _, __: torch.zeros(0, dtype=torch.int64),
 }
+"""Token ids of a vocabulary of so many rows."""
 
 
 def _embedding(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -97,8 +77,7 @@ def _vocab_parallel(point: Point, dtype: torch.dtype, generator: torch.Generator
     here = token_ids[(token_ids >= first_row) & (token_ids < first_row + rows)] - first_row
     weight = _read_rows(here, rows, hidden_size, dtype, generator)
     arguments = {"token_ids": token_ids, "weight": weight, "first_row": first_row}
-    dims = {"vocab_size": rows, "hidden_size": hidden_size}
-    return Case("", arguments, dims, reduction=0)
+    return Case("", arguments, {"vocab_size": rows, "hidden_size": hidden_size}, reduction=0)
 
 
 vocab_parallel_embedding_cases = CaseSpace(
@@ -108,11 +87,7 @@ vocab_parallel_embedding_cases = CaseSpace(
     Axis("table", _TABLES),
     Axis("part", {"second part": 1, "first part": 0, "last part": _PARTS - 1}),
     strided={"token_ids": "outer", "weight": "offset"},
-    crossed={
-        "tokens": ("many tokens",),
-        "table": ("", "odd width"),
-        "part": ("second part",),
-    },
+    crossed={"tokens": ("many tokens",), "table": ("", "odd width"), "part": ("second part",)},
     alone={"tokens": ("no tokens",)},
     valid=lambda point, _: not point["edges"] or point.labels["tokens"] == "many tokens",
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from interposer import Case, Dims
+from interposer_ops._case_numbers import codes_of
 from interposer_ops.embedding._embedding_cases import TOKENS
 from interposer_ops.quantizers._small_floats import pack_nibbles
-from interposer_testing.cases import Axis, CaseSpace, Point, Strides, uniform
+from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
 _W4_TABLES = {  # V, H, G
     "groups of 32": (200, 128, 32),
@@ -30,13 +33,6 @@ _W8_TABLES = {  # None for as many numbers as H whose scales are [V]
     "wide": (9, 1032, 24),
     "many rows": (5000, 16, 8),
 }
-_SINGLE = ("one pair", "one number")
-_STRIDED: dict[str, Strides] = {
-    "token_ids": "outer",
-    "weight": "offset",
-    "scale": "offset",
-    "zero_points": "offset",
-}
 
 
 def _arguments(
@@ -53,8 +49,8 @@ def _arguments(
     scale = torch.full((rows, num_groups), torch.nan)
     read = token_ids.unique()
     scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
-    codes = _codes((rows, width), bits, generator)
-    zero_points = _codes((rows, num_groups), bits, generator) if asymmetric else None
+    codes = codes_of(bits, (rows, width), generator)
+    zero_points = codes_of(bits, (rows, num_groups), generator) if asymmetric else None
     return {
         "token_ids": token_ids,
         "weight": pack_nibbles(codes) if bits == 4 else codes,
@@ -64,13 +60,7 @@ def _arguments(
     }
 
 
-def _codes(shape: tuple[int, int], bits: int, generator: torch.Generator) -> torch.Tensor:
-    if bits == 4:
-        return torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
-    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
-
-
-def _case(point: Point, bits: int, dtype: torch.dtype, generator: torch.Generator) -> Case:
+def _build(point: Point, dtype: torch.dtype, generator: torch.Generator, *, bits: int) -> Case:
     rows, width, group = sizes = point["table"]
     token_ids = point["tokens"](rows, generator)
     asymmetric = point["zero points"]
@@ -85,66 +75,40 @@ def _case(point: Point, bits: int, dtype: torch.dtype, generator: torch.Generato
     return Case("", arguments, dims, reduction=0)
 
 
-def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    return _case(point, 4, dtype, generator)
-
-
-def _w8a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    return _case(point, 8, dtype, generator)
-
-
-def _exists(point: Point, _: torch.dtype) -> bool:
-    """Say no to the only row as the first, the last and the one that is repeated."""
-    return point.labels["table"] not in _SINGLE or point.labels["tokens"] in (
-        "one token",
-        "one token repeated",
+def _space(
+    bits: int, tables: Mapping[str, tuple[int, int, int | None]], crossed: tuple[str, ...]
+) -> CaseSpace:
+    return CaseSpace(
+        partial(_build, bits=bits),
+        Axis("tokens", TOKENS),
+        Axis("table", tables),
+        Axis("zero points", {"": False, "zero points": True}),
+        strided={
+            "token_ids": "outer",
+            "weight": "offset",
+            "scale": "offset",
+            "zero_points": "offset",
+        },
+        crossed={
+            "tokens": ("many tokens", "first and last row"),
+            "table": crossed,
+            "zero points": ("zero points",),
+        },
+        alone={"tokens": ("no tokens",)},
+        # The only row is the first, the last and the one that is repeated.
+        valid=lambda point, _: (
+            point.labels["table"] not in ("one pair", "one number")
+            or point.labels["tokens"] in ("one token", "one token repeated")
+        ),
     )
 
 
-w4a16_embedding_cases = CaseSpace(
-    _w4a16,
-    Axis("tokens", TOKENS),
-    Axis("table", _W4_TABLES),
-    Axis("zero points", {"": False, "zero points": True}),
-    strided=_STRIDED,
-    crossed={
-        "tokens": ("many tokens", "first and last row"),
-        "table": ("groups of 32", "odd groups"),
-        "zero points": ("zero points",),
-    },
-    alone={"tokens": ("no tokens",)},
-    valid=_exists,
-)
-"""One, many, repeated and no tokens, sizes of groups, zero points or none."""
-
-w8a16_embedding_cases = CaseSpace(
-    _w8a16,
-    Axis("tokens", TOKENS),
-    Axis("table", _W8_TABLES),
-    Axis("zero points", {"": False, "zero points": True}),
-    strided=_STRIDED,
-    crossed={
-        "tokens": ("many tokens", "first and last row"),
-        "table": ("groups of 32", "odd sizes"),
-        "zero points": ("zero points",),
-    },
-    alone={"tokens": ("no tokens",)},
-    valid=_exists,
-)
-"""One, many, repeated and no tokens, sizes of groups, zero points or none."""
+# One, many, repeated and no tokens, sizes of groups, zero points or none.
+w4a16_embedding_cases = _space(4, _W4_TABLES, ("groups of 32", "odd groups"))
+w8a16_embedding_cases = _space(8, _W8_TABLES, ("groups of 32", "odd sizes"))
 
 
-def w4a16_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T tokens from anywhere in a vocabulary of four bits."""
-    return _sample(4, dtype, dims, num_tokens, seed)
-
-
-def w8a16_embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T tokens from anywhere in a vocabulary of int8."""
-    return _sample(8, dtype, dims, num_tokens, seed)
-
-
-def _sample(bits: int, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+def _sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, bits: int) -> Case:
     generator = torch.Generator().manual_seed(seed)
     rows, width = int(dims["vocab_size"]), int(dims["hidden_size"])
     sizes = rows, width, int(dims["group_size"])
@@ -152,3 +116,8 @@ def _sample(bits: int, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     arguments = _arguments(torch.arange(rows), sizes, bits, asymmetric, dtype, generator)
     arguments["token_ids"] = torch.randint(rows, (num_tokens,), generator=generator)
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+# T tokens from anywhere in the vocabulary.
+w4a16_embedding_sample = partial(_sample, bits=4)
+w8a16_embedding_sample = partial(_sample, bits=8)

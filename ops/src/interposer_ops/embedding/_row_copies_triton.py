@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, FP32, INT64, Build, given, meta
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import RowTile, row_tile
@@ -59,10 +60,7 @@ def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> tor
         inner_stride,
         WIDTH=width,
         LAST=last,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     return padded
 
@@ -121,10 +119,7 @@ def _selected(table: torch.Tensor, indices: torch.Tensor, first_row: int) -> tor
         inner_stride,
         WIDTH=width,
         LAST=last,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     return chosen
 
@@ -251,3 +246,19 @@ def _copy(
     place = column if LAST == WIDTH else column // LAST * inner_stride + column % LAST
     numbers = tl.load(source + place, mask=kept & inside, other=0.0)
     tl.store(target + column, numbers, mask=there & inside)
+
+
+_TABLE, _INDICES = (BF16, 128256, 4096), (INT64, 64)
+BUILDS = (
+    Build("embedding_triton", "128256 rows, 4096 wide", given(_INDICES, _TABLE)),
+    Build("vocab_parallel_embedding_triton", "4096 wide", given(_INDICES, _TABLE, 128256)),
+    Build("select_rows_triton", "4096 wide", given((BF16, 4096, 4096), _INDICES)),
+    Build(
+        "select_rows_triton",
+        "float32, 3 apart of 20",
+        lambda: (meta(FP32, 4096, 3, 33)[..., :20], meta(*_INDICES)),
+        "float32",
+    ),
+    Build("pad_rows_triton", "1280 wide", given((BF16, 4096, 1280), (INT64, 17), 512)),
+    Build("unpad_rows_triton", "1280 wide", given((BF16, 16, 512, 1280), (INT64, 17), 4096)),
+)

@@ -5,15 +5,21 @@ Dimensions: T rows of all sequences, B sequences, L rows of the longest one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.embedding._token_selection_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.embedding._token_selection_cases",
+    tolerance=Tolerance(roundings=0),
+)
 
 
-@standard_op("select_rows", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("indices",))
+@_op("select_rows", batched=("indices",))
 def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the rows of ``x`` at ``indices``, as of the last tokens of all sequences.
 
@@ -26,7 +32,7 @@ def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x[indices]
 
 
-@standard_op("pad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
+@_op("pad_rows", sample=False)
 def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tensor:
     """Give every sequence L rows of its own, zeros behind those that it has.
 
@@ -45,7 +51,7 @@ def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tens
     return torch.where(kept, rows, torch.zeros_like(rows))
 
 
-@standard_op("unpad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
+@_op("unpad_rows", sample=False)
 def unpad_rows(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Put the rows of sequences one after the other, zeros behind the last: undo ``pad_rows``.
 

@@ -19,7 +19,19 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from interposer import Dims
 from interposer_ops._triton.availability import MOST_SPLIT_ROWS
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    FP16,
+    FP32,
+    Build,
+    all_but,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.parameters import parameters_for, per_device
@@ -257,3 +269,46 @@ def _sum_of_parts(
     if bias is not None:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * OUTPUTS + output, total.to(y.dtype.element_ty), mask=inside)
+
+
+_OTHERS = all_but("gfx90a", "gfx942", "gfx950")
+
+
+def _plain(
+    label: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype = BF16, bias: bool = False
+) -> Build:
+    offset = (dtype, outputs) if bias else None
+    arguments = given((dtype, rows, inputs), (dtype, outputs, inputs), offset)
+    dims: Dims = {"in_features": inputs, "out_features": outputs}
+    return Build("linear_split", label, arguments, dtype_name(dtype), dims, True, _OTHERS)
+
+
+def _fp8(
+    label: str,
+    rows: int,
+    outputs: int,
+    dtype: torch.dtype = E4M3,
+    scales_per_row: bool = True,
+    without: frozenset[str] = _OTHERS,
+) -> Build:
+    scales = ((FP32, rows, 1), (FP32, outputs)) if scales_per_row else ((FP32, 1), (FP32, 1))
+    arguments = given((dtype, rows, 4096), (dtype, outputs, 4096), *scales, None, BF16)
+    dims: Dims = {
+        "in_features": 4096,
+        "out_features": outputs,
+        "x_dtype": dtype_name(dtype),
+        "weight_dtype": dtype_name(dtype),
+    }
+    return Build("fp8_linear_split", label, arguments, "bfloat16", dims, True, without)
+
+
+_FNUZ_LABEL = "1 token, 4096 to 4096, float8_e4m3fnuz"
+BUILDS = (
+    _plain("1 token, 4096 to 4096", 1, 4096, 4096),
+    _plain("16 tokens, 14336 to 4096, bias", 16, 14336, 4096, bias=True),
+    _plain("16 tokens, 4096 to 128256, one part", 16, 4096, 128256),
+    _plain("float16, 4 tokens, 2880 to 1000, padded", 4, 2880, 1000, FP16),
+    _fp8("1 token, 4096 to 4096", 1, 4096),
+    _fp8("16 tokens, 4096 to 14336, scales per tensor", 16, 14336, scales_per_row=False),
+    _fp8(_FNUZ_LABEL, 1, 4096, E4M3_FNUZ, without=all_but("gfx942")),
+)

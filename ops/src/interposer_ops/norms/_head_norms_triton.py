@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
@@ -46,10 +47,7 @@ def qk_norm_triton(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         SIZE=head_size,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     return y, key_y
 
@@ -101,10 +99,7 @@ def _normalised(
         PER_ROW=x.shape[-1] // group_size,
         SIZE=group_size,
         KIND=kind,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     return y
 
@@ -229,3 +224,22 @@ def _finished(value, gate, weight, column, inside, KIND: tl.constexpr):
 def _opening(gate, column, inside):
     closed = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
     return closed / (1.0 + tl.exp(-closed))
+
+
+def _gated(label: str, width: int, group_size: int, norm_before_gate: bool) -> Build:
+    rows, options = (BF16, 64, width), (1e-5, group_size, norm_before_gate)
+    return Build("gated_rms_norm_triton", label, given(rows, rows, (BF16, width), *options))
+
+
+_WEIGHT = (BF16, 128)
+BUILDS = (
+    Build(
+        "qk_norm_triton",
+        "32 and 8 heads of 128",
+        given((BF16, 64, 32, 128), (BF16, 64, 8, 128), _WEIGHT, _WEIGHT, 1e-6),
+    ),
+    Build("l2_norm_triton", "16 heads of 128", given((BF16, 64, 16, 128), 1e-6)),
+    _gated("groups of 128", 4096, 128, True),
+    _gated("one of 8192", 8192, 8192, False),
+    _gated("one of 14336", 14336, 14336, False),
+)

@@ -3,24 +3,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
 
 
 @triton_kernel("rms_norm")
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``rms_norm``; a row stays in registers where it fits a tile."""
-    return _normalised("rms_norm", x, None, weight, eps, False)[0]
+    return _normalised("rms_norm", x, None, weight, eps)[0]
 
 
 @triton_kernel("gemma_rms_norm")
 def gemma_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute ``gemma_rms_norm``."""
-    return _normalised("rms_norm", x, None, weight, eps, True)[0]
+    return _normalised("rms_norm", x, None, weight, eps, plus_one=True)[0]
 
 
 @triton_kernel("fused_add_rms_norm")
@@ -28,7 +33,7 @@ def fused_add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``fused_add_rms_norm``."""
-    return _normalised("fused_add_rms_norm", x, residual, weight, eps, False)
+    return _normalised("fused_add_rms_norm", x, residual, weight, eps)
 
 
 @triton_kernel("fused_add_gemma_rms_norm")
@@ -36,7 +41,19 @@ def fused_add_gemma_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute ``fused_add_gemma_rms_norm``."""
-    return _normalised("fused_add_rms_norm", x, residual, weight, eps, True)
+    return _normalised("fused_add_rms_norm", x, residual, weight, eps, plus_one=True)
+
+
+@triton_kernel("rms_norm_quantize_fp8")
+def rms_norm_quantize_fp8_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute ``rms_norm_quantize_fp8``."""
+    return _normalised("rms_norm_quantize", x, None, weight, eps, scale, out_dtype)[0]
 
 
 @triton_kernel("layer_norm")
@@ -51,18 +68,7 @@ def layer_norm_triton(
     num_rows, width = rows.shape
     tile = row_tile("layer_norm", x.device, width)
     _layer_norm[(tile.row_blocks(num_rows),)](
-        rows,
-        weight,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
-        eps,
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        rows, weight, bias, y, num_rows, rows.stride(0), eps, WIDTH=width, **tile.options
     )
     return y
 
@@ -73,11 +79,19 @@ def _normalised(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    plus_one: bool,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normalised rows, and the sum that was normalised where there is a residual."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = y
+    """Return the normalised rows, and the sum that was normalised where there is a residual.
+
+    Args:
+        scale, out_dtype: of the 8-bit float that the rows are quantized to; None where they aren't.
+    """
+    y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+    format_ = None if out_dtype is None else fp8_format(out_dtype)
+    memory = total = y if format_ is None else fp8_memory(y)
     if residual is not None:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         total = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -91,18 +105,18 @@ def _normalised(
         rows,
         stream,
         weight,
-        y,
+        scale,
+        memory,
         total,
         num_rows,
         rows.stride(0),
         0 if stream is None else stream.stride(0),
         eps,
+        None if format_ is None else format_.largest,
         WIDTH=width,
         PLUS_ONE=plus_one,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        FORMAT=format_,
+        **tile.options,
     )
     return y, total
 
@@ -112,20 +126,25 @@ def _rms_norm(
     x,
     residual,
     weight,
+    divisor,
     y,
     total,
     num_rows,
     x_stride,
     residual_stride,
     eps,
+    largest,
     WIDTH: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     there = row < num_rows
+    if divisor is not None:
+        divisor = tl.load(divisor)
     x += row * x_stride
     y += row * WIDTH
     if residual is not None:
@@ -139,7 +158,7 @@ def _rms_norm(
         square = tl.sum(value * value, axis=1, keep_dims=True)
         factor = _weight(weight, column, column < WIDTH, PLUS_ONE)
         scale = tl.rsqrt(square * (1.0 / WIDTH) + eps)
-        tl.store(y + column, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
+        _store(y + column, value * scale * factor, inside, divisor, largest, FORMAT)
     else:
         squares = tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, WIDTH, COLUMNS):
@@ -157,7 +176,17 @@ def _rms_norm(
             # Added again: what this program has just stored, another of its threads may hold.
             value = _sum(x, residual, total, place, inside)
             factor = _weight(weight, place, place < WIDTH, PLUS_ONE)
-            tl.store(y + place, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
+            _store(y + place, value * scale * factor, inside, divisor, largest, FORMAT)
+
+
+@triton.jit
+def _store(target, value, inside, divisor, largest, FORMAT: tl.constexpr):
+    dtype: tl.constexpr = target.dtype.element_ty
+    if divisor is not None:
+        code = quantized(value, divisor, 0.0, largest, dtype, FORMAT)
+        tl.store(target, code, mask=inside)
+    else:
+        tl.store(target, value.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -235,3 +264,32 @@ def _affine(value, weight, bias, column, inside):
     if bias is not None:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     return value
+
+
+def _norm(dtype: torch.dtype, width: int) -> Callable[[], tuple[Any, ...]]:
+    return given((dtype, 64, width), (dtype, width), 1e-6)
+
+
+def _added_norm(width: int) -> Callable[[], tuple[Any, ...]]:
+    return given((BF16, 64, width), (FP32, 64, width), (BF16, width), 1e-6)
+
+
+def _quantized_norm(width: int) -> Build:
+    arguments = given((BF16, 64, width), (BF16, width), (FP32, 1), 1e-6, E4M3)
+    dims = {"out_dtype": "float8_e4m3fn"}
+    label = f"float8_e4m3fn, {width} wide"
+    return Build("rms_norm_quantize_fp8_triton", label, arguments, dims=dims)
+
+
+BUILDS = (
+    Build("rms_norm_triton", "bfloat16, 4096 wide", _norm(BF16, 4096)),
+    Build("rms_norm_triton", "float32, 128 wide", _norm(FP32, 128), "float32"),
+    Build("rms_norm_triton", "float16, 20000 wide", _norm(FP16, 20000), "float16"),
+    Build("fused_add_rms_norm_triton", "4096 wide", _added_norm(4096)),
+    Build("fused_add_rms_norm_triton", "18432 wide", _added_norm(18432)),
+    Build("gemma_rms_norm_triton", "3584 wide", _norm(BF16, 3584)),
+    Build("fused_add_gemma_rms_norm_triton", "3584 wide", _added_norm(3584)),
+    Build("layer_norm_triton", "4096 wide", given((BF16, 64, 4096), *[(BF16, 4096)] * 2, 1e-5)),
+    _quantized_norm(4096),
+    _quantized_norm(14336),
+)

@@ -87,13 +87,9 @@ def _case(
     label: str = "",
 ) -> Case:
     """Return the case of ``x`` after what might be rounded either way was moved."""
-    arguments = {
-        "x": _cleared(x, weight, scale, out_dtype),
-        "weight": weight,
-        "scale": scale,
-        "eps": _EPS,
-        "out_dtype": out_dtype,
-    }
+    rows = _cleared(x, weight, scale, out_dtype)
+    options = {"eps": _EPS, "out_dtype": out_dtype}
+    arguments = {"x": rows, "weight": weight, "scale": scale, **options}
     dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": str(out_dtype).removeprefix("torch.")}
     return Case(label, arguments, dims, reduction=0, magnitude=0.0)
 

@@ -12,11 +12,11 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.rotary._rope_scaling import ROPE_TYPES, rotary_frequencies, rotary_table
     from interposer_ops.rotary._rotary import (
+        multimodal_rotary_embedding,
         rotary_embedding,
         rotary_embedding_interleaved,
         rotary_tables,
     )
-    from interposer_ops.rotary._rotary_sections import multimodal_rotary_embedding
 
 __all__ = [
     "ROPE_TYPES",
@@ -33,9 +33,9 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.rotary._rope_scaling": "ROPE_TYPES rotary_frequencies rotary_table",
         "interposer_ops.rotary._rotary": (
-            "rotary_embedding rotary_embedding_interleaved rotary_tables"
+            "multimodal_rotary_embedding rotary_embedding rotary_embedding_interleaved "
+            "rotary_tables"
         ),
-        "interposer_ops.rotary._rotary_sections": "multimodal_rotary_embedding",
     },
 )
 

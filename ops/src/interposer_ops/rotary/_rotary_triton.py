@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
@@ -184,3 +185,15 @@ def _rotate_rows(
         place = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
         inside = there & (place < HEAD_SIZE)
         tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+
+
+_HEADS = (BF16, 64, 32, 128), (BF16, 64, 8, 128)
+_ANGLES, _THREE_ANGLES = (FP32, 64, 64), (FP32, 3, 64, 64)
+BUILDS = tuple(
+    Build(f"{op}_triton", "32 and 8 heads of 128", given(*_HEADS, *tables))
+    for op, *tables in (
+        ("rotary_embedding", _ANGLES, _ANGLES),
+        ("rotary_embedding_interleaved", _ANGLES, _ANGLES),
+        ("multimodal_rotary_embedding", _THREE_ANGLES, _THREE_ANGLES, [24, 20, 20], True),
+    )
+)

@@ -1,30 +1,72 @@
-"""Lookup in tables of integers. T tokens, V rows of the table, H hidden size, G numbers per scale.
+"""Lookup of rows in tables, plain and of integers.
 
-Tables lie as the weights of ``w4a16_linear`` and ``w8a16_linear`` do, so that a head can multiply
-by the same memory.
+T tokens, V rows of the table, H hidden size, G numbers per scale. Tables of integers lie as the
+weights of ``w4a16_linear`` and ``w8a16_linear`` do, so that a head can multiply by the same memory.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_CASES = "interposer_ops.embedding._quantized_embedding_cases"
-
+_lookup = partial(standard_op, batch_invariant=True, batched=("token_ids",))
+_plain = partial(
+    _lookup,
+    cases="interposer_ops.embedding._embedding_cases",
+    constants=("weight",),
+    tolerance=Tolerance(roundings=0),
+)
+_quantized = partial(
+    _lookup,
+    cases="interposer_ops.embedding._quantized_embedding_cases",
+    constants=("weight", "scale", "zero_points"),
+    tolerance=Tolerance(roundings=1),
+)
 _MIDDLE = 8
 
 
-@standard_op(
-    "w4a16_embedding",
-    cases=_CASES,
-    batch_invariant=True,
-    constants=("weight", "scale", "zero_points"),
-    tolerance=Tolerance(roundings=1),
-    batched=("token_ids",),
-)
+@_plain("embedding")
+def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``weight`` that ``token_ids`` name.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H]``, any dtype.
+    Returns: ``[T, H]``, dtype of ``weight``.
+    Dims: vocab_size, hidden_size; tied: a head multiplies by the same ``weight``, so that a kernel
+        may prepare one copy for both.
+    """
+    return functional.embedding(token_ids, weight)
+
+
+@_plain("vocab_parallel_embedding")
+def vocab_parallel_embedding(
+    token_ids: torch.Tensor, weight: torch.Tensor, first_row: int
+) -> torch.Tensor:
+    """Return the rows that ``token_ids`` name in a part of a table, zeros for those elsewhere.
+
+    The sum over all parts is what ``embedding`` returns for the whole table.
+
+    Args:
+        token_ids: ``[T]``, int64, each at least 0; tokens may skip memory.
+        weight: ``[V, H]``, any dtype: rows ``first_row`` to ``first_row + V - 1`` of the table.
+        first_row: at least 0.
+    Returns: ``[T, H]``, dtype of ``weight``.
+    Dims: vocab_size: V, hidden_size.
+    """
+    rows = token_ids - first_row
+    is_here = (rows >= 0) & (rows < weight.shape[0])
+    found = functional.embedding(rows.clamp(0, weight.shape[0] - 1), weight)
+    return torch.where(is_here[:, None], found, torch.zeros_like(found))
+
+
+@_quantized("w4a16_embedding")
 def w4a16_embedding(
     token_ids: torch.Tensor,
     weight: torch.Tensor,
@@ -52,14 +94,7 @@ def w4a16_embedding(
     return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
 
 
-@standard_op(
-    "w8a16_embedding",
-    cases=_CASES,
-    batch_invariant=True,
-    constants=("weight", "scale", "zero_points"),
-    tolerance=Tolerance(roundings=1),
-    batched=("token_ids",),
-)
+@_quantized("w8a16_embedding")
 def w8a16_embedding(
     token_ids: torch.Tensor,
     weight: torch.Tensor,
