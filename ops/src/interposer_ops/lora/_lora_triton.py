@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, FP16, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 
@@ -241,3 +242,26 @@ def _rest(number, rounded):
     """Return what rounding lost, nothing of infinity."""
     wide = rounded.to(tl.float32)
     return tl.where(number == wide, 0.0, number - wide)
+
+
+def _shrunk(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+    arguments = given((dtype, 64, 4096), (dtype, 8, rank, 4096), (INT64, 64), 0.5)
+    return Build("lora_shrink_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+def _expanded(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+    matrices, y = (dtype, 8, 4096, rank), (dtype, 64, 6144)
+    arguments = given((FP32, 64, rank), matrices, (INT64, 64), y, 1024)
+    return Build("lora_expand_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+BUILDS = (
+    _shrunk("8 adapters of rank 16, 4096 inputs", 16),
+    _shrunk("8 adapters of rank 64, 4096 inputs", 64),
+    _shrunk("float16, 8 adapters of rank 8", 8, FP16),
+    _shrunk("float32, 8 adapters of rank 64", 64, FP32),
+    _expanded("8 adapters of rank 16, 4096 outputs", 16),
+    _expanded("8 adapters of rank 64, 4096 outputs", 64),
+    _expanded("float16, 8 adapters of rank 64", 64, FP16),
+    _expanded("float32, 8 adapters of rank 64", 64, FP32),
+)

@@ -6,6 +6,8 @@ numbers and sums are float32 or wider; of two quantized operands, until the bias
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -14,13 +16,16 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_CASES = "interposer_ops.quantized_linear._block_scaled_linear_cases"
-
-
-@standard_op(
-    "mxfp4_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._block_scaled_linear_cases",
     emulation=DEQUANTIZES,
+)
+_both_quantized = partial(_op, tolerance=Tolerance(WITH_OUT_DTYPE), batched=("x", "x_scales"))
+
+
+@_op(
+    "mxfp4_linear",
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(roundings=2),
     batched=("x",),
@@ -47,14 +52,7 @@ def mxfp4_linear(
     return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
 
 
-@standard_op(
-    "mxfp8_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_both_quantized("mxfp8_linear", constants=("weight", "weight_scales", "bias"))
 def mxfp8_linear(
     x: torch.Tensor,
     x_scales: torch.Tensor,
@@ -86,14 +84,7 @@ def mxfp8_linear(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
-@standard_op(
-    "nvfp4_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "alpha", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_both_quantized("nvfp4_linear", constants=("weight", "weight_scales", "alpha", "bias"))
 def nvfp4_linear(
     x: torch.Tensor,
     x_scales: torch.Tensor,

@@ -6,6 +6,8 @@ Sums, scaled in whatever order, are float32 or wider until the bias was added.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -13,17 +15,15 @@ from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 
-_CASES = "interposer_ops.quantized_linear._fp8_linear_cases"
-
-
-@standard_op(
-    "fp8_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._fp8_linear_cases",
     emulation=DEQUANTIZES,
-    constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scale"),
 )
+
+
+@_op("fp8_linear", constants=("weight", "weight_scale", "bias"), batched=("x", "x_scale"))
 def fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -52,14 +52,7 @@ def fp8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@standard_op(
-    "fp8_block_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_op("fp8_block_linear", constants=("weight", "weight_scales", "bias"), batched=("x", "x_scales"))
 def fp8_block_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

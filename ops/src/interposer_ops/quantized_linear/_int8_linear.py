@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -10,18 +12,16 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_INT8_LINEAR_CASES = "interposer_ops.quantized_linear._int8_linear_cases"
-_W4A8_LINEAR_CASES = "interposer_ops.quantized_linear._w4a8_linear_cases"
-
-
-@standard_op(
-    "int8_linear",
-    cases=_INT8_LINEAR_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._int8_linear_cases",
     emulation=DEQUANTIZES,
-    constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     batched=("x", "x_scale", "x_zero_point"),
 )
+
+
+@_op("int8_linear", constants=("weight", "weight_scale", "bias"))
 def int8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -56,13 +56,9 @@ def int8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@standard_op(
+@_op(
     "w4a8_linear",
-    cases=_W4A8_LINEAR_CASES,
-    emulation=DEQUANTIZES,
     constants=("weight", "weight_scales", "weight_zero_points", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scale", "x_zero_point"),
 )
 def w4a8_linear(
     x: torch.Tensor,

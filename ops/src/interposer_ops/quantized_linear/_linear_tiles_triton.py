@@ -12,6 +12,12 @@ import triton.language as tl
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.parameters import parameters_for, per_device
 
+STEPS = tuple(
+    (f"{tokens} tokens, 4096 to {outputs}", tokens, outputs)
+    for tokens, outputs in ((1, 4096), (64, 14336), (4096, 14336))
+)
+"""Builds of an 8B model's sizes: a step of one sequence, of some, and a prefill."""
+
 
 class LinearTile(NamedTuple):
     """What a program computes, and how it is compiled.

@@ -7,15 +7,20 @@ in registers, exactly, and multiplied as bfloat16 on every architecture.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from interposer import Dims
+from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.rows import as_rows
 from interposer_ops._triton.small_floats import unpacked
-from interposer_ops.quantized_linear._linear_tiles_triton import linear_tile, place_of
+from interposer_ops.quantized_linear._linear_tiles_triton import STEPS, linear_tile, place_of
 
 
 @triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
@@ -221,3 +226,36 @@ def _scaled(numbers, scales, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.c
     """Return ``[ROWS, STEP]`` numbers times the scales of their blocks."""
     blocks = tl.reshape(numbers.to(tl.float32), (ROWS, STEP // BLOCK, BLOCK))
     return tl.reshape(blocks * scales[:, :, None], (ROWS, STEP))
+
+
+def _mxfp4(label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16) -> Build:
+    weight = (UINT8, outputs, 2048), (UINT8, outputs, 128)
+    arguments = given((dtype, tokens, 4096), *weight, (dtype, outputs))
+    return _build("mxfp4_linear_triton", label, outputs, arguments, dtype_name(dtype))
+
+
+def _mxfp8(label: str, tokens: int, outputs: int) -> Build:
+    x, weight = (((E4M3, rows, 4096), (UINT8, rows, 128)) for rows in (tokens, outputs))
+    return _build("mxfp8_linear_triton", label, outputs, given(*x, *weight, None, BF16))
+
+
+def _nvfp4(label: str, tokens: int, outputs: int) -> Build:
+    x, weight = (((UINT8, rows, 2048), (E4M3, rows, 256)) for rows in (tokens, outputs))
+    return _build("nvfp4_linear_triton", label, outputs, given(*x, *weight, (FP32, 1), None, BF16))
+
+
+def _build(
+    kernel: str,
+    label: str,
+    outputs: int,
+    arguments: Callable[[], tuple[Any, ...]],
+    dtype: str = "bfloat16",
+) -> Build:
+    dims: Dims = {"in_features": 4096, "out_features": outputs}
+    return Build(kernel, label, arguments, dtype, dims, matrix=True)
+
+
+BUILDS = (
+    *(make(*step) for make in (_mxfp4, _mxfp8, _nvfp4) for step in STEPS),
+    *(_mxfp4(f"{tokens} tokens, float16", tokens, 4096, FP16) for tokens in (64, 4096)),
+)

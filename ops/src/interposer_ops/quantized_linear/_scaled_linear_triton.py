@@ -7,11 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from interposer import Dim
+from interposer import Dim, Dims
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    FP32,
+    INT8,
+    INT32,
+    Build,
+    all_but,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import (
+    STEPS,
     linear_tile,
     place_of,
     product,
@@ -258,3 +272,73 @@ def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
         a = tl.load(x + start, mask=inside[None, :], other=0.0)
         b = tl.load(weight + start, mask=inside[:, None], other=0.0)
     return a, b
+
+
+def _fp8(
+    label: str,
+    tokens: int,
+    outputs: int,
+    x: torch.dtype = E4M3,
+    weight: torch.dtype = E4M3,
+    bias: bool = False,
+    without: frozenset[str] = frozenset(),
+) -> Build:
+    operands, scales = (
+        ((x, tokens, 4096), (weight, outputs, 4096)),
+        ((FP32, tokens, 1), (FP32, outputs)),
+    )
+    arguments = given(*operands, *scales, (BF16, outputs) if bias else None, BF16)
+    dims = _dims(outputs, x, weight)
+    return Build("fp8_linear_triton", label, arguments, "bfloat16", dims, True, without)
+
+
+def _blocks(label: str, tokens: int, outputs: int) -> Build:
+    operands, scales = (
+        ((E4M3, tokens, 4096), (E4M3, outputs, 4096)),
+        ((FP32, tokens, 32), (FP32, outputs // 128, 32)),
+    )
+    arguments = given(*operands, *scales, 128, 128, None, BF16)
+    dims: Dims = {**_dims(outputs, E4M3, E4M3), "block_rows": 128, "block_columns": 128}
+    return Build("fp8_block_linear_triton", label, arguments, "bfloat16", dims, True)
+
+
+def _int8(label: str, tokens: int, outputs: int, shifted: bool = False) -> Build:
+    operands, scales = (
+        ((INT8, tokens, 4096), (INT8, outputs, 4096)),
+        ((FP32, tokens, 1), (FP32, outputs)),
+    )
+    shift = (INT32, tokens, 1) if shifted else None
+    arguments = given(*operands, *scales, shift, (BF16, outputs), BF16)
+    dims: Dims = {"in_features": 4096, "out_features": outputs}
+    # Triton multiplies integers from sm_80 on.
+    return Build(
+        "int8_linear_triton", label, arguments, "bfloat16", dims, True, frozenset({"sm_75"})
+    )
+
+
+def _dims(outputs: int, x: torch.dtype, weight: torch.dtype) -> Dims:
+    features: Dims = {"in_features": 4096, "out_features": outputs}
+    return {**features, "x_dtype": dtype_name(x), "weight_dtype": dtype_name(weight)}
+
+
+_FNUZ = (E4M3_FNUZ, E4M3_FNUZ)
+BUILDS = (
+    *(make(*step) for make in (_fp8, _blocks, _int8) for step in STEPS),
+    *(
+        build
+        for tokens in (64, 4096)
+        for build in (
+            _fp8(
+                f"{tokens} tokens, float8_e5m2 by float8_e4m3fn, bias",
+                tokens,
+                4096,
+                E5M2,
+                bias=True,
+            ),
+            _fp8(
+                f"{tokens} tokens, float8_e4m3fnuz", tokens, 4096, *_FNUZ, without=all_but("gfx942")
+            ),
+            _int8(f"{tokens} tokens, zero points", tokens, 4096, shifted=True),
+        )
+    ),
+)

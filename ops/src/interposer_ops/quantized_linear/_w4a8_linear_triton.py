@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from interposer import Dim
+from interposer_ops._triton.build import BF16, FP32, INT8, INT32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
@@ -198,3 +199,35 @@ def _codes(
 @triton.jit
 def _loaded(place, there, MASKED: tl.constexpr):
     return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
+
+
+def _build(
+    label: str,
+    tokens: int,
+    outputs: int,
+    group_size: int = 128,
+    *,
+    asymmetric: bool = False,
+    bias: bool = False,
+) -> Build:
+    grouped = (outputs, 4096 // group_size)
+    arguments = given(
+        *((INT8, tokens, 4096), (UINT8, outputs, 2048), (FP32, tokens, 1), (FP32, *grouped)),
+        *(((INT32, tokens, 1), (UINT8, *grouped)) if asymmetric else (None, None)),
+        (BF16, outputs) if bias else None,
+        BF16,
+    )
+    # Triton multiplies integers from sm_80 on.
+    without = frozenset({"sm_75"})
+    dims = {"group_size": group_size}
+    return Build("w4a8_linear_triton", label, arguments, "bfloat16", dims, True, without)
+
+
+BUILDS = (
+    _build("1 token, 4096 to 4096, groups of 128", 1, 4096),
+    _build("64 tokens, 4096 to 14336, groups of 128", 64, 14336),
+    _build("4096 tokens, 4096 to 14336, groups of 128", 4096, 14336),
+    _build("4096 tokens, 4096 to 4096, groups of 32", 4096, 4096, 32),
+    _build("4096 tokens, 4096 to 4096, one scale per output, bias", 4096, 4096, 4096, bias=True),
+    _build("64 tokens, zero points of both operands", 64, 4096, asymmetric=True),
+)

@@ -5,6 +5,8 @@ Dequantized weights and sums are float32 or wider.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -12,19 +14,19 @@ from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_CASES = "interposer_ops.quantized_linear._weight_only_linear_cases"
-
-_MIDDLE = 8
-
-
-@standard_op(
-    "w4a16_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._weight_only_linear_cases",
     emulation=DEQUANTIZES,
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
     batched=("x",),
 )
+
+_MIDDLE = 8
+
+
+@_op("w4a16_linear")
 def w4a16_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -51,14 +53,7 @@ def w4a16_linear(
     return _project(x, unpack_nibbles(weight), scale, bias, zero_points, _MIDDLE)
 
 
-@standard_op(
-    "w8a16_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "scale", "bias", "zero_points"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x",),
-)
+@_op("w8a16_linear")
 def w8a16_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -14,6 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import (
+    BF16,
+    FP16,
+    FP32,
+    INT8,
+    UINT8,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
@@ -219,3 +229,43 @@ def _codes(
 @triton.jit
 def _loaded(place, there, MASKED: tl.constexpr):
     return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
+
+
+def _w4(
+    label: str,
+    tokens: int,
+    outputs: int,
+    dtype: torch.dtype = BF16,
+    group_size: int = 128,
+    symmetric: bool = False,
+) -> Build:
+    grouped = (outputs, 4096 // group_size)
+    zero_points = None if symmetric else (UINT8, *grouped)
+    operands = (dtype, tokens, 4096), (UINT8, outputs, 2048), (dtype, *grouped)
+    arguments = given(*operands, None, zero_points)
+    return Build("w4a16_linear_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+def _w8(
+    label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16, group_size: int = 4096
+) -> Build:
+    grouped = (outputs, 4096 // group_size)
+    zero_points = (INT8, *grouped) if group_size < 4096 else None
+    operands = (dtype, tokens, 4096), (INT8, outputs, 4096), (FP32, *grouped)
+    arguments = given(*operands, (dtype, outputs), zero_points)
+    return Build("w8a16_linear_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+_HALF = "float16, 4096 tokens, 4096 to 4096, groups of"
+BUILDS = (
+    _w4("1 token, 4096 to 4096, groups of 128", 1, 4096),
+    _w4("64 tokens, 4096 to 14336, groups of 128", 64, 14336),
+    _w4("4096 tokens, 4096 to 14336, groups of 128", 4096, 14336),
+    _w4(f"{_HALF} 32, symmetric", 4096, 4096, FP16, 32, symmetric=True),
+    _w4("float32, 4096 tokens, groups of 128", 4096, 4096, FP32),
+    _w8("1 token, 4096 to 14336, one scale per output", 1, 14336),
+    _w8("64 tokens, 4096 to 4096, one scale per output", 64, 4096),
+    _w8("4096 tokens, 4096 to 14336, one scale per output", 4096, 14336),
+    _w8(f"{_HALF} 128", 4096, 4096, FP16, 128),
+    _w8("float32, 64 tokens, one scale per output", 64, 4096, FP32),
+)

@@ -8,22 +8,23 @@ give ``x`` back. ``x`` is finite unless said.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_CASES = "interposer_ops.quantizers._fp8_quantizers_cases"
-
-
-@standard_op(
-    "quantize_fp8_static",
-    cases=_CASES,
-    sample=False,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._fp8_quantizers_cases",
     tolerance=Tolerance(roundings=0),
-    batched=("x",),
 )
+
+
+@_op("quantize_fp8_static", sample=False, batched=("x",))
 def quantize_fp8_static(
     x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -38,10 +39,10 @@ def quantize_fp8_static(
     Returns: shape of ``x``, ``out_dtype``.
     Dims: ``hidden_size``, ``out_dtype``.
     """
-    return _rounded(_wide(x) / scale, out_dtype)
+    return _rounded(widened(x) / scale, out_dtype)
 
 
-@standard_op("quantize_fp8_dynamic", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
+@_op("quantize_fp8_dynamic", sample=False)
 def quantize_fp8_dynamic(
     x: torch.Tensor, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,19 +56,13 @@ def quantize_fp8_dynamic(
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     magnitudes = functional.pad(wide.abs().flatten(), (0, 1))  # a zero, for an empty x
     scale = _fitting(magnitudes.amax(0, keepdim=True), out_dtype)
     return _rounded(wide / scale, out_dtype), scale
 
 
-@standard_op(
-    "quantize_fp8_per_token",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_fp8_per_token", batch_invariant=True, batched=("x",))
 def quantize_fp8_per_token(
     x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,20 +78,14 @@ def quantize_fp8_per_token(
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[..., 1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``, ``limited``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     scale = _fitting(wide.abs().amax(-1, keepdim=True), out_dtype)
     if scale_limit is not None:
         scale = scale.clamp(max=scale_limit)
     return _rounded(wide / scale, out_dtype), scale
 
 
-@standard_op(
-    "quantize_fp8_blocks",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_fp8_blocks", batch_invariant=True, batched=("x",))
 def quantize_fp8_blocks(
     x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +102,7 @@ def quantize_fp8_blocks(
     Returns: ``(q, scales)``: shape of ``x`` in ``out_dtype``, and ``[..., ceil(H / B)]`` float32.
     Dims: ``hidden_size``, ``block_size``, ``out_dtype``, ``power_of_two_scales``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     width = x.shape[-1]
     num_blocks = -(-width // block_size)
     padded = functional.pad(wide, (0, num_blocks * block_size - width))
@@ -125,10 +114,6 @@ def quantize_fp8_blocks(
         scales = torch.ldexp(torch.ones_like(scales), exponent)
     quantized = (blocks / scales.unsqueeze(-1)).flatten(-2)[..., :width]
     return _rounded(quantized.contiguous(), out_dtype), scales
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _fitting(peaks: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

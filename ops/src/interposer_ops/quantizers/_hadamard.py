@@ -6,6 +6,7 @@ import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
 _CASES = "interposer_ops.quantizers._hadamard_cases"
 
@@ -25,7 +26,7 @@ def hadamard_transform(x: torch.Tensor, scale: float) -> torch.Tensor:
     Source: arXiv:2404.00456 (rotation of activations).
     """
     width = x.shape[-1]
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = widened(x)
     half = 1
     while half < width:
         first, second = y.unflatten(-1, (width // (2 * half), 2, half)).unbind(-2)

@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, E4M3, FP32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
-from interposer_ops._triton.rounding import divided
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import (
     clamped,
+    divided,
     e2m1_codes,
     e2m1_numbers,
     fp8_codes,
@@ -287,3 +288,30 @@ def _tile_scales(
     source = scales + row * row_stride + column * column_stride
     value = tl.load(source, mask=inside, other=0)
     tl.store(tiles + tile * (4 * ROWS_PER_TILE) + place, value, mask=tile < num_tiles)
+
+
+_SCALE = (FP32, 1)
+BUILDS = (
+    *(
+        Build(f"quantize_{format_}_triton", f"{width} wide", given((BF16, 64, width), *scales))
+        for format_, *scales in (("mxfp8",), ("mxfp4",), ("nvfp4", _SCALE))
+        for width in (4096, 14336)
+    ),
+    *(
+        Build(f"dequantize_{format_}_triton", "4096 wide", given((UINT8, 64, 2048), *scales, BF16))
+        for format_, *scales in (
+            ("mxfp4", (UINT8, 64, 4096 // _MX_BLOCK)),
+            ("nvfp4", (E4M3, 64, 4096 // _NV_BLOCK), _SCALE),
+        )
+    ),
+    *(
+        Build(
+            "tile_scales_triton",
+            f"{rows}x4",
+            given((UINT8, 64, 128), rows),
+            "uint8",
+            {"rows_per_tile": rows},
+        )
+        for rows in (128, 8)
+    ),
+)

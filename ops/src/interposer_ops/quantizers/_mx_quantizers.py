@@ -9,10 +9,13 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 from interposer_ops.quantizers._small_floats import (
     decode_e2m1,
     decode_e8m0,
@@ -22,20 +25,18 @@ from interposer_ops.quantizers._small_floats import (
     unpack_nibbles,
 )
 
-_CASES = "interposer_ops.quantizers._mx_quantizers_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._mx_quantizers_cases",
+    tolerance=Tolerance(roundings=0),
+)
 
 MX_BLOCK_SIZE = 32
 _E4M3_LARGEST_EXPONENT = 8
 _E2M1_LARGEST_EXPONENT = 2
 
 
-@standard_op(
-    "quantize_mxfp8",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_mxfp8", batch_invariant=True, batched=("x",))
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize ``x`` to MXFP8 with e4m3 elements.
 
@@ -51,13 +52,7 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quotients.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
-@standard_op(
-    "quantize_mxfp4",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_mxfp4", batch_invariant=True, batched=("x",))
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize ``x`` to MXFP4, two elements per byte.
 
@@ -74,13 +69,7 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_nibbles(encode_e2m1(quotients)), scales
 
 
-@standard_op(
-    "dequantize_mxfp4",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("packed", "scales"),
-)
+@_op("dequantize_mxfp4", sample=False, batched=("packed", "scales"))
 def dequantize_mxfp4(
     packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -101,7 +90,7 @@ def dequantize_mxfp4(
 
 def _scaled(x: torch.Tensor, largest_exponent: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x / 2^e and the biased e of each block."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     scales = shared_exponents(blocks.abs().amax(-1), largest_exponent)
     return (blocks / decode_e8m0(scales, wide.dtype).unsqueeze(-1)).flatten(-2), scales

@@ -13,6 +13,7 @@ import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 from interposer_ops.quantizers._small_floats import (
     E2M1_MAX,
     decode_e2m1,
@@ -51,7 +52,7 @@ def quantize_nvfp4(
         low nibble, and ``[..., H / 16]`` float8_e4m3fn.
     Dims: ``hidden_size``.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
     fitting = blocks.abs().amax(-1) * global_scale / E2M1_MAX
     scales = fitting.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)

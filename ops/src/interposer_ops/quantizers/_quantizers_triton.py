@@ -7,10 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import BF16, E4M3, Build, given
 from interposer_ops._triton.declare import triton_kernel
-from interposer_ops._triton.rounding import divided, quantized, rounded
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
+from interposer_ops._triton.small_floats import (
+    Fp8Format,
+    divided,
+    fp8_format,
+    fp8_memory,
+    quantized,
+    rounded,
+)
 
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
 
@@ -101,13 +108,8 @@ def _launch(
         BLOCK=block_size,
         PER_ROW=per_row,
         POWER_OF_TWO=power_of_two_scales,
-        MANTISSA=format_.mantissa,
-        BIAS=format_.bias,
-        UNSIGNED_ZERO=format_.unsigned_zero,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        FORMAT=format_,
+        **tile.options,
     )
 
 
@@ -125,9 +127,7 @@ def _quantize_blocks(
     BLOCK: tl.constexpr,
     PER_ROW: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -147,7 +147,7 @@ def _quantize_blocks(
         low = tl.min(seen, axis=1, keep_dims=True)
         high = tl.max(seen, axis=1, keep_dims=True)
         scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
-        code = quantized(value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO)
+        code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
         tl.store(q + column, code, mask=inside)
     else:
         lows = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -165,9 +165,7 @@ def _quantize_blocks(
             place = start + column
             inside = there & (place < size)
             value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            code = quantized(
-                value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO
-            )
+            code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
             tl.store(q + place, code, mask=inside)
     tl.store(scales + block, scale, mask=there)
     if zero_points is not None:
@@ -202,3 +200,19 @@ def _raised(scale):
     count = ((count + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True).to(tl.int32)
     raised = tl.where(bits < 0x800000, count, raised)
     return tl.where(bits == 0, 1.0, raised.to(tl.float32, bitcast=True))
+
+
+_E4M3 = {"out_dtype": "float8_e4m3fn"}
+_PER_TOKEN, _BLOCKS = "quantize_fp8_per_token_triton", "quantize_fp8_blocks_triton"
+_ROWS, _WIDE = (BF16, 64, 4096), (BF16, 64, 14336)
+BUILDS = (
+    Build(_PER_TOKEN, "float8_e4m3fn, 4096 wide", given(_ROWS, E4M3, None), dims=_E4M3),
+    Build(_PER_TOKEN, "float8_e4m3fn, 14336 wide", given(_WIDE, E4M3, 1.0), dims=_E4M3),
+    Build(_BLOCKS, "128 of 4096", given(_ROWS, 128, E4M3, False)),
+    Build(_BLOCKS, "128 of 14336", given(_WIDE, 128, E4M3, True)),
+    *(
+        Build(f"{op}_triton", f"{rows[-1]} wide", given(rows))
+        for op in ("quantize_int8_per_token", "quantize_int8_per_token_asymmetric")
+        for rows in (_ROWS, _WIDE)
+    ),
+)

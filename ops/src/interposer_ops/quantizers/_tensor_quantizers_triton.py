@@ -7,11 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    FP32,
+    INT32,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
-from interposer_ops._triton.rounding import quantized
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
+from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory, quantized
 
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float, and the kernel knows its range
 
@@ -54,10 +64,7 @@ def quantize_fp8_dynamic_triton(
         num_blocks,
         rows.stride(0),
         WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )
     _quantize(rows, fp8_memory(q), scale, None, peaks, fp8_format(out_dtype))
     return q, scale
@@ -101,13 +108,8 @@ def _quantize(
         format_.largest,
         WIDTH=width,
         SHARES=_most_shares(rows.device),
-        MANTISSA=format_.mantissa,
-        BIAS=format_.bias,
-        UNSIGNED_ZERO=format_.unsigned_zero,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        FORMAT=format_,
+        **tile.options,
     )
 
 
@@ -147,9 +149,7 @@ def _quantize_elements(
     largest,
     WIDTH: tl.constexpr,
     SHARES: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
+    FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -168,5 +168,25 @@ def _quantize_elements(
     inside = (row < num_rows) & (column < WIDTH)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = q.dtype.element_ty
-    code = quantized(value, divisor, offset, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO)
+    code = quantized(value, divisor, offset, largest, dtype, FORMAT)
     tl.store(q + row * WIDTH + column, code, mask=inside)
+
+
+def _fp8(kernel: str, dtype: torch.dtype, *scale: object) -> Build:
+    name, arguments = dtype_name(dtype), given((BF16, 64, 4096), *scale, dtype)
+    return Build(kernel, f"{name}, 4096 wide", arguments, dims={"out_dtype": name})
+
+
+_SCALE = (FP32, 1)
+BUILDS = (
+    *(_fp8("quantize_fp8_static_triton", dtype, _SCALE) for dtype in (E4M3, E5M2, E4M3_FNUZ)),
+    _fp8("quantize_fp8_dynamic_triton", E4M3),
+    *(
+        Build(
+            "quantize_int8_static_triton",
+            f"{width} wide",
+            given((BF16, 64, width), _SCALE, (INT32, 1)),
+        )
+        for width in (4096, 14336)
+    ),
+)

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 from interposer_ops.quantizers._small_floats import pack_nibbles
 
-_CASES = "interposer_ops.quantizers._weight_quantizers_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._weight_quantizers_cases",
+    sample=False,
+    tolerance=Tolerance(roundings=0),
+    batched=("weight",),
+)
 
 # Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is
 # small beside a weight. Four million at a time take four to seven times as long.
@@ -26,13 +34,7 @@ _AT_A_TIME = 1 << 19
 _MIDDLE = 8  # of the codes of four bits
 
 
-@standard_op(
-    "quantize_weight_int8",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int8")
 def quantize_weight_int8(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,13 +59,7 @@ def quantize_weight_int8(
     return codes, scale
 
 
-@standard_op(
-    "quantize_weight_int4",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int4")
 def quantize_weight_int4(
     weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,13 +84,7 @@ def quantize_weight_int4(
     return codes, scale
 
 
-@standard_op(
-    "quantize_weight_int4_asymmetric",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int4_asymmetric")
 def quantize_weight_int4_asymmetric(
     weight: torch.Tensor, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -181,8 +171,7 @@ def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _groups(rows: torch.Tensor, group_size: int) -> torch.Tensor:
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    groups: torch.Tensor = wide.unflatten(1, (rows.shape[1] // group_size, group_size))
+    groups: torch.Tensor = widened(rows).unflatten(1, (rows.shape[1] // group_size, group_size))
     return groups
 
 
