@@ -1,5 +1,9 @@
 """Hooks of mkdocs: pages that are made, not written, and links that leave the folder of the docs.
 
+    python docs/_site.py [--check]
+
+writes public-names.txt, the snapshot of every public name, or compares it with the code.
+
 Made are the API reference of every public module, the list of ops, the page of Triton targets and
 one page for each README. A public name without a docstring, and a link to a file that does not
 exist, are warnings, which a strict build does not accept.
@@ -25,7 +29,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-__all__ = ["api_modules", "missing_docstrings", "on_config", "on_files", "on_page_markdown"]
+__all__ = [
+    "api_modules",
+    "missing_docstrings",
+    "on_config",
+    "on_files",
+    "on_page_markdown",
+    "public_names",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -38,6 +49,8 @@ This build has no table. `make triton-targets` compiles every Triton kernel for 
 that it takes and writes the table; it needs the package triton and about an hour. The next
 `make docs` shows it here. The slow tests compile the same and hold that nothing spills.
 """
+
+NAMES = Path(__file__).with_name("public-names.txt")
 
 # A block of code, a link, or a span of code, whichever begins first.
 MARKS = re.compile(
@@ -88,6 +101,14 @@ def api_modules() -> Iterator[Module]:
             if not hidden and parts[-1] not in NO_API:
                 name = ".".join(parts)
                 yield Module(name, exported(file), file.name == "__init__.py")
+
+
+def public_names() -> str:
+    """Return every public name of every distribution by its dotted path, one a line."""
+    modules = [
+        (module.name, *(f"{module.name}.{n}" for n in module.members)) for module in api_modules()
+    ]
+    return "".join(f"{name}\n" for name in sorted({name for names in modules for name in names}))
 
 
 def missing_docstrings() -> list[str]:
@@ -228,3 +249,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({relative}{hash_}{heading})"
 
     return MARKS.sub(lead, markdown)
+
+
+def main() -> None:
+    """Write the snapshot of public names, or compare it with the code."""
+    if "--check" not in sys.argv:
+        NAMES.write_text(public_names(), encoding="utf-8")
+        return
+    kept, found = (set(text.split()) for text in (NAMES.read_text("utf-8"), public_names()))
+    if kept != found:
+        changes = [f"- {name}" for name in sorted(kept - found)]
+        changes += [f"+ {name}" for name in sorted(found - kept)]
+        sys.exit("\n".join([*changes, "Public names changed. Try: python docs/_site.py"]))
+
+
+if __name__ == "__main__":
+    main()
