@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import cached, positions_of
+from interposer_ops.attention._padded_attention import cached, positions_of
 
 _CASES = "interposer_ops.attention._sparse_attention_cases"
 

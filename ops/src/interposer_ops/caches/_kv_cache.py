@@ -1,7 +1,7 @@
 """Writing to, reading from and copying within a paged cache.
 
 Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
-pages, S page size, C copies.
+pages, S page size, C copies or latent size, R rotated size, L cached tokens that are read.
 """
 
 from __future__ import annotations
@@ -121,6 +121,31 @@ def slots_of_positions(
     return pages * page_size + positions % page_size
 
 
+@standard_op(
+    "write_latent_cache",
+    cases=_CASES,
+    batch_invariant=True,
+    mutates=("cache",),
+    tolerance=Tolerance(roundings=0),
+    batched=("latent", "rope_key", "slots"),
+)
+def write_latent_cache(
+    latent: torch.Tensor, rope_key: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store each token's latent vector, and its rotated key behind it, in its slot.
+
+    Args:
+        latent: ``[T, C]``, any float dtype; rows may skip memory.
+        rope_key: ``[T, R]``, dtype of ``latent``; rows may skip memory.
+        cache: ``[P, S, C + R]``, dtype of ``latent``, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+    Dims: latent_size, rotary_size, page_size.
+    Source: arXiv:2405.04434 (multi-head latent attention).
+    """
+    page_size = cache.shape[1]
+    cache[slots // page_size, slots % page_size] = torch.cat((latent, rope_key), dim=-1)
+
+
 def gathered_rows(
     cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -140,3 +165,43 @@ def gathered_rows(
     page = page_table[sequence, (position // cache.shape[1]).clamp(max=most_pages - 1)]
     stored = cache[page, position % cache.shape[1]]
     return torch.where((found < num_sequences)[:, None, None], stored, torch.zeros_like(stored))
+
+
+def cumulated(lengths: torch.Tensor) -> torch.Tensor:
+    """Return ``[B + 1]`` int32 starts of parts of ``lengths`` ``[B]``, and where the last ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def read_slots(
+    page_table: torch.Tensor,
+    firsts: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    page_rows: int | None = None,
+) -> torch.Tensor:
+    """Return ``[L]`` int64 slots of each sequence's tokens from ``firsts`` on.
+
+    It waits for the device once, to know how many there are.
+
+    Args:
+        page_table: ``[B, M]``.
+        firsts, lengths: ``[B]``.
+        page_rows: from one page to the next; the page size unless pages lie apart in memory.
+    """
+    rows, positions = read_positions(firsts, lengths, int(lengths.sum()))
+    pages = page_table[rows, positions // page_size].long()
+    return pages * (page_rows or page_size) + positions % page_size
+
+
+def read_positions(
+    firsts: torch.Tensor, lengths: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sequence and the position in it, ``[L]`` each, of ``lengths`` from ``firsts`` on.
+
+    Args:
+        total: L, the sum of ``lengths``.
+    """
+    rows = torch.arange(len(lengths), device=lengths.device)
+    rows = rows.repeat_interleave(lengths.long(), output_size=total)
+    begins = lengths.long().cumsum(0) - lengths
+    return rows, torch.arange(total, device=lengths.device) - (begins - firsts)[rows]

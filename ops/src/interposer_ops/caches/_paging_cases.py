@@ -12,23 +12,11 @@ SPARE_PAGES = 3
 
 
 def attention_dims(
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    page_size: int,
-    *,
-    windowed: bool = False,
-    softcapped: bool = False,
+    heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> dict[str, int | bool]:
-    """Return the dims of an ``AttentionSpec`` with these facts."""
-    return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_size": head_size,
-        "page_size": page_size,
-        "windowed": windowed,
-        "softcapped": softcapped,
-    }
+    """Return the dims of an ``AttentionSpec`` of these sizes, without a window and a softcap."""
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size}
+    return {**sizes, "page_size": page_size, "windowed": False, "softcapped": False}
 
 
 def scattered(
@@ -50,16 +38,10 @@ def scattered(
     return table, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
 
-def caches(
-    shape: tuple[int, ...], dtype: torch.dtype, *, paired: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return caches of NaN, ``[P, S, K, D]``; paired ones alternate in memory page by page.
-
-    Whole numbers, of which none is NaN, are -128.
-    """
-    pair = (shape[0], 2, *shape[1:]) if paired else (2, *shape)
+def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return caches ``[P, S, K, D]`` of NaN, or of -128 where integers have none."""
     nothing = torch.nan if dtype.is_floating_point else -128.0
-    keys, values = torch.full(pair, nothing).to(dtype).unbind(1 if paired else 0)
+    keys, values = torch.full((2, *shape), nothing).to(dtype)
     return keys, values
 
 

@@ -17,16 +17,6 @@ from interposer import Case, Dims
 from interposer_ops.experts._expert_permutation_cases import random_experts
 from interposer_testing.cases import Point, peak
 
-# Sizes that groups and blocks divide: T, H, I, E, K.
-EVEN_SHAPES = {
-    "many tokens": (9, 64, 32, 6, 2),
-    "one token": (1, 64, 64, 4, 2),
-    "all experts": (3, 32, 64, 3, 3),
-    "no tokens": (0, 64, 32, 4, 2),
-}
-ACTIVATIONS = {"": "silu", "gelu": "gelu", "swiglu_oai": "swiglu_oai"}
-RANKS = {"": "none", "other ranks": "some", "all on other ranks": "all"}
-
 Shape = tuple[int, int, int, int, int]
 Weights = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 

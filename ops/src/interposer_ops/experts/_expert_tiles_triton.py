@@ -57,15 +57,9 @@ def expert_tile(num_blocks, NUM_TILES: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def load_weights(
-    row,
-    known,
-    begin,
-    start,
-    dtype: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    row, known, begin, start,
+    dtype: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return the weights ``[rows, STEP]`` of a step in ``dtype``, which holds them exactly.
 
     Args:
@@ -122,15 +116,9 @@ def _number(packed, FRACTION: tl.constexpr, FACTOR: tl.constexpr, NAN_BITS: tl.c
 
 @triton.jit
 def scaled(
-    total,
-    scale,
-    column,
-    known,
-    group,
-    SCALE_ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    total, scale, column, known, group,
+    SCALE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Return sums of one group of the inputs times its scale of every column."""
     place = column // (OUTPUTS // SCALE_ROWS) * GROUPS + group
     if scale.dtype.element_ty == tl.uint8:

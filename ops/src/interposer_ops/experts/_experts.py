@@ -15,8 +15,7 @@ from interposer.errors import RequestError
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_EXPERTS_CASES = "interposer_ops.experts._experts_cases"
-_EXPERTS_MXFP4_CASES = "interposer_ops.experts._experts_mxfp4_cases"
+_CASES = "interposer_ops.experts._experts_cases"
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
@@ -24,7 +23,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 @standard_op(
     "fused_experts",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     constants=("gate_up", "gate_up_bias", "down", "down_bias"),
     tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
@@ -81,7 +80,7 @@ def fused_experts(
 
 @standard_op(
     "fused_experts_fp8",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
     tolerance=Tolerance(roundings=2),
@@ -127,7 +126,7 @@ def fused_experts_fp8(
 
 @standard_op(
     "fused_experts_w4a16",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
     tolerance=Tolerance(roundings=2),
@@ -170,7 +169,7 @@ def fused_experts_w4a16(
 
 @standard_op(
     "fused_experts_mxfp4",
-    cases=_EXPERTS_MXFP4_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
     tolerance=Tolerance(roundings=2),

@@ -10,7 +10,11 @@ import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
+from interposer_ops.attention._padded_attention import (
+    cached,
+    masked_attention,
+    softmax_attention,
+)
 
 _CASES = "interposer_ops.latent_attention._latent_attention_cases"
 
@@ -55,16 +59,10 @@ def latent_attention_decode(
     Source: arXiv:2405.04434.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys = cached(cache, page_table, seq_lens, wide)[:, :, None]  # [B, L, 1, C + R]
-    if cache_scale is not None:
-        keys = keys * cache_scale.to(wide)
-    offsets = torch.arange(max_query_tokens, device=query.device)
-    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
-    key_positions = torch.arange(keys.shape[1], device=query.device)
-    seen = torch.minimum(query_positions[:, :, None] + 1, seq_lens[:, None, None])
-    queries = padded(query.to(wide), query_starts, max_query_tokens)
-    mixed, _ = attend(queries, keys, keys[..., :latent_size], key_positions < seen, scale)
-    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)
+    keys = cached(cache, page_table, seq_lens, wide, cache_scale)[:, :, None]  # [B, L, 1, C + R]
+    values = keys[..., :latent_size]
+    out, _ = masked_attention(query, keys, values, query_starts, seq_lens, max_query_tokens, scale)
+    return out
 
 
 @standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
@@ -108,5 +106,6 @@ def sparse_latent_attention(
     keys = torch.where(named[..., None], keys, 0)[:, :, None]
     if cache_scale is not None:
         keys = keys * cache_scale.to(wide)
-    mixed, _ = attend(query[:, None].to(wide), keys, keys[..., :latent_size], named[:, None], scale)
-    return mixed[:, 0].to(query.dtype)
+    queries, values = query[:, None].to(wide), keys[..., :latent_size]
+    out, _ = softmax_attention(queries, keys, values, named[:, None], scale)
+    return out[:, 0].to(query.dtype)

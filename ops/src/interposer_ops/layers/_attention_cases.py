@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from interposer import AttentionBatch, AttentionSpec, Case, Site, Tolerance
-from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, paged
+from interposer_ops.attention._sequences_cases import LENGTHS, Lengths, paged
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_ops.experts._error_propagation_cases import Errors
 from interposer_ops.layers.attention import Attention

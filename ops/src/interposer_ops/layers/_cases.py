@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Site, Tolerance
 from interposer_ops.activations._activations import gelu_and_mul, silu_and_mul
+from interposer_ops.embedding._embedding import embedding
 from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
 from interposer_ops.layers.embedding import Embedding
-from interposer_ops.linear._linear import embedding, linear
+from interposer_ops.linear._linear import linear
 from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
 from interposer_ops.norms._norms_cases import norm_weight
 from interposer_ops.rotary._rotary import rotary_embedding

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from interposer import AttentionSpec, Case, Site, Tolerance
-from interposer_ops.attention._paged_sequences_cases import Lengths
+from interposer_ops.attention._sequences_cases import Lengths
 from interposer_ops.experts._error_propagation_cases import Errors
 from interposer_ops.layers._attention_cases import Step, attended, spec_at
 from interposer_ops.layers.decoder_block import DecoderBlock

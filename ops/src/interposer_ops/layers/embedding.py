@@ -13,8 +13,9 @@ from torch import nn
 
 from interposer import Call, EmbeddingMethod, PluggableLayer, Site
 from interposer.errors import ConfigError
+from interposer_ops.embedding._embedding import embedding
 from interposer_ops.layers.linear import PlainLinear
-from interposer_ops.linear._linear import embedding, linear
+from interposer_ops.linear._linear import linear
 
 __all__ = ["Embedding", "LMHead", "PlainEmbedding"]
 

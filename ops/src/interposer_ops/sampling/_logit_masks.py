@@ -1,7 +1,7 @@
-"""Tokens that are ruled out, favoured or scaled before one is chosen.
+"""Logits that are capped or scaled, and tokens that are ruled out or favoured.
 
-Dimensions: B sequences, V vocabulary, M listed tokens. A list that is shorter than M is filled up
-with -1.
+Dimensions: T tokens, B sequences, V vocabulary, M listed tokens. A list that is shorter than M is
+filled up with -1.
 """
 
 from __future__ import annotations
@@ -110,6 +110,26 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
     wide = torch.promote_types(logits.dtype, torch.float32)
     divisor = torch.where(temperature > 0, temperature, 1).to(wide)
     return logits.to(wide) / divisor[:, None]
+
+
+@standard_op(
+    "logits_softcap",
+    cases="interposer_ops.sampling._logits_cases",
+    tolerance=Tolerance(roundings=1),
+    batched=("logits",),
+)
+def logits_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Keep ``logits`` between -cap and cap: y = cap tanh(x / cap), in float32 or wider.
+
+    Args:
+        logits: ``[T, V]``, any float dtype; rows may skip memory.
+        cap: positive.
+    Returns: ``[T, V]``, dtype of ``logits``.
+    Dims: vocab_size.
+    Source: arXiv:2408.00118.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (cap * (wide / cap).tanh()).to(logits.dtype)
 
 
 @standard_op(

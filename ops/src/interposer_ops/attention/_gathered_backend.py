@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
-from interposer_ops.caches._paged_slots import cumulated, read_slots
+from interposer_ops.caches._kv_cache import cumulated, read_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,8 @@ class GatheredBackend(AttentionBackend):
 
         The host waits for the device, to know how many tokens that is.
         """
-        lengths = batch.seq_lens
-        queries = batch.query_starts.diff()
-        if self.spec.window_tokens is not None:
-            lengths = torch.minimum(lengths, queries + (self.spec.window_tokens - 1))
-        firsts = batch.seq_lens - lengths
-        read: torch.Tensor | None = None
+        queries, read = batch.query_starts.diff(), None
+        firsts, lengths = windowed(batch, self.spec.window_tokens)
         if bool((batch.seq_lens == queries).all()):
             lengths = queries
         else:
@@ -95,6 +91,14 @@ class GatheredBackend(AttentionBackend):
         if plan.read is not None:
             key, value = keys[plan.read], values[plan.read]
         return self.attend(query.contiguous(), key.contiguous(), value.contiguous(), plan)
+
+
+def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first position that each sequence reads, and how many, ``[B]`` int64 each."""
+    lengths = batch.seq_lens
+    if window_tokens is not None:
+        lengths = torch.minimum(lengths, batch.query_starts.diff() + (window_tokens - 1))
+    return batch.seq_lens - lengths, lengths
 
 
 def window_ends(spec: AttentionSpec) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Attention between sequences that are padded to one length: what the attention ops share.
+"""Attention between sequences that are padded to one length: the definition that ops share.
 
 Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, E size of a value, B sequences,
 Q longest query, L keys of a padded sequence, P pages, S page size, M pages of the longest sequence.
@@ -10,7 +10,61 @@ import torch
 from torch.nn import functional
 
 
-def attend(
+def masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_lens: torch.Tensor,
+    max_query_tokens: int,
+    scale: float,
+    causal: bool = True,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    prefix_lens: torch.Tensor | None = None,
+    *,
+    looks_ahead: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention of each sequence's queries to its keys, and its lse.
+
+    The last query of a sequence stands where its last key does, whatever their numbers.
+
+    Args:
+        query: ``[T, N, D]``, any float dtype.
+        keys: ``[B, L, K, D]``, float32 or wider.
+        values: ``[B, L, K, E]``, dtype of ``keys``, finite.
+        query_starts: ``[B + 1]`` int64, ascending, the last is T.
+        key_lens: ``[B]`` int64.
+        max_query_tokens: Q.
+        looks_ahead: a window reaches as far ahead as behind.
+    Returns: ``[T, N, E]``, dtype of ``query``; ``[T, N]``, dtype of ``keys``.
+    """
+    wide = keys.dtype
+    key_positions = torch.arange(keys.shape[1], device=query.device)  # [L]
+    offsets = torch.arange(max_query_tokens, device=query.device)  # [Q]
+    query_positions = (key_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
+    distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
+    visible = (key_positions < key_lens[:, None])[:, None].expand_as(distance)
+    if causal:
+        reached = distance >= 0
+        if prefix_lens is not None:
+            last = torch.maximum(query_positions[:, :, None], key_positions)
+            reached = reached | (last < prefix_lens[:, None, None])
+        visible = visible & reached
+    if window_tokens is not None:
+        visible = visible & ((distance.abs() if looks_ahead else distance) < window_tokens)
+    bias = None
+    if alibi_slopes is not None:
+        bias = -alibi_slopes.to(wide)[:, None, None] * distance[:, None].abs()
+    queries = padded(query.to(wide), query_starts, max_query_tokens)
+    out, lse = softmax_attention(queries, keys, values, visible, scale, softcap, bias, sinks)
+    out, lse = (unpadded(rows, query_starts, query.shape[0]) for rows in (out, lse))
+    return out.to(query.dtype), lse
+
+
+def softmax_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -20,7 +74,7 @@ def attend(
     bias: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mixed values, and the logarithm of what the softmax divides by.
+    """Return the weighted values, and the lse: the logarithm of what the softmax divides by.
 
     Args:
         queries: ``[B, Q, N, D]``, float32 or wider.
@@ -81,7 +135,11 @@ def positions_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, t
 
 
 def cached(
-    cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, wide: torch.dtype
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    wide: torch.dtype,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what the cache holds of each sequence, ``[B, M S, ...]`` of dtype ``wide``.
 
@@ -91,7 +149,9 @@ def cached(
         cache: ``[P, S, ...]``.
         page_table: ``[B, M]`` int64.
         seq_lens: ``[B]`` int64.
+        scale: ``[1]`` or ``[K]``, a factor of all stored numbers, or of those of each head.
     """
     held = cache[page_table].flatten(1, 2).to(wide)
     written = torch.arange(held.shape[1], device=held.device) < seq_lens[:, None]
-    return torch.where(written.view(*written.shape, *(1 for _ in held.shape[2:])), held, 0)
+    held = torch.where(written.view(*written.shape, *(1 for _ in held.shape[2:])), held, 0)
+    return held if scale is None else held * scale.to(wide)[:, None]

@@ -1,0 +1,149 @@
+"""A paged cache of 8 bits per element, floats or integers, with scales.
+
+Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
+pages, S page size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
+from interposer_ops.caches._kv_cache import gathered_rows
+
+_op = partial(standard_op, cases="interposer_ops.caches._quantized_cache_cases")
+_WRITING: dict[str, Any] = {
+    "batch_invariant": True,
+    "mutates": ("key_cache", "value_cache"),
+    "constants": ("key_scale", "value_scale"),
+    "tolerance": Tolerance(roundings=0),
+    "batched": ("key", "value", "slots"),
+}
+_READING: dict[str, Any] = {"constants": ("scale",), "tolerance": Tolerance(roundings=2)}
+
+
+@_op("reshape_and_cache_fp8", **_WRITING)
+def reshape_and_cache_fp8(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    key_scale: torch.Tensor,
+    value_scale: torch.Tensor,
+    cache_dtype: torch.dtype,
+) -> None:
+    """Store each token's key and value in its slot, divided by a scale and rounded.
+
+    stored = round(clamp(x / scale, -largest, largest)), half to even, on the grid of the cache's
+    dtype, of whose finite numbers ``largest`` is the largest.
+
+    Args:
+        key: ``[T, K, D]``, any float dtype; tokens may skip memory.
+        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
+        key_cache: ``[P, S, K, D]``, written in place; pages may skip memory.
+        value_cache: ``[P, S, K, D]``, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+        key_scale: ``[1]`` or ``[K]`` float32, positive.
+        value_scale: shape and dtype of ``key_scale``.
+        cache_dtype: of both caches: float8_e4m3fn or float8_e5m2.
+    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
+    Source: arXiv:2209.05433 (formats).
+    """
+    largest = torch.finfo(cache_dtype).max
+    for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
+        quotient = x.to(scale.dtype) / scale[:, None]
+        _store(quotient.clamp(-largest, largest).to(cache_dtype), cache, slots)
+
+
+@_op("reshape_and_cache_int8", **_WRITING)
+def reshape_and_cache_int8(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    key_scale: torch.Tensor,
+    value_scale: torch.Tensor,
+) -> None:
+    """Store each token's key and value in its slot, divided by a scale and rounded.
+
+    stored = clamp(round(x / scale), -128, 127), half to even. There is no zero point: 0 is 0.
+
+    Args:
+        key: ``[T, K, D]``, any float dtype; infinities saturate, what is no number becomes any;
+            tokens may skip memory.
+        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
+        key_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
+        value_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+        key_scale: ``[1]`` or ``[K]`` float32, positive.
+        value_scale: shape and dtype of ``key_scale``.
+    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    """
+    for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
+        quotient = x.to(scale.dtype) / scale[:, None]
+        _store(quotient.round().clamp(-128, 127).to(torch.int8), cache, slots)
+
+
+@_op("gather_cache_fp8", **_READING)
+def gather_cache_fp8(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    scale: torch.Tensor,
+    num_tokens: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return what ``gather_cache`` returns, times a scale.
+
+    Args:
+        cache: ``[P, S, K, D]``, float8_e4m3fn or float8_e5m2; pages may skip memory.
+        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
+        seq_lens: ``[B]`` int64, tokens to gather of each sequence, at most T together.
+        starts: ``[B]`` int64, position of the first of them.
+        scale: ``[1]`` or ``[K]`` float32.
+        num_tokens: T.
+        out_dtype: any float dtype.
+    Returns: ``[T, K, D]``, ``out_dtype``.
+    Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
+    """
+    stored = gathered_rows(cache.to(scale.dtype), page_table, seq_lens, starts, num_tokens)
+    return (stored * scale[:, None]).to(out_dtype)
+
+
+@_op("gather_cache_int8", **_READING)
+def gather_cache_int8(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+    scale: torch.Tensor,
+    num_tokens: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return what ``gather_cache`` returns, times a scale.
+
+    Args:
+        cache: ``[P, S, K, D]`` int8; pages may skip memory.
+        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
+        seq_lens: ``[B]`` int64, tokens to gather of each sequence, at most T together.
+        starts: ``[B]`` int64, position of the first of them.
+        scale: ``[1]`` or ``[K]`` float32.
+        num_tokens: T.
+        out_dtype: any float dtype.
+    Returns: ``[T, K, D]``, ``out_dtype``.
+    Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
+    """
+    stored = gathered_rows(cache.to(scale.dtype), page_table, seq_lens, starts, num_tokens)
+    return (stored * scale[:, None]).to(out_dtype)
+
+
+def _store(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    page_size = cache.shape[1]
+    cache[slots // page_size, slots % page_size] = rows.to(cache.dtype)
