@@ -168,14 +168,7 @@ def rounded(value):
 
 
 @triton.jit
-def quantized(
-    value,
-    scale,
-    zero_point,
-    largest,
-    dtype: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
+def quantized(value, scale, zero_point, largest, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Return ``value / scale`` as int8, the zero point added, or as an 8-bit float without it.
 
     Args:

@@ -37,11 +37,7 @@ _FORMS = {"erf": {"approximate": "none"}, "tanh": {"approximate": "tanh"}}
 _NUMBERS = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": _EXTREMES}
 _SQUARED = {**_NUMBERS, "extremes": (-6e4, -0.0, 0.0, 200.0, 1e-7)}
 _GATES = {"": 4.0, "small gates": 1e-3, "large gates": 150.0, "extreme gates": _EXTREMES}
-_SQUARED_GATES = {
-    **_GATES,
-    "large gates": 90.0,
-    "extreme gates": (-6e4, -0.0, 0.0, 1e-7, 200.0),
-}
+_SQUARED_GATES = {**_GATES, "large gates": 90.0, "extreme gates": (-6e4, -0.0, 0.0, 1e-7, 200.0)}
 _THRESHOLD_GATES = {"": 4.0, "small gates": 1e-3, "gates at the threshold": _NEAR_THRESHOLD}
 
 _ORDINARY: tuple[Special, ...] = ("subnormals", "negative zeros")

@@ -93,34 +93,18 @@ def _activated(
     num_rows = rows.shape[0]
     tile = row_tile("activation", x.device, width)
     _activation[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        rows,
-        y,
-        num_rows,
-        rows.stride(0),
-        float(alpha),
-        float(limit),
-        WIDTH=width,
-        KIND=kind,
-        ORDER=order,
-        **tile.options,
-    )
+        rows, y, num_rows, rows.stride(0), float(alpha), float(limit),
+        WIDTH=width, KIND=kind, ORDER=order, **tile.options,
+    )  # fmt: skip
     return y
 
 
 @triton.jit
 def _activation(
-    x,
-    y,
-    num_rows,
-    x_stride,
-    alpha,
-    limit,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    ORDER: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, y, num_rows, x_stride, alpha, limit,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)

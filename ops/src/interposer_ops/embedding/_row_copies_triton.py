@@ -51,17 +51,9 @@ def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> tor
     tile = _tile(x, width)
     num_rows = num_sequences * max_rows
     _pad[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        x,
-        starts,
-        padded,
-        num_rows,
-        max_rows,
-        x.stride(0),
-        inner_stride,
-        WIDTH=width,
-        LAST=last,
-        **tile.options,
-    )
+        x, starts, padded, num_rows, max_rows, x.stride(0), inner_stride,
+        WIDTH=width, LAST=last, **tile.options,
+    )  # fmt: skip
     return padded
 
 
@@ -74,23 +66,12 @@ def unpad_rows_triton(padded: torch.Tensor, starts: torch.Tensor, num_rows: int)
     padded, width, last, inner_stride = _row_form(padded, 2)
     tile = _tile(padded, width)
     _unpad[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        padded,
-        starts,
-        rows,
-        num_rows,
+        padded, starts, rows, num_rows,
         # Nothing is read of sequences without rows.
-        padded.shape[0] if padded.shape[1] else 0,
-        padded.stride(0),
-        padded.stride(1),
-        inner_stride,
-        WIDTH=width,
-        LAST=last,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        SEQUENCES=_sequences(padded.device),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        padded.shape[0] if padded.shape[1] else 0, padded.stride(0), padded.stride(1), inner_stride,
+        WIDTH=width, LAST=last, ROWS=tile.rows, COLUMNS=tile.columns,
+        SEQUENCES=_sequences(padded.device), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return rows
 
 
@@ -108,19 +89,10 @@ def _selected(table: torch.Tensor, indices: torch.Tensor, first_row: int) -> tor
     table, width, last, inner_stride = _row_form(table, 1)
     tile = _tile(table, width)
     _select[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        table,
-        indices,
-        chosen,
-        num_rows,
-        first_row,
-        table.shape[0],
-        indices.stride(0),
-        table.stride(0),
-        inner_stride,
-        WIDTH=width,
-        LAST=last,
-        **tile.options,
-    )
+        table, indices, chosen, num_rows, first_row, table.shape[0], indices.stride(0),
+        table.stride(0), inner_stride,
+        WIDTH=width, LAST=last, **tile.options,
+    )  # fmt: skip
     return chosen
 
 
@@ -151,20 +123,10 @@ def _sequences(device: torch.device) -> int:
 
 @triton.jit
 def _select(
-    table,
-    indices,
-    chosen,
-    num_rows,
-    first_row,
-    table_rows,
-    index_stride,
-    table_stride,
+    table, indices, chosen, num_rows, first_row, table_rows, index_stride, table_stride,
     inner_stride,
-    WIDTH: tl.constexpr,
-    LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    WIDTH: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = row < num_rows
     index = tl.load(indices + row * index_stride, mask=there, other=0) - first_row
@@ -175,18 +137,9 @@ def _select(
 
 @triton.jit
 def _pad(
-    x,
-    starts,
-    padded,
-    num_rows,
-    max_rows,
-    x_stride,
-    inner_stride,
-    WIDTH: tl.constexpr,
-    LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, starts, padded, num_rows, max_rows, x_stride, inner_stride,
+    WIDTH: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = row < num_rows
     sequence = row // max_rows
@@ -198,20 +151,10 @@ def _pad(
 
 @triton.jit
 def _unpad(
-    padded,
-    starts,
-    rows,
-    num_rows,
-    num_sequences,
-    sequence_stride,
-    row_stride,
-    inner_stride,
-    WIDTH: tl.constexpr,
-    LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    padded, starts, rows, num_rows, num_sequences, sequence_stride, row_stride, inner_stride,
+    WIDTH: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SEQUENCES: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # As many sequences end at or before a row as come before its own.
     sequence = tl.zeros((ROWS,), tl.int64)
@@ -231,15 +174,9 @@ def _unpad(
 
 @triton.jit
 def _copy(
-    source,
-    kept,
-    target,
-    there,
-    inner_stride,
-    WIDTH: tl.constexpr,
-    LAST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    source, kept, target, there, inner_stride,
+    WIDTH: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store rows that are ``there``: those that are ``kept`` from ``source``, else zeros."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = column < WIDTH

@@ -119,9 +119,7 @@ class _Tile(NamedTuple):
 def _tile(kernel: str, device: torch.device) -> _Tile:
     parameters = parameters_for(kernel, device)
     return _Tile(
-        **parameters.blocks,
-        num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
     )
 
 
@@ -148,70 +146,29 @@ def _launch(
     x_scale_stride = 0 if x_scale is None or x_scale.numel() == 1 else 1
     weight_scale_stride = 0 if weight_scale is None or weight_scale.numel() == 1 else 1
     _part_of_sum[(-(-out_features // tile.outputs), num_parts)](
-        rows,
-        weight,
-        x_scale,
-        weight_scale,
-        bias,
-        y if parts is None else parts,
-        num_rows,
-        rows.stride(0),
-        x_scale_stride,
-        weight_scale_stride,
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        PARTS=num_parts,
-        PART_INPUTS=part_inputs,
-        ROW_TILE=MOST_SPLIT_ROWS,
-        OUTPUT_TILE=tile.outputs,
-        STEP=tile.inputs,
-        X_FORMAT=x_format,
-        WEIGHT_FORMAT=weight_format,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, weight, x_scale, weight_scale, bias, y if parts is None else parts, num_rows,
+        rows.stride(0), x_scale_stride, weight_scale_stride,
+        INPUTS=in_features, OUTPUTS=out_features, PARTS=num_parts, PART_INPUTS=part_inputs,
+        ROW_TILE=MOST_SPLIT_ROWS, OUTPUT_TILE=tile.outputs, STEP=tile.inputs, X_FORMAT=x_format,
+        WEIGHT_FORMAT=weight_format, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     if parts is not None:
         width = min(_JOINED, triton.next_power_of_2(out_features))
         _sum_of_parts[(num_rows, -(-out_features // width))](
-            parts,
-            x_scale,
-            weight_scale,
-            bias,
-            y,
-            num_rows,
-            x_scale_stride,
-            weight_scale_stride,
-            OUTPUTS=out_features,
-            PARTS=num_parts,
-            WIDTH=width,
-            num_warps=4,
-            num_stages=1,
-        )
+            parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+            OUTPUTS=out_features, PARTS=num_parts, WIDTH=width, num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _part_of_sum(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    bias,
-    target,
-    num_rows,
-    x_stride,
-    x_scale_stride,
+    x, weight, x_scale, weight_scale, bias, target, num_rows, x_stride, x_scale_stride,
     weight_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_INPUTS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, PART_INPUTS: tl.constexpr,
+    ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, STEP: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
-):
+):  # fmt: skip
     part = tl.program_id(1)
     row = tl.arange(0, ROW_TILE)
     output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
@@ -243,18 +200,9 @@ def _part_of_sum(
 
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _sum_of_parts(
-    parts,
-    x_scale,
-    weight_scale,
-    bias,
-    y,
-    num_rows,
-    x_scale_stride,
-    weight_scale_stride,
-    OUTPUTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = output < OUTPUTS

@@ -143,13 +143,7 @@ def _expand_case(
     products = torch.einsum("tr,aor->tao", shrunk.double(), lora_b.double())
     return Case(
         label,
-        {
-            "shrunk": shrunk,
-            "lora_b": lora_b,
-            "adapter_ids": adapter_ids,
-            "y": y,
-            "offset": offset,
-        },
+        {"shrunk": shrunk, "lora_b": lora_b, "adapter_ids": adapter_ids, "y": y, "offset": offset},
         {"out_features": width, "rank": rank, "num_adapters": adapters},
         reduction=rank + 1,
         magnitude=peak(y) + longest_row(shrunk) * longest_row(lora_b),

@@ -37,21 +37,10 @@ def lora_shrink_triton(
         max(1, num_adapters),
     )
     _shrink[grid](
-        x,
-        lora_a,
-        adapter_ids,
-        y,
-        float(scale),
-        num_tokens,
-        x.stride(0),
-        IN_FEATURES=in_features,
-        RANK=rank,
-        TOKENS=tile.tokens,
-        COLUMNS=tile.columns,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        x, lora_a, adapter_ids, y, float(scale), num_tokens, x.stride(0),
+        IN_FEATURES=in_features, RANK=rank, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return y
 
 
@@ -75,20 +64,10 @@ def lora_expand_triton(
         num_adapters,
     )
     _expand[grid](
-        shrunk,
-        lora_b,
-        adapter_ids,
-        y[:, offset : offset + out_features],
-        num_tokens,
-        y.stride(0),
-        OUT_FEATURES=out_features,
-        RANK=rank,
-        TOKENS=tile.tokens,
-        COLUMNS=tile.columns,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        shrunk, lora_b, adapter_ids, y[:, offset : offset + out_features], num_tokens, y.stride(0),
+        OUT_FEATURES=out_features, RANK=rank, TOKENS=tile.tokens, COLUMNS=tile.columns,
+        INPUTS=tile.inputs, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 class _Tile(NamedTuple):
@@ -129,19 +108,10 @@ def _fitted(
 
 @triton.jit
 def _shrink(
-    x,
-    lora_a,
-    adapter_ids,
-    y,
-    scale,
-    num_tokens,
-    x_stride,
-    IN_FEATURES: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, lora_a, adapter_ids, y, scale, num_tokens, x_stride,
+    IN_FEATURES: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     there = token < num_tokens
@@ -174,18 +144,10 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    shrunk,
-    lora_b,
-    adapter_ids,
-    y,
-    num_tokens,
-    y_stride,
-    OUT_FEATURES: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    shrunk, lora_b, adapter_ids, y, num_tokens, y_stride,
+    OUT_FEATURES: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     own = tl.load(adapter_ids + token, mask=token < num_tokens, other=-1) == adapter

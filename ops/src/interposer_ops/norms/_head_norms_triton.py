@@ -33,22 +33,10 @@ def qk_norm_triton(
     tile = row_tile("head_norm", query.device, head_size)
     query_blocks = tile.row_blocks(num_tokens * num_heads)
     _norm_heads[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
-        query,
-        key,
-        query_weight,
-        key_weight,
-        y,
-        key_y,
-        num_tokens,
-        query.stride(0),
-        key.stride(0),
-        eps,
-        query_blocks,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        SIZE=head_size,
-        **tile.options,
-    )
+        query, key, query_weight, key_weight, y, key_y, num_tokens, query.stride(0), key.stride(0),
+        eps, query_blocks,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, SIZE=head_size, **tile.options,
+    )  # fmt: skip
     return y, key_y
 
 
@@ -88,41 +76,20 @@ def _normalised(
     num_groups = y.numel() // group_size
     tile = row_tile("head_norm", x.device, group_size)
     _norm_groups[(tile.row_blocks(num_groups),)](
-        rows,
-        gates,
-        weight,
-        y,
-        num_groups,
-        rows.stride(0),
-        0 if gates is None else gates.stride(0),
+        rows, gates, weight, y, num_groups, rows.stride(0), 0 if gates is None else gates.stride(0),
         eps,
-        PER_ROW=x.shape[-1] // group_size,
-        SIZE=group_size,
-        KIND=kind,
-        **tile.options,
-    )
+        PER_ROW=x.shape[-1] // group_size, SIZE=group_size, KIND=kind, **tile.options,
+    )  # fmt: skip
     return y
 
 
 @triton.jit
 def _norm_heads(
-    query,
-    key,
-    query_weight,
-    key_weight,
-    y,
-    key_y,
-    num_tokens,
-    query_stride,
-    key_stride,
-    eps,
+    query, key, query_weight, key_weight, y, key_y, num_tokens, query_stride, key_stride, eps,
     query_blocks,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     block = tl.program_id(0)
     if block < query_blocks:
         head = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -140,20 +107,10 @@ def _norm_heads(
 
 @triton.jit
 def _norm_groups(
-    x,
-    gate,
-    weight,
-    y,
-    num_groups,
-    x_stride,
-    gate_stride,
-    eps,
-    PER_ROW: tl.constexpr,
-    SIZE: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, gate, weight, y, num_groups, x_stride, gate_stride, eps,
+    PER_ROW: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row, first = group // PER_ROW, (group % PER_ROW) * SIZE
     x += row * x_stride + first
@@ -167,16 +124,9 @@ def _norm_groups(
 
 @triton.jit
 def _norm_rows(
-    x,
-    gate,
-    weight,
-    y,
-    there,
-    eps,
-    SIZE: tl.constexpr,
-    KIND: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, gate, weight, y, there, eps,
+    SIZE: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Normalise the row at each of a column of pointers, to the length or root mean square of 1."""
     column = tl.arange(0, COLUMNS)[None, :]
     share: tl.constexpr = 1.0 if KIND == "l2" else 1.0 / SIZE

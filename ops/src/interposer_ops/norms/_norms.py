@@ -14,10 +14,7 @@ from interposer_ops._declare import standard_op
 from interposer_ops._widening import widened
 
 _op = partial(
-    standard_op,
-    cases="interposer_ops.norms._norms_cases",
-    constants=("weight",),
-    batched=("x",),
+    standard_op, cases="interposer_ops.norms._norms_cases", constants=("weight",), batched=("x",)
 )
 
 
@@ -128,11 +125,7 @@ def layer_norm(
     tolerance=Tolerance(roundings=0),
 )
 def rms_norm_quantize_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """Normalise each row of ``x`` and quantize the result by one scale.
 

@@ -46,11 +46,7 @@ def fused_add_gemma_rms_norm_triton(
 
 @triton_kernel("rms_norm_quantize_fp8")
 def rms_norm_quantize_fp8_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    eps: float,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """Compute ``rms_norm_quantize_fp8``."""
     return _normalised("rms_norm_quantize", x, None, weight, eps, scale, out_dtype)[0]
@@ -102,44 +98,20 @@ def _normalised(
     num_rows, width = rows.shape
     tile = row_tile(kernel, x.device, width)
     _rms_norm[(tile.row_blocks(num_rows),)](
-        rows,
-        stream,
-        weight,
-        scale,
-        memory,
-        total,
-        num_rows,
-        rows.stride(0),
-        0 if stream is None else stream.stride(0),
-        eps,
+        rows, stream, weight, scale, memory, total, num_rows, rows.stride(0),
+        0 if stream is None else stream.stride(0), eps,
         None if format_ is None else format_.largest,
-        WIDTH=width,
-        PLUS_ONE=plus_one,
-        FORMAT=format_,
-        **tile.options,
-    )
+        WIDTH=width, PLUS_ONE=plus_one, FORMAT=format_, **tile.options,
+    )  # fmt: skip
     return y, total
 
 
 @triton.jit
 def _rms_norm(
-    x,
-    residual,
-    weight,
-    divisor,
-    y,
-    total,
-    num_rows,
-    x_stride,
-    residual_stride,
-    eps,
-    largest,
-    WIDTH: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, residual, weight, divisor, y, total, num_rows, x_stride, residual_stride, eps, largest,
+    WIDTH: tl.constexpr, PLUS_ONE: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     there = row < num_rows
@@ -209,17 +181,9 @@ def _weight(weight, column, inside, PLUS_ONE: tl.constexpr):
 
 @triton.jit
 def _layer_norm(
-    x,
-    weight,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, weight, bias, y, num_rows, x_stride, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     there = row < num_rows

@@ -56,10 +56,7 @@ def int8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@_op(
-    "w4a8_linear",
-    constants=("weight", "weight_scales", "weight_zero_points", "bias"),
-)
+@_op("w4a8_linear", constants=("weight", "weight_scales", "weight_zero_points", "bias"))
 def w4a8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

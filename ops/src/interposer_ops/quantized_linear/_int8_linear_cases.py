@@ -250,11 +250,7 @@ def _groups(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _w4a8_case(
-    arguments: Arguments,
-    dims: Dims,
-    weight: torch.Tensor,
-    magnitude: float,
-    label: str = "",
+    arguments: Arguments, dims: Dims, weight: torch.Tensor, magnitude: float, label: str = ""
 ) -> Case:
     """Return the case of sums of groups whose absolute values add up to ``magnitude`` at most.
 

@@ -57,9 +57,7 @@ def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
 def _tile(kernel: str, device: torch.device) -> LinearTile:
     parameters = parameters_for(kernel, device)
     return LinearTile(
-        **parameters.blocks,
-        num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
     )
 
 

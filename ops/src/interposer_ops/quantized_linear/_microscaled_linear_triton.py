@@ -85,29 +85,13 @@ def _projected(
     small = late or x.dtype == torch.float32
     tile = linear_tile(kernel, x.device, 1 if small else num_rows)
     _microscaled[(tile.num_programs(num_rows, out_features),)](
-        rows,
-        row_scales,
-        weight,
-        weight_scales,
-        alpha,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
+        rows, row_scales, weight, weight_scales, alpha, bias, y, num_rows, rows.stride(0),
         0 if row_scales is None else row_scales.stride(0),
-        INPUTS=num_blocks * block,
-        OUTPUTS=out_features,
-        ELEMENTS=elements,
-        SCALES=scales,
-        BLOCK=block,
-        LATE=late,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=block if small else tile.inputs,
-        GROUP=tile.group,
-        num_warps=tile.num_warps,
+        INPUTS=num_blocks * block, OUTPUTS=out_features, ELEMENTS=elements, SCALES=scales,
+        BLOCK=block, LATE=late, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs,
+        STEP=block if small else tile.inputs, GROUP=tile.group, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -121,27 +105,11 @@ _FORMATS = {
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _microscaled(
-    x,
-    x_scales,
-    weight,
-    weight_scales,
-    alpha,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    x_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LATE: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x, x_scales, weight, weight_scales, alpha, bias, y, num_rows, x_stride, x_scale_stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ELEMENTS: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK: tl.constexpr, LATE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     # What is past the end reads the first row or output instead, and is not stored.
     there = tl.where(row < num_rows, row, 0)
@@ -182,12 +150,7 @@ def _microscaled(
 
 @triton.jit
 def _elements(
-    rows,
-    start,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    STEP: tl.constexpr,
+    rows, start, FORMAT: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr
 ):
     """Return ``[ROWS, STEP]`` elements as float16; zeros past the last input."""
     if FORMAT == "e2m1":

@@ -91,28 +91,13 @@ def fp8_block_linear_triton(
     how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _block_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight,
-        scales,
-        weight_scales,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
-        scales.stride(0),
-        scales.stride(1),
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=step,
-        GROUP=tile.group,
-        X_FORMAT=how.x,
-        WEIGHT_FORMAT=how.weight,
-        num_warps=tile.num_warps,
+        weight.view(torch.int8) if how.decoded else weight, scales, weight_scales, bias, y,
+        num_rows, rows.stride(0), scales.stride(0), scales.stride(1),
+        INPUTS=in_features, OUTPUTS=out_features, BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs, STEP=step,
+        GROUP=tile.group, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -136,54 +121,25 @@ def _scaled(
     how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _scaled_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight,
-        x_scale,
-        weight_scale,
-        zero_point,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
+        weight.view(torch.int8) if how.decoded else weight, x_scale, weight_scale, zero_point, bias,
+        y, num_rows, rows.stride(0),
         # One scale of all rows or outputs is read again and again.
-        0 if x_scale.numel() == 1 else 1,
-        0 if weight_scale.numel() == 1 else 1,
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=tile.inputs,
-        GROUP=tile.group,
-        X_FORMAT=how.x,
-        WEIGHT_FORMAT=how.weight,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        0 if x_scale.numel() == 1 else 1, 0 if weight_scale.numel() == 1 else 1,
+        INPUTS=in_features, OUTPUTS=out_features, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs,
+        STEP=tile.inputs, GROUP=tile.group, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return y
 
 
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _scaled_linear(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    zero_point,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    x_scale_stride,
+    x, weight, x_scale, weight_scale, zero_point, bias, y, num_rows, x_stride, x_scale_stride,
     weight_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-):
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     # What is past the end reads the first row or output instead, and is not stored.
     there = tl.where(row < num_rows, row, 0)
@@ -212,27 +168,12 @@ def _scaled_linear(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _block_linear(
-    x,
-    weight,
-    x_scales,
-    weight_scales,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    scale_stride,
+    x, weight, x_scales, weight_scales, bias, y, num_rows, x_stride, scale_stride,
     scale_column_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-):
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     there = tl.where(row < num_rows, row, 0)
     known = tl.where(output < OUTPUTS, output, 0)

@@ -47,27 +47,14 @@ def w4a8_linear_triton(
     most = max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, group_size, most, aligned=aligned)
     _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows,
-        weight,
-        x_scale,
-        weight_scales,
-        x_zero_point,
-        weight_zero_points,
-        bias,
-        y,
-        num_tokens,
+        rows, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
         rows.stride(0),
         # One scale of all rows is read again and again.
         0 if x_scale.numel() == 1 else 1,
-        IN_FEATURES=in_features,
-        OUT_FEATURES=out_features,
-        GROUP_SIZE=group_size,
-        FEATURES=tile.features,
-        TOKENS=tile.tokens,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
+        IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
+        FEATURES=tile.features, TOKENS=tile.tokens, INPUTS=tile.inputs, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -108,24 +95,11 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_tokens", "x_scale_stride"])
 def _linear(
-    x,
-    weight,
-    x_scale,
-    weight_scales,
-    x_zero_point,
-    weight_zero_points,
-    bias,
-    y,
-    num_tokens,
-    x_stride,
-    x_scale_stride,
-    IN_FEATURES: tl.constexpr,
-    OUT_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    x, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
+    x_stride, x_scale_stride,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
     NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
@@ -173,15 +147,9 @@ def _linear(
 
 @triton.jit
 def _codes(
-    weight,
-    row,
-    first,
-    end,
-    IN_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    weight, row, first, end,
+    IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, MASKED: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     """Return int8 codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
     if GROUP_SIZE % 2 == 0:
         pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]

@@ -14,16 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from interposer_ops._triton.build import (
-    BF16,
-    FP16,
-    FP32,
-    INT8,
-    UINT8,
-    Build,
-    dtype_name,
-    given,
-)
+from interposer_ops._triton.build import BF16, FP16, FP32, INT8, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
@@ -84,25 +75,12 @@ def _projected(
     most = max(_LEAST, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, x.dtype, group_size, most, aligned=aligned)
     _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows,
-        weight,
-        scale,
-        bias,
-        zero_points,
-        y,
-        num_tokens,
-        rows.stride(0),
-        IN_FEATURES=in_features,
-        OUT_FEATURES=out_features,
-        GROUP_SIZE=group_size,
-        PACKED=weight.dtype == torch.uint8,
-        DEFAULT_ZERO_POINT=default_zero_point,
-        FEATURES=tile.features,
-        TOKENS=tile.tokens,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
+        rows, weight, scale, bias, zero_points, y, num_tokens, rows.stride(0),
+        IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
+        PACKED=weight.dtype == torch.uint8, DEFAULT_ZERO_POINT=default_zero_point,
+        FEATURES=tile.features, TOKENS=tile.tokens, INPUTS=tile.inputs, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
@@ -139,23 +117,11 @@ def _tile(
 
 @triton.jit
 def _linear(
-    x,
-    weight,
-    scale,
-    bias,
-    zero_points,
-    y,
-    num_tokens,
-    x_stride,
-    IN_FEATURES: tl.constexpr,
-    OUT_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    DEFAULT_ZERO_POINT: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    x, weight, scale, bias, zero_points, y, num_tokens, x_stride,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DEFAULT_ZERO_POINT: tl.constexpr, FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
     NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
@@ -198,16 +164,10 @@ def _linear(
 
 @triton.jit
 def _codes(
-    weight,
-    row,
-    first,
-    end,
-    IN_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    weight, row, first, end,
+    IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     """Return the codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
     if not PACKED:
         element = first + tl.arange(0, INPUTS)[None, :]

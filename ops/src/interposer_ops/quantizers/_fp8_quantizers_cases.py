@@ -97,11 +97,7 @@ def _blocks(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
         "out_dtype": out_dtype,
         "power_of_two_scales": rounded_up,
     }
-    dims = {
-        **_dims(shape, out_dtype),
-        "block_size": block_size,
-        "power_of_two_scales": rounded_up,
-    }
+    dims = {**_dims(shape, out_dtype), "block_size": block_size, "power_of_two_scales": rounded_up}
     if rounded_up:
         return Case("", arguments, dims, reduction=0)
     return _bounded(Case("", arguments, dims), peak(x) / torch.finfo(out_dtype).max)
@@ -220,11 +216,7 @@ def _dims(shape: tuple[int, ...], out_dtype: torch.dtype) -> dict[str, int | str
 def _bounded(case: Case, largest_scale: float) -> Case:
     """Return the case with the bound of its scales, far below a step of the quantized numbers."""
     return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
+        case.label, case.arguments, case.dims, reduction=_SCALE_ROUNDINGS, magnitude=largest_scale
     )
 
 

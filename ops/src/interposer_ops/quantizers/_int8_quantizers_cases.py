@@ -177,9 +177,5 @@ def _cleared_asymmetric(x: torch.Tensor) -> torch.Tensor:
 
 def _bounded(case: Case, largest_scale: float) -> Case:
     return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
+        case.label, case.arguments, case.dims, reduction=_SCALE_ROUNDINGS, magnitude=largest_scale
     )

@@ -88,20 +88,11 @@ def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor
     tile = row_tile("tile_scales", scales.device, 4 * rows_per_tile)
     lanes = min(rows_per_tile, 32)
     _tile_scales[(tile.row_blocks(tile_rows * tile_columns),)](
-        scales.view(torch.uint8),
-        tiles.view(torch.uint8),
-        num_rows,
-        tile_rows * tile_columns,
-        scales.stride(0),
-        scales.stride(1),
-        NUM_COLUMNS=num_columns,
-        TILE_COLUMNS=tile_columns,
-        ROWS_PER_TILE=rows_per_tile,
-        LANES=lanes,
-        TILES=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        scales.view(torch.uint8), tiles.view(torch.uint8), num_rows, tile_rows * tile_columns,
+        scales.stride(0), scales.stride(1),
+        NUM_COLUMNS=num_columns, TILE_COLUMNS=tile_columns, ROWS_PER_TILE=rows_per_tile,
+        LANES=lanes, TILES=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return tiles
 
 
@@ -123,19 +114,10 @@ def _quantize(
     rows = as_rows(x)
     tile = row_tile("microscaling", x.device, block_size)
     _quantize_blocks[(tile.row_blocks(scales.numel()),)](
-        rows,
-        q,
-        scales,
-        global_scale,
-        scales.numel(),
-        rows.stride(0),
-        PER_ROW=scales.shape[-1],
-        KIND=kind,
-        BLOCK=block_size,
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, q, scales, global_scale, scales.numel(), rows.stride(0),
+        PER_ROW=scales.shape[-1], KIND=kind, BLOCK=block_size, ROWS=tile.rows,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def _dequantized(
@@ -152,35 +134,18 @@ def _dequantized(
     rows, row_scales = as_rows(codes), as_rows(scales)
     tile = row_tile("microscaling", codes.device, block_size)
     _dequantize_blocks[(tile.row_blocks(scales.numel()),)](
-        rows,
-        row_scales,
-        global_scale,
-        y,
-        scales.numel(),
-        rows.stride(0),
-        row_scales.stride(0),
-        PER_ROW=scales.shape[-1],
-        BLOCK=block_size,
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
+        rows, row_scales, global_scale, y, scales.numel(), rows.stride(0), row_scales.stride(0),
+        PER_ROW=scales.shape[-1], BLOCK=block_size, ROWS=tile.rows, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
 @triton.jit
 def _quantize_blocks(
-    x,
-    q,
-    scales,
-    global_scale,
-    num_blocks,
-    x_stride,
-    PER_ROW: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, q, scales, global_scale, num_blocks, x_stride,
+    PER_ROW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own; the result and its scales are dense."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks
@@ -233,17 +198,9 @@ def _nv_scale(peak, global_scale):
 
 @triton.jit
 def _dequantize_blocks(
-    codes,
-    scales,
-    global_scale,
-    y,
-    num_blocks,
-    codes_stride,
-    scales_stride,
-    PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    codes, scales, global_scale, y, num_blocks, codes_stride, scales_stride,
+    PER_ROW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own; the scales are e8m0, or e4m3 with a global one."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks
@@ -265,18 +222,10 @@ def _dequantize_blocks(
 
 @triton.jit
 def _tile_scales(
-    scales,
-    tiles,
-    num_rows,
-    num_tiles,
-    row_stride,
-    column_stride,
-    NUM_COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    ROWS_PER_TILE: tl.constexpr,
-    LANES: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    scales, tiles, num_rows, num_tiles, row_stride, column_stride,
+    NUM_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
+    LANES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Fetch what stands at each place of some tiles."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
     place = tl.arange(0, 4 * ROWS_PER_TILE)[None, :]

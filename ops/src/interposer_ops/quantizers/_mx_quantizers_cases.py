@@ -122,12 +122,7 @@ _E4M3 = fp8_numbers(torch.float8_e4m3fn)
 _E2M1 = decode_e2m1(torch.arange(8, dtype=torch.uint8), torch.float64)
 
 quantize_mxfp8_cases = _space(
-    partial(
-        _quantize,
-        numbers=_E4M3,
-        peaks=_E4M3_PEAKS,
-        nearest=nearest_fp8(torch.float8_e4m3fn),
-    )
+    partial(_quantize, numbers=_E4M3, peaks=_E4M3_PEAKS, nearest=nearest_fp8(torch.float8_e4m3fn))
 )
 """Blocks whose peaks are powers of two, ordinary or saturated, at all ends of exponents."""
 

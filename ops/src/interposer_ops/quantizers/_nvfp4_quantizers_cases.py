@@ -70,10 +70,7 @@ def _ordinary(
 
 
 def _tied(
-    blocks: tuple[int, ...],
-    codes: tuple[int, int],
-    dtype: torch.dtype,
-    generator: torch.Generator,
+    blocks: tuple[int, ...], codes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     """Return blocks of ties, whose block scales are powers of two and the global scale is 1."""
     drawn = _scales(blocks[:-1], codes, generator)

@@ -96,41 +96,19 @@ def _launch(
     block_size = min(block_size, width)
     tile = row_tile("quantize", x.device, block_size)
     _quantize_blocks[(tile.row_blocks(num_rows * per_row),)](
-        rows,
-        q,
-        scales,
-        zero_points,
-        num_rows * per_row,
-        rows.stride(0),
-        scale_limit,
+        rows, q, scales, zero_points, num_rows * per_row, rows.stride(0), scale_limit,
         format_.largest,
-        WIDTH=width,
-        BLOCK=block_size,
-        PER_ROW=per_row,
-        POWER_OF_TWO=power_of_two_scales,
-        FORMAT=format_,
-        **tile.options,
-    )
+        WIDTH=width, BLOCK=block_size, PER_ROW=per_row, POWER_OF_TWO=power_of_two_scales,
+        FORMAT=format_, **tile.options,
+    )  # fmt: skip
 
 
 @triton.jit
 def _quantize_blocks(
-    x,
-    q,
-    scales,
-    zero_points,
-    num_blocks,
-    x_stride,
-    scale_limit,
-    largest,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, q, scales, zero_points, num_blocks, x_stride, scale_limit, largest,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks

@@ -58,13 +58,7 @@ def quantize_fp8_dynamic_triton(
         min(num_blocks, _most_shares(x.device)), dtype=torch.float32, device=x.device
     )
     _find_peaks[(peaks.shape[0],)](
-        rows,
-        peaks,
-        num_rows,
-        num_blocks,
-        rows.stride(0),
-        WIDTH=width,
-        **tile.options,
+        rows, peaks, num_rows, num_blocks, rows.stride(0), WIDTH=width, **tile.options
     )
     _quantize(rows, fp8_memory(q), scale, None, peaks, fp8_format(out_dtype))
     return q, scale
@@ -97,33 +91,17 @@ def _quantize(
     num_rows, width = rows.shape
     tile = row_tile("quantize_tensor", rows.device, width)
     _quantize_elements[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        rows,
-        q,
-        scale,
-        zero_point,
-        peaks,
-        num_rows,
-        0 if peaks is None else peaks.shape[0],
-        rows.stride(0),
-        format_.largest,
-        WIDTH=width,
-        SHARES=_most_shares(rows.device),
-        FORMAT=format_,
-        **tile.options,
-    )
+        rows, q, scale, zero_point, peaks, num_rows, 0 if peaks is None else peaks.shape[0],
+        rows.stride(0), format_.largest,
+        WIDTH=width, SHARES=_most_shares(rows.device), FORMAT=format_, **tile.options,
+    )  # fmt: skip
 
 
 @triton.jit
 def _find_peaks(
-    x,
-    peaks,
-    num_rows,
-    num_blocks,
-    x_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, peaks, num_rows, num_blocks, x_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store the largest magnitude in a program's share, which is every so-manieth block."""
     per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -138,21 +116,10 @@ def _find_peaks(
 
 @triton.jit
 def _quantize_elements(
-    x,
-    q,
-    scale,
-    zero_point,
-    peaks,
-    num_rows,
-    num_peaks,
-    x_stride,
-    largest,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, q, scale, zero_point, peaks, num_rows, num_peaks, x_stride, largest,
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize with the scale that is stored, or with the one that fits the peaks and store it."""
     if peaks is None:
         divisor = tl.load(scale)

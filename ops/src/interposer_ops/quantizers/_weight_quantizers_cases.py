@@ -26,11 +26,7 @@ _EVEN = {  # O, I, G
     "no rows": (0, 64, 32),
     "wide": (2, 4096, 4096),
 }
-_ANY = {
-    **_EVEN,
-    "odd width": (5, 127, 127),
-    "one number": (1, 1, 1),
-}
+_ANY = {**_EVEN, "odd width": (5, 127, 127), "one number": (1, 1, 1)}
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
 # three roundings, for each of which the bound of a sum allows twice as much.
@@ -156,11 +152,7 @@ def _sizes(point: Point) -> dict[str, int]:
 
 def _bounded(case: Case, largest_scale: float) -> Case:
     return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
+        case.label, case.arguments, case.dims, reduction=_SCALE_ROUNDINGS, magnitude=largest_scale
     )
 
 

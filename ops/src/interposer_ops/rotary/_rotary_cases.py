@@ -42,12 +42,7 @@ _POSITIONS = {
     "beyond 65536": (65_536, 70_000),
     "up to a million": (500_000, 1 << 20),
 }
-_STRIDED: dict[str, Strides] = {
-    "query": "outer",
-    "key": "outer",
-    "cos": "offset",
-    "sin": "offset",
-}
+_STRIDED: dict[str, Strides] = {"query": "outer", "key": "outer", "cos": "offset", "sin": "offset"}
 _CROSSED = {"tokens": ("many tokens",), "heads": ("", "odd head counts")}
 _ALONE = {"tokens": ("no tokens",)}
 

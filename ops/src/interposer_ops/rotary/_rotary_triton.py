@@ -71,61 +71,23 @@ def _rotated(
     tile = row_tile("rotary", query.device, head_size)
     query_blocks = tile.row_blocks(num_tokens * num_heads)
     _rotate[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
-        query,
-        key,
-        cos,
-        sin,
-        turned,
-        turned_key,
-        num_tokens,
-        query.stride(0),
-        key.stride(0),
-        cos.stride(-2),
-        sin.stride(-2),
-        cos.stride(0),
-        sin.stride(0),
-        query_blocks,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=half,
-        HEAD_SIZE=head_size,
-        PAIRS=pairs,
-        LAYOUT=layout[0],
-        END=layout[1],
-        OTHER_END=layout[2],
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        query, key, cos, sin, turned, turned_key, num_tokens, query.stride(0), key.stride(0),
+        cos.stride(-2), sin.stride(-2), cos.stride(0), sin.stride(0), query_blocks,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HEAD_SIZE=head_size, PAIRS=pairs,
+        LAYOUT=layout[0], END=layout[1], OTHER_END=layout[2], ROWS=tile.rows,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return turned, turned_key
 
 
 @triton.jit
 def _rotate(
-    query,
-    key,
-    cos,
-    sin,
-    turned,
-    turned_key,
-    num_tokens,
-    query_stride,
-    key_stride,
-    cos_stride,
-    sin_stride,
-    cos_position_stride,
-    sin_position_stride,
-    query_blocks,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    END: tl.constexpr,
-    OTHER_END: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    query, key, cos, sin, turned, turned_key, num_tokens, query_stride, key_stride, cos_stride,
+    sin_stride, cos_position_stride, sin_position_stride, query_blocks,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr, END: tl.constexpr,
+    OTHER_END: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     if LAYOUT != "one":
         angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
         if LAYOUT == "parts":
@@ -155,15 +117,9 @@ def _rotate(
 
 @triton.jit
 def _rotate_rows(
-    source,
-    target,
-    cos,
-    sin,
-    there,
-    HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    source, target, cos, sin, there,
+    HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """Turn one head in each row of a column of pointers."""
     dtype: tl.constexpr = target.dtype.element_ty
     if HALF > 0:
