@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from reprlib import repr as shortened
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -61,9 +61,24 @@ GroupSize = Annotated[int, AfterValidator(_group_size)]
 
 
 class SettingsModel(BaseModel):
-    """Settings of which none is unknown and none is converted."""
+    """Settings of which none is unknown and none is converted.
+
+    Attributes:
+        supported: what is supported, for the text of errors.
+        without_effect: names of settings that don't change what the tensors mean.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    supported: ClassVar[str] = ""
+    without_effect: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, cls.without_effect, cls.supported)
 
     @classmethod
     def parsed(

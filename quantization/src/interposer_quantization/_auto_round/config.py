@@ -6,8 +6,8 @@ Names, defaults and the order in which ``extra_config`` applies are those of aut
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
@@ -88,6 +88,8 @@ class Override(SettingsModel):
 class Settings(SettingsModel):
     """The fields of ``quantization_config`` that change the meaning of tensors."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = _WITHOUT_EFFECT
     quant_method: Literal["auto-round", "inc"] = "auto-round"
     bits: Literal[4, 8]
     group_size: GroupSize = 128
@@ -106,14 +108,6 @@ class Settings(SettingsModel):
     super_bits: None = None
     super_group_size: None = None
     rotation_config: None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, _WITHOUT_EFFECT, _SUPPORTED)
 
     @property
     def is_awq(self) -> bool:

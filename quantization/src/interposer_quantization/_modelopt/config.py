@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -173,19 +173,13 @@ class FileSettings(_Statement):
 class Settings(_Statement):
     """The whole ``quantization_config``, and what stands beside it."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = frozenset({"producer"})
     quant_method: Literal["modelopt"] = "modelopt"
     kv_cache_scheme: CacheNumbers | None = None
     ignore: list[str] | None = None
     config_groups: dict[str, Group] | None = None
     quantization: FileSettings | None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, {"producer"}, _SUPPORTED)
 
     @model_validator(mode="after")
     def _agreed(self) -> Settings:

@@ -12,6 +12,7 @@ from interposer.errors import ConfigError
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._online.embedding import OnlineEmbedding
 from interposer_quantization._online.integer_linear import OnlineIntegerLinear, largest_group
+from interposer_quantization._scheme import StoredScheme
 from interposer_quantization.writing._integer_formats import IntegerFormat
 
 # Rounding scales to it moves numbers by less than their own rounding does, and kernels read half
@@ -94,3 +95,17 @@ class HeadSettings(LayersLeftOut):
                 f"held: {', '.join(map(repr, stated))}. Try: leave these or that out"
             )
         return True
+
+
+class OnlineScheme(StoredScheme):
+    """A scheme that quantizes linear layers, the lm_head and a tied embedding while they load."""
+
+    settings: HeadSettings
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.settings.head_method(prefix)
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for an embedding tied to ``head``, or None to leave it plain."""
+        return self.settings.embedding_method(prefix, head)

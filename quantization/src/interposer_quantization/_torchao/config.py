@@ -7,9 +7,8 @@ Source: ``config_to_dict`` of torchao 0.18 and ``TorchAoConfig`` of transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -284,19 +283,12 @@ Configuration = Annotated[
 class Settings(LayersLeftOut):
     """The whole ``quantization_config``."""
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["torchao"] = "torchao"
     quant_type: dict[Literal["default"], Configuration] = Field(min_length=1)
     include_input_output_embeddings: Literal[False] | None = None
     untie_embedding_weights: Literal[False] | None = None
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, (), _SUPPORTED)
-
-    def weights(self, name: str) -> Weights | None:
+    def stored(self, name: str) -> Weights | None:
         """Return how the linear layer ``name`` is stored, or None if it is left out."""
-        return None if self.stored(name) is None else self.quant_type["default"].weights
+        return None if self.leaves_out(name) else self.quant_type["default"].weights
