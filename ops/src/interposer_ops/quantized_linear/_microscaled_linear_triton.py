@@ -20,7 +20,12 @@ from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.rows import as_rows
 from interposer_ops._triton.small_floats import unpacked
-from interposer_ops.quantized_linear._linear_tiles_triton import STEPS, linear_tile, place_of
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    STEPS,
+    linear_tile,
+    place_of,
+    stored,
+)
 
 
 @triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
@@ -33,13 +38,9 @@ def mxfp4_linear_triton(
 
 @triton_kernel("mxfp8_linear", judge="judge_operands", batch_invariant=False)
 def mxfp8_linear_triton(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``mxfp8_linear``."""
     codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
     return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
@@ -47,29 +48,19 @@ def mxfp8_linear_triton(
 
 @triton_kernel("nvfp4_linear", judge="judge_operands", batch_invariant=False)
 def nvfp4_linear_triton(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    alpha: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
+    alpha: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``nvfp4_linear``."""
     codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
     return _projected("nvfp4_linear", *codes, alpha, bias, out_dtype)
 
 
 def _projected(
-    kernel: str,
-    x: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    kernel: str, x: torch.Tensor, x_scales: torch.Tensor | None, weight: torch.Tensor,
+    weight_scales: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the projection; all that is not in a dtype that triton knows comes as bytes."""
     elements, scales, block = _FORMATS[kernel]
     out_features, num_blocks = weight_scales.shape
@@ -84,13 +75,12 @@ def _projected(
     # GPUs multiply without matrix instructions.
     small = late or x.dtype == torch.float32
     tile = linear_tile(kernel, x.device, 1 if small else num_rows)
+    tile = tile._replace(inputs=block) if small else tile
     _microscaled[(tile.num_programs(num_rows, out_features),)](
         rows, row_scales, weight, weight_scales, alpha, bias, y, num_rows, rows.stride(0),
         0 if row_scales is None else row_scales.stride(0),
         INPUTS=num_blocks * block, OUTPUTS=out_features, ELEMENTS=elements, SCALES=scales,
-        BLOCK=block, LATE=late, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs,
-        STEP=block if small else tile.inputs, GROUP=tile.group, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        BLOCK=block, LATE=late, **tile.options,
     )  # fmt: skip
     return y
 
@@ -141,11 +131,7 @@ def _microscaled(
             total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision="ieee")
     if alpha is not None:
         total *= tl.load(alpha)
-    if bias is not None:
-        total += tl.load(bias + known).to(tl.float32)[None, :]
-    target = y + row[:, None] * OUTPUTS + output[None, :]
-    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
-    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
 
 
 @triton.jit
@@ -208,12 +194,9 @@ def _nvfp4(label: str, tokens: int, outputs: int) -> Build:
 
 
 def _build(
-    kernel: str,
-    label: str,
-    outputs: int,
-    arguments: Callable[[], tuple[Any, ...]],
+    kernel: str, label: str, outputs: int, arguments: Callable[[], tuple[Any, ...]],
     dtype: str = "bfloat16",
-) -> Build:
+) -> Build:  # fmt: skip
     dims: Dims = {"in_features": 4096, "out_features": outputs}
     return Build(kernel, label, arguments, dtype, dims, matrix=True)
 

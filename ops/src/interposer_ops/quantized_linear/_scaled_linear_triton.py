@@ -35,27 +35,18 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 
 @triton_kernel("fp8_linear", judge="judge_operands", batch_invariant=False)
 def fp8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``fp8_linear``; the sum is scaled once."""
     return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
 
 
 @triton_kernel("int8_linear", dims={"in_features": Dim(at_most=65536)}, judge="judge_integers")
 def int8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    x_zero_point: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``int8_linear``; the weights of an output are added up beside the product."""
     kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
@@ -68,15 +59,9 @@ def int8_linear_triton(
     batch_invariant=False,
 )
 def fp8_block_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight_scales: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor,
+    block_rows: int, block_columns: int, bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``fp8_block_linear``; the sum over each block is scaled before it is added."""
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -87,30 +72,24 @@ def fp8_block_linear_triton(
     num_rows = rows.shape[0]
     tile = linear_tile("fp8_block_linear", x.device, num_rows)
     # The largest power of two that divides a block: every turn of the loop has one scale.
-    step = min(tile.inputs, block_columns & -block_columns)
+    tile = tile._replace(inputs=min(tile.inputs, block_columns & -block_columns))
     how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _block_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight, scales, weight_scales, bias, y,
-        num_rows, rows.stride(0), scales.stride(0), scales.stride(1),
+        weight.view(torch.int8) if how.decoded else weight,
+        scales, weight_scales, bias, y, num_rows,
+        rows.stride(0), scales.stride(0), scales.stride(1),
         INPUTS=in_features, OUTPUTS=out_features, BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs, STEP=step,
-        GROUP=tile.group, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        BLOCK_COLUMNS=block_columns, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight, **tile.options,
     )  # fmt: skip
     return y
 
 
 def _scaled(
-    kernel: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    kernel: str, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor,
+    weight_scale: torch.Tensor, zero_point: torch.Tensor | None, bias: torch.Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     if y.numel() == 0:
@@ -121,13 +100,12 @@ def _scaled(
     how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _scaled_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
-        weight.view(torch.int8) if how.decoded else weight, x_scale, weight_scale, zero_point, bias,
-        y, num_rows, rows.stride(0),
+        weight.view(torch.int8) if how.decoded else weight,
+        x_scale, weight_scale, zero_point, bias, y, num_rows, rows.stride(0),
         # One scale of all rows or outputs is read again and again.
         0 if x_scale.numel() == 1 else 1, 0 if weight_scale.numel() == 1 else 1,
-        INPUTS=in_features, OUTPUTS=out_features, ROW_TILE=tile.rows, OUTPUT_TILE=tile.outputs,
-        STEP=tile.inputs, GROUP=tile.group, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        INPUTS=in_features, OUTPUTS=out_features, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight,
+        **tile.options,
     )  # fmt: skip
     return y
 
@@ -216,14 +194,9 @@ def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
 
 
 def _fp8(
-    label: str,
-    tokens: int,
-    outputs: int,
-    x: torch.dtype = E4M3,
-    weight: torch.dtype = E4M3,
-    bias: bool = False,
-    without: frozenset[str] = frozenset(),
-) -> Build:
+    label: str, tokens: int, outputs: int, x: torch.dtype = E4M3, weight: torch.dtype = E4M3,
+    bias: bool = False, without: frozenset[str] = frozenset(),
+) -> Build:  # fmt: skip
     operands, scales = (
         ((x, tokens, 4096), (weight, outputs, 4096)),
         ((FP32, tokens, 1), (FP32, outputs)),

@@ -8,8 +8,6 @@ depends neither on the tile nor on the other rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from interposer_ops._triton.build import BF16, FP32, INT8, INT32, UINT8, Build, 
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
 
 _LEAST_TOKENS = 16  # of a tile that matrix instructions take
 _LEAST_INPUTS = 32  # of 8 bits
@@ -26,15 +25,10 @@ _LEAST_INPUTS = 32  # of 8 bits
 
 @triton_kernel("w4a8_linear", dims={"group_size": Dim(at_most=524288)}, judge="judge_integers")
 def w4a8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scales: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    weight_zero_points: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scales: torch.Tensor,
+    x_zero_point: torch.Tensor | None, weight_zero_points: torch.Tensor | None,
+    bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``w4a8_linear``; the weights of a group are added up beside the product."""
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -52,24 +46,13 @@ def w4a8_linear_triton(
         # One scale of all rows is read again and again.
         0 if x_scale.numel() == 1 else 1,
         IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
-        FEATURES=tile.features, TOKENS=tile.tokens, INPUTS=tile.inputs, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
     return y
 
 
-class _Tile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled."""
-
-    features: int
-    tokens: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
 @per_device
-def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> _Tile:
+def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
     The inputs of a step belong to one group; of a group that no power of two from 32 on divides,
@@ -83,7 +66,7 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
         parameters = parameters_for("w4a8_linear", device)
     blocks = parameters.blocks
     inputs = divisor if full and aligned else _LEAST_INPUTS
-    return _Tile(
+    return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
@@ -124,11 +107,13 @@ def _linear(
         sums = tl.zeros((FEATURES,), tl.int32)
         for start in range(0, GROUP_SIZE, INPUTS):
             first, end = group * GROUP_SIZE + start, (group + 1) * GROUP_SIZE
-            whole = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS)
+            whole = nibbles(
+                weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.int8
+            )
             whole -= zero[:, None]
             element = first + tl.arange(0, INPUTS)
             inside = element < end
-            inputs = _loaded(x_row + element[:, None], inside[:, None], MASKED)
+            inputs = loaded(x_row + element[:, None], inside[:, None], MASKED)
             product = tl.dot(whole, inputs, product, out_dtype=tl.int32)
             if x_zero_point is not None:
                 counted = tl.where(inside[None, :], whole, 0) if MASKED else whole
@@ -145,39 +130,10 @@ def _linear(
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _codes(
-    weight, row, first, end,
-    IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, MASKED: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
-    """Return int8 codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
-    if GROUP_SIZE % 2 == 0:
-        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
-        both = _loaded(weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED)
-        joined = tl.join((both & 15).to(tl.int8), (both >> 4).to(tl.int8))
-        codes = joined.reshape(row.shape[0], INPUTS)
-    else:  # every second group begins within a byte
-        element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
-        shifted = _loaded(place, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
-        codes = (shifted & 15).to(tl.int8)
-    return codes
-
-
-@triton.jit
-def _loaded(place, there, MASKED: tl.constexpr):
-    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
-
-
 def _build(
-    label: str,
-    tokens: int,
-    outputs: int,
-    group_size: int = 128,
-    *,
-    asymmetric: bool = False,
+    label: str, tokens: int, outputs: int, group_size: int = 128, *, asymmetric: bool = False,
     bias: bool = False,
-) -> Build:
+) -> Build:  # fmt: skip
     grouped = (outputs, 4096 // group_size)
     arguments = given(
         *((INT8, tokens, 4096), (UINT8, outputs, 2048), (FP32, tokens, 1), (FP32, *grouped)),

@@ -131,7 +131,8 @@ def _w8a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case
     if zero_points is None:
         return case
     # A kernel may add the products with the codes and with the zero points apart.
-    wide = zero_points.double() * case.arguments["scale"].double()
+    scale = case.arguments["scale"].double().reshape(zero_points.shape)
+    wide = zero_points.double() * scale
     parts = wide.repeat_interleave(int(dims["group_size"]), 1)
     beside = 2 * peak(x.double().abs() @ parts.abs().T)
     return replace(case, magnitude=case.magnitude + beside)

@@ -8,8 +8,6 @@ dequantized weights are never rounded, whatever the dtype of the scales.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,52 +16,33 @@ from interposer_ops._triton.build import BF16, FP16, FP32, INT8, UINT8, Build, d
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
 
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
 @triton_kernel("w4a16_linear", batch_invariant=False)
 def w4a16_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Compute ``w4a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 8)
 
 
 @triton_kernel("w8a16_linear", batch_invariant=False)
 def w8a16_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Compute ``w8a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 0)
 
 
-class _Tile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled."""
-
-    features: int
-    tokens: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
 def _projected(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None,
-    default_zero_point: int,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None, default_zero_point: int,
+) -> torch.Tensor:  # fmt: skip
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -78,8 +57,7 @@ def _projected(
         rows, weight, scale, bias, zero_points, y, num_tokens, rows.stride(0),
         IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
         PACKED=weight.dtype == torch.uint8, DEFAULT_ZERO_POINT=default_zero_point,
-        FEATURES=tile.features, TOKENS=tile.tokens, INPUTS=tile.inputs, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.options,
     )  # fmt: skip
     return y
 
@@ -87,7 +65,7 @@ def _projected(
 @per_device
 def _tile(
     device: torch.device, dtype: torch.dtype, group_size: int, num_tokens: int, *, aligned: bool
-) -> _Tile:
+) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
     The inputs of a step belong to one group; of a group that no power of two from 16 on divides,
@@ -106,7 +84,7 @@ def _tile(
     inputs = divisor if full else max(_LEAST, triton.next_power_of_2(group_size))
     if not (full and aligned):
         inputs = min(inputs, 2 * _LEAST)
-    return _Tile(
+    return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
@@ -169,36 +147,21 @@ def _codes(
     INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
-    if not PACKED:
+    if PACKED:
+        codes = nibbles(
+            weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.float32
+        )
+    else:
         element = first + tl.arange(0, INPUTS)[None, :]
         place = weight + row[:, None] * IN_FEATURES + element
-        codes = _loaded(place, element < end, MASKED).to(tl.float32)
-    elif GROUP_SIZE % 2 == 0:
-        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + pair
-        both = _loaded(place, pair < end // 2, MASKED)
-        joined = tl.join((both & 15).to(tl.float32), (both >> 4).to(tl.float32))
-        codes = joined.reshape(row.shape[0], INPUTS)
-    else:  # every second group begins within a byte
-        element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
-        codes = ((_loaded(place, element < end, MASKED) >> (element % 2 * 4)) & 15).to(tl.float32)
+        codes = loaded(place, element < end, MASKED).to(tl.float32)
     return codes
 
 
-@triton.jit
-def _loaded(place, there, MASKED: tl.constexpr):
-    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
-
-
 def _w4(
-    label: str,
-    tokens: int,
-    outputs: int,
-    dtype: torch.dtype = BF16,
-    group_size: int = 128,
+    label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16, group_size: int = 128,
     symmetric: bool = False,
-) -> Build:
+) -> Build:  # fmt: skip
     grouped = (outputs, 4096 // group_size)
     zero_points = None if symmetric else (UINT8, *grouped)
     operands = (dtype, tokens, 4096), (UINT8, outputs, 2048), (dtype, *grouped)

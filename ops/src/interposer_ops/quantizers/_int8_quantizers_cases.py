@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     SHAPES,
+    bounded,
     clear_of_boundaries,
     peaked,
+    sampled_rows,
     signed_choice,
     with_peaks,
 )
@@ -21,7 +24,7 @@ _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
 # three roundings, for each of which the bound of a sum allows twice as much.
-_SCALE_ROUNDINGS = 3
+_bounded = partial(bounded, roundings=3)
 # All n + 0.5 that bfloat16 represents.
 _HALVES = torch.arange(127, dtype=torch.float64) + 0.5
 
@@ -118,7 +121,7 @@ def quantize_int8_per_token_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return T rows of hidden states."""
-    x = _sampled(dtype, dims, num_tokens, seed)
+    x = sampled_rows(dtype, dims, num_tokens, seed)
     x = _cleared(x, _symmetric_scales(x))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
 
@@ -127,13 +130,8 @@ def quantize_int8_per_token_asymmetric_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return T rows of hidden states."""
-    x = _cleared_asymmetric(_sampled(dtype, dims, num_tokens, seed))
+    x = _cleared_asymmetric(sampled_rows(dtype, dims, num_tokens, seed))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
-
-
-def _sampled(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
 
 
 def _rows(
@@ -173,9 +171,3 @@ def _cleared_asymmetric(x: torch.Tensor) -> torch.Tensor:
     kept = (x == low) | (x == high)
     cleared = clear_of_boundaries(x, x.double() / scales, torch.round)
     return torch.where(kept, x, cleared)
-
-
-def _bounded(case: Case, largest_scale: float) -> Case:
-    return Case(
-        case.label, case.arguments, case.dims, reduction=_SCALE_ROUNDINGS, magnitude=largest_scale
-    )

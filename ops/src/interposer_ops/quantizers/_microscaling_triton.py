@@ -102,13 +102,9 @@ def _scales_of(x: torch.Tensor, block_size: int, dtype: torch.dtype) -> torch.Te
 
 
 def _quantize(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    block_size: int,
-    kind: str,
-) -> None:
+    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None,
+    block_size: int, kind: str,
+) -> None:  # fmt: skip
     if x.numel() == 0:
         return
     rows = as_rows(x)
@@ -121,12 +117,9 @@ def _quantize(
 
 
 def _dequantized(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    block_size: int,
-) -> torch.Tensor:
+    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None,
+    out_dtype: torch.dtype, block_size: int,
+) -> torch.Tensor:  # fmt: skip
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     y = torch.empty(shape, dtype=out_dtype, device=codes.device)
     if y.numel() == 0:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._small_floats import E2M1_MAX, decode_e2m1, encode_e2m1
 
 # More than a scale of float32 and a quotient can be wrong by, even with an approximate reciprocal.
@@ -98,3 +101,14 @@ def signed_choice(
     chosen = values[order.repeat(-(-count // len(values)))[:count]]
     signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
     return (chosen * signs).view(shape)
+
+
+def sampled_rows(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
+    """Return T rows of hidden states."""
+    generator = torch.Generator().manual_seed(seed)
+    return normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
+
+
+def bounded(case: Case, largest_scale: float, roundings: int) -> Case:
+    """Return the case with the bound of its scales, far below a step of the quantized numbers."""
+    return replace(case, reduction=roundings, magnitude=largest_scale)

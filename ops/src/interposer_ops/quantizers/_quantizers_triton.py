@@ -54,12 +54,9 @@ def quantize_int8_per_token_asymmetric_triton(
 
 
 def _quantized_fp8(
-    x: torch.Tensor,
-    block_size: int,
-    out_dtype: torch.dtype,
-    scale_limit: float | None,
+    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, scale_limit: float | None,
     power_of_two_scales: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     num_blocks = -(-x.shape[-1] // max(block_size, 1))
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], num_blocks), dtype=torch.float32, device=x.device)
@@ -81,15 +78,9 @@ def _quantized_int8(
 
 
 def _launch(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    block_size: int,
-    scale_limit: float | None,
-    format_: Fp8Format,
-    power_of_two_scales: bool,
-) -> None:
+    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None,
+    block_size: int, scale_limit: float | None, format_: Fp8Format, power_of_two_scales: bool,
+) -> None:  # fmt: skip
     rows = as_rows(x)
     num_rows, width = rows.shape
     per_row = scales.shape[-1]

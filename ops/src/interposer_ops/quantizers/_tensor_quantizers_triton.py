@@ -81,13 +81,9 @@ def _most_shares(device: torch.device) -> int:
 
 
 def _quantize(
-    rows: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    peaks: torch.Tensor | None,
-    format_: Fp8Format,
-) -> None:
+    rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None,
+    peaks: torch.Tensor | None, format_: Fp8Format,
+) -> None:  # fmt: skip
     num_rows, width = rows.shape
     tile = row_tile("quantize_tensor", rows.device, width)
     _quantize_elements[(tile.row_blocks(num_rows), tile.column_blocks(width))](

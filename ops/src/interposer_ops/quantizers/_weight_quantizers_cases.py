@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
+    bounded,
     clear_of_boundaries,
     peaked,
     signed_choice,
@@ -30,7 +33,7 @@ _ANY = {**_EVEN, "odd width": (5, 127, 127), "one number": (1, 1, 1)}
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
 # three roundings, for each of which the bound of a sum allows twice as much.
-_SCALE_ROUNDINGS = 3
+_bounded = partial(bounded, roundings=3)
 # More than these roundings come to, so that what is stored in 16 bits is the same.
 _NEAR = 2.0**-20
 _LARGEST = 7.5  # of four bits, in units of the scale
@@ -148,12 +151,6 @@ def _positive_peaks(
 def _sizes(point: Point) -> dict[str, int]:
     rows, width, group = point["weight"]
     return {"in_features": width, "out_features": rows, "num_groups": width // group}
-
-
-def _bounded(case: Case, largest_scale: float) -> Case:
-    return Case(
-        case.label, case.arguments, case.dims, reduction=_SCALE_ROUNDINGS, magnitude=largest_scale
-    )
 
 
 _SCALE_DTYPES = Axis("scale dtype", {"": torch.float32, "bfloat16 scales": torch.bfloat16})
