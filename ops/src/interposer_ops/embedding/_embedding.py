@@ -15,18 +15,15 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_lookup = partial(standard_op, batch_invariant=True, batched=("token_ids",))
-_plain = partial(
-    _lookup,
+_lookup = partial(
+    standard_op,
     cases="interposer_ops.embedding._embedding_cases",
-    constants=("weight",),
-    tolerance=Tolerance(roundings=0),
+    batch_invariant=True,
+    batched=("token_ids",),
 )
+_plain = partial(_lookup, constants=("weight",), tolerance=Tolerance(roundings=0))
 _quantized = partial(
-    _lookup,
-    cases="interposer_ops.embedding._quantized_embedding_cases",
-    constants=("weight", "scale", "zero_points"),
-    tolerance=Tolerance(roundings=1),
+    _lookup, constants=("weight", "scale", "zero_points"), tolerance=Tolerance(roundings=1)
 )
 _MIDDLE = 8
 

@@ -1,14 +1,20 @@
-"""Cases of table lookup. T tokens, V rows of the table, H hidden size."""
+"""Cases of lookup in tables, plain and of integers.
+
+T tokens, V rows of the table, H hidden size, G numbers per scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
-from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_ops._case_numbers import codes_of, normal_numbers
+from interposer_ops.quantizers._small_floats import pack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 _TABLES = {  # V, H
     "": (200, 128),
@@ -16,6 +22,25 @@ _TABLES = {  # V, H
     "one element": (1, 1),
     "wide": (31, 1025),
     "many rows": (5000, 16),
+}
+_W4_TABLES = {  # V, H, G
+    "groups of 32": (200, 128, 32),
+    "groups of 128": (70, 256, 128),
+    "one scale per row": (64, 96, 96),
+    "one pair": (1, 2, 2),
+    "odd groups": (31, 90, 15),
+    "wide": (9, 1032, 24),
+    "many rows": (5000, 16, 8),
+}
+_W8_TABLES = {  # None for as many numbers as H whose scales are [V]
+    "groups of 32": (200, 128, 32),
+    "one scale per row": (70, 256, 256),
+    "a row of scales": (48, 64, None),
+    "odd sizes": (37, 127, 127),
+    "one number": (1, 1, 1),
+    "odd groups": (31, 75, 15),
+    "wide": (9, 1032, 24),
+    "many rows": (5000, 16, 8),
 }
 _PARTS = 4  # of a table that is shared out
 
@@ -119,3 +144,93 @@ def _read_rows(
     distinct = read.unique()
     weight[distinct] = normal((len(distinct), width), dtype, generator)
     return weight
+
+
+def _quantized_arguments(
+    token_ids: torch.Tensor,
+    sizes: tuple[int, int, int | None],
+    bits: int,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
+    rows, width, group = sizes
+    num_groups = width // (group or width)
+    scale = torch.full((rows, num_groups), torch.nan)
+    read = token_ids.unique()
+    scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
+    codes = codes_of(bits, (rows, width), generator)
+    zero_points = codes_of(bits, (rows, num_groups), generator) if asymmetric else None
+    return {
+        "token_ids": token_ids,
+        "weight": pack_nibbles(codes) if bits == 4 else codes,
+        "scale": scale if group else scale.squeeze(1),
+        "zero_points": zero_points,
+        "out_dtype": dtype,
+    }
+
+
+def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator, *, bits: int) -> Case:
+    rows, width, group = sizes = point["table"]
+    token_ids = point["tokens"](rows, generator)
+    asymmetric = point["zero points"]
+    arguments = _quantized_arguments(token_ids, sizes, bits, asymmetric, dtype, generator)
+    dims = {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "group_size": group or width,
+        "num_groups": width // (group or width),
+        "asymmetric": asymmetric,
+    }
+    return Case("", arguments, dims, reduction=0)
+
+
+def _quantized_space(
+    bits: int, tables: Mapping[str, tuple[int, int, int | None]], crossed: tuple[str, ...]
+) -> CaseSpace:
+    return CaseSpace(
+        partial(_quantized, bits=bits),
+        Axis("tokens", TOKENS),
+        Axis("table", tables),
+        Axis("zero points", {"": False, "zero points": True}),
+        strided={
+            "token_ids": "outer",
+            "weight": "offset",
+            "scale": "offset",
+            "zero_points": "offset",
+        },
+        crossed={
+            "tokens": ("many tokens", "first and last row"),
+            "table": crossed,
+            "zero points": ("zero points",),
+        },
+        alone={"tokens": ("no tokens",)},
+        # The only row is the first, the last and the one that is repeated.
+        valid=lambda point, _: (
+            point.labels["table"] not in ("one pair", "one number")
+            or point.labels["tokens"] in ("one token", "one token repeated")
+        ),
+    )
+
+
+# One, many, repeated and no tokens, sizes of groups, zero points or none.
+w4a16_embedding_cases = _quantized_space(4, _W4_TABLES, ("groups of 32", "odd groups"))
+w8a16_embedding_cases = _quantized_space(8, _W8_TABLES, ("groups of 32", "odd sizes"))
+
+
+def _quantized_sample(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, bits: int
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = int(dims["vocab_size"]), int(dims["hidden_size"])
+    sizes = rows, width, int(dims["group_size"])
+    asymmetric = bool(dims["asymmetric"])
+    arguments = _quantized_arguments(torch.arange(rows), sizes, bits, asymmetric, dtype, generator)
+    arguments["token_ids"] = torch.randint(rows, (num_tokens,), generator=generator)
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+# T tokens from anywhere in the vocabulary.
+w4a16_embedding_sample = partial(_quantized_sample, bits=4)
+w8a16_embedding_sample = partial(_quantized_sample, bits=8)

@@ -64,13 +64,9 @@ def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     "fp8_linear", technique="split", judge="judge_split", score=10.5, batch_invariant=False
 )
 def fp8_linear_split(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
     """Compute ``fp8_linear``; more than ``MOST_SPLIT_ROWS`` rows by the kernel for any number.
 
     The parts are added before they are scaled, once.
@@ -124,16 +120,10 @@ def _tile(kernel: str, device: torch.device) -> _Tile:
 
 
 def _launch(
-    tile: _Tile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    x_format: str,
+    tile: _Tile, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, x_format: str,
     weight_format: str,
-) -> None:
+) -> None:  # fmt: skip
     """Fill ``y``, by one launch where there is one part, else by two."""
     rows = as_rows(x)
     num_rows, (out_features, in_features) = rows.shape[0], weight.shape
@@ -232,13 +222,9 @@ def _plain(
 
 
 def _fp8(
-    label: str,
-    rows: int,
-    outputs: int,
-    dtype: torch.dtype = E4M3,
-    scales_per_row: bool = True,
+    label: str, rows: int, outputs: int, dtype: torch.dtype = E4M3, scales_per_row: bool = True,
     without: frozenset[str] = _OTHERS,
-) -> Build:
+) -> Build:  # fmt: skip
     scales = ((FP32, rows, 1), (FP32, outputs)) if scales_per_row else ((FP32, 1), (FP32, 1))
     arguments = given((dtype, rows, 4096), (dtype, outputs, 4096), *scales, None, BF16)
     dims: Dims = {

@@ -5,6 +5,7 @@ I input features, O output features, G groups of S inputs that share a scale of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,9 +67,9 @@ def _int8_drawn(
     draw = _ends if codes else codes_of
     weight = draw(8, (out_features, in_features), generator)
     weight_scale = _scales((out_features,) if per_output else (1,), _DEVIATION, generator)
-    inputs = _inputs(dims, rows, generator, shifted=bool(dims["asymmetric"]))
+    inputs = _inputs(dims, rows, generator, shifted=bool(dims["asymmetric"]), draw=draw)
     return {
-        "x": draw(8, (*rows, in_features), generator) if codes else inputs["x"],
+        "x": inputs["x"],
         "weight": weight,
         "x_scale": inputs["x_scale"],
         "weight_scale": weight_scale * in_features**-0.5,
@@ -271,11 +272,16 @@ def _w4a8_case(
 
 
 def _inputs(
-    dims: Dims, rows: tuple[int, ...], generator: torch.Generator, *, shifted: bool
+    dims: Dims,
+    rows: tuple[int, ...],
+    generator: torch.Generator,
+    *,
+    shifted: bool,
+    draw: Callable[[int, tuple[int, ...], torch.Generator], torch.Tensor] = codes_of,
 ) -> dict[str, Any]:
     """Return ``x``, its scales and, if it is ``shifted``, its zero points."""
     of_tokens = (*rows, 1) if dims["x_scales"] == "token" else (1,)
-    x = codes_of(8, (*rows, int(dims["in_features"])), generator)
+    x = draw(8, (*rows, int(dims["in_features"])), generator)
     x_scale = _scales(of_tokens, _DEVIATION, generator)
     zero_point = codes_of(8, of_tokens, generator, torch.int32) if shifted else None
     return {"x": x, "x_scale": x_scale, "x_zero_point": zero_point}

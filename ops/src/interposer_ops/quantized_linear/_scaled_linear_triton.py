@@ -197,37 +197,34 @@ def _fp8(
     label: str, tokens: int, outputs: int, x: torch.dtype = E4M3, weight: torch.dtype = E4M3,
     bias: bool = False, without: frozenset[str] = frozenset(),
 ) -> Build:  # fmt: skip
-    operands, scales = (
-        ((x, tokens, 4096), (weight, outputs, 4096)),
-        ((FP32, tokens, 1), (FP32, outputs)),
+    arguments = given(
+        *_operands(tokens, outputs, x, weight), (BF16, outputs) if bias else None, BF16
     )
-    arguments = given(*operands, *scales, (BF16, outputs) if bias else None, BF16)
     dims = _dims(outputs, x, weight)
     return Build("fp8_linear_triton", label, arguments, "bfloat16", dims, True, without)
 
 
 def _blocks(label: str, tokens: int, outputs: int) -> Build:
-    operands, scales = (
-        ((E4M3, tokens, 4096), (E4M3, outputs, 4096)),
-        ((FP32, tokens, 32), (FP32, outputs // 128, 32)),
-    )
-    arguments = given(*operands, *scales, 128, 128, None, BF16)
+    scales = (FP32, tokens, 32), (FP32, outputs // 128, 32)
+    arguments = given((E4M3, tokens, 4096), (E4M3, outputs, 4096), *scales, 128, 128, None, BF16)
     dims: Dims = {**_dims(outputs, E4M3, E4M3), "block_rows": 128, "block_columns": 128}
     return Build("fp8_block_linear_triton", label, arguments, "bfloat16", dims, True)
 
 
 def _int8(label: str, tokens: int, outputs: int, shifted: bool = False) -> Build:
-    operands, scales = (
-        ((INT8, tokens, 4096), (INT8, outputs, 4096)),
-        ((FP32, tokens, 1), (FP32, outputs)),
-    )
     shift = (INT32, tokens, 1) if shifted else None
-    arguments = given(*operands, *scales, shift, (BF16, outputs), BF16)
+    arguments = given(*_operands(tokens, outputs, INT8, INT8), shift, (BF16, outputs), BF16)
     dims: Dims = {"in_features": 4096, "out_features": outputs}
     # Triton multiplies integers from sm_80 on.
     return Build(
         "int8_linear_triton", label, arguments, "bfloat16", dims, True, frozenset({"sm_75"})
     )
+
+
+def _operands(
+    tokens: int, outputs: int, x: torch.dtype, weight: torch.dtype
+) -> tuple[tuple[object, ...], ...]:
+    return (x, tokens, 4096), (weight, outputs, 4096), (FP32, tokens, 1), (FP32, outputs)
 
 
 def _dims(outputs: int, x: torch.dtype, weight: torch.dtype) -> Dims:

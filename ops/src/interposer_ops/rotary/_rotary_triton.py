@@ -33,13 +33,9 @@ def rotary_embedding_interleaved_triton(
 
 @triton_kernel("multimodal_rotary_embedding")
 def multimodal_rotary_embedding_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sections: list[int],
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    sections: list[int], interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ``multimodal_rotary_embedding``."""
     time, height, width = sections
     layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
@@ -47,13 +43,9 @@ def multimodal_rotary_embedding_triton(
 
 
 def _rotated(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: bool = False,
-    layout: tuple[str, int, int] = ("one", 0, 0),
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    pairs: bool = False, layout: tuple[str, int, int] = ("one", 0, 0),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return query and key rotated.
 
     Args:
