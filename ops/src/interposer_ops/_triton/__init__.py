@@ -17,10 +17,9 @@ To add a kernel to ``FAMILY/_x_triton.py``:
    sizes) are ``tl.constexpr``; counts of tokens are not, nor does a tile depend on them: results
    must not.
 4. Add its builds to ``BUILDS``: calls on tensors without memory, which are compiled for every
-   architecture; one that the record refuses is named in ``without``. Write records and table anew,
-   ``python -m interposer_ops._declare`` and ``python -m interposer_ops._triton.aot --write
-   docs/triton-targets.md``; ``ops/tests/triton`` compares them, asserts that nothing spills and
-   that shared memory fits, and runs the kernel on the interpreter.
+   architecture; one that the record refuses is named in ``without``. Write the records anew,
+   ``python -m interposer_ops._declare``; ``ops/tests/triton`` asserts that nothing spills and that
+   shared memory fits, and runs the kernel on the interpreter.
 
 A launch goes to the process's current device, as triton does it: a platform of several devices
 selects the one that its tensors are on.
