@@ -45,12 +45,18 @@ def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
     return scales if scales.ndim == 2 else members.per_output(scales).unsqueeze(1)
 
 
-def common_number(members: Members, numbers: torch.Tensor, name: str, why: str) -> torch.Tensor:
+DIFFERENT = "layers that run as one product differ in what they share"
+
+
+def common_number(
+    members: Members, numbers: torch.Tensor, name: str, why: str, problem: str = DIFFERENT
+) -> torch.Tensor:
     """Return the number ``[1]`` that all fused layers have, of ``numbers`` ``[P]``.
 
     Args:
         name: of the tensor that holds them.
         why: what the layers would have to share, and what to do.
+        problem: what is wrong; ``{name}`` stands for ``name``.
     Raises: CheckpointError: they are different.
     """
     if not (numbers == numbers[0]).all():
@@ -59,9 +65,7 @@ def common_number(members: Members, numbers: torch.Tensor, name: str, why: str) 
             for member, number in zip(members.sizes, numbers, strict=True)
         )
         first = members.tensor(next(iter(members.sizes)), name)
-        raise CheckpointError(
-            first, f"layers that run as one product differ in what they share: {listed}", why
-        )
+        raise CheckpointError(first, f"{problem.format(name=name)}: {listed}", why)
     return numbers[:1]
 
 

@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping
 import torch
 
 from interposer import CacheFormat, LinearMethod
-from interposer_quantization._fp8.linear import Fp8TensorLinear
-from interposer_quantization._modelopt.blocks import MxFp8Linear, NvFp4Linear
-from interposer_quantization._modelopt.channels import Fp8ChannelLinear
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._compressed_tensors.mx_linear import Mxfp8Linear
+from interposer_quantization._compressed_tensors.nvfp4_linear import (
+    MODELOPT,
+    Nvfp4Linear,
+    Nvfp4WeightLinear,
+)
+from interposer_quantization._compressed_tensors.stored import Weights
+from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._modelopt.config import Algorithm, Settings, Stored
 from interposer_quantization._modelopt.input_scale import ScaledInputLinear
-from interposer_quantization._modelopt.weights import (
-    Fp8BlockWeightLinear,
-    Int4WeightLinear,
-    Int8WeightLinear,
-    NvFp4WeightLinear,
-)
+from interposer_quantization._modelopt.weights import Int4WeightLinear, Int8WeightLinear
 from interposer_quantization._scheme import StoredScheme
 
 _SAME_INPUT = (
@@ -25,14 +26,16 @@ _SAME_INPUT = (
     "FP8_PER_CHANNEL_PER_TOKEN, which has no such scale"
 )
 
+_BLOCKS = Weights("float", 8, True, "block", (128, 128), reordered=False)
 _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
     "FP8": lambda: Fp8TensorLinear("weight_scale", "input_scale", mend=_SAME_INPUT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Fp8ChannelLinear,
-    "FP8_PB_WO": lambda: Fp8BlockWeightLinear(None),
-    "MXFP8": MxFp8Linear,
-    "NVFP4": NvFp4Linear,
-    "NVFP4_AWQ": lambda: ScaledInputLinear(NvFp4Linear()),
-    "W4A16_NVFP4": lambda: NvFp4WeightLinear(None),
+    "FP8_PER_CHANNEL_PER_TOKEN": lambda: Fp8RowLinear(flat=True),
+    "FP8_PB_WO": lambda: Fp8WeightLinear(_BLOCKS, None, spread=True),
+    # Scales of inputs are rounded as those of weights were; the OCP specification rounds down.
+    "MXFP8": lambda: Mxfp8Linear(rounds_up=True),
+    "NVFP4": lambda: Nvfp4Linear(MODELOPT),
+    "NVFP4_AWQ": lambda: ScaledInputLinear(Nvfp4Linear(MODELOPT)),
+    "W4A16_NVFP4": lambda: Nvfp4WeightLinear(None, MODELOPT),
     "W8A16": lambda: Int8WeightLinear(None),
 }
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from interposer import LinearMethod
+from interposer_quantization._compressed_tensors import stored as compressed
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._fp8.linear import Fp8RowLinear
 from interposer_quantization._scheme import StoredScheme
 from interposer_quantization._torchao.config import Settings, Weights
-from interposer_quantization._torchao.fp8_linear import TorchAoFp8Linear, TorchAoFp8WeightLinear
-from interposer_quantization._torchao.int8_linear import TorchAoInt8Linear
-from interposer_quantization._torchao.linear import TorchAoLinear
+from interposer_quantization._torchao.linear import (
+    SCALE,
+    WEIGHT,
+    TorchAoInt8Linear,
+    TorchAoLinear,
+)
 
 
 class TorchAo(StoredScheme):
@@ -22,7 +28,18 @@ class TorchAo(StoredScheme):
         """Return the method for linear layers that are stored so."""
         plain = stored.inputs == "plain"
         if stored.kind == "float8":
-            return TorchAoFp8WeightLinear(None) if plain else TorchAoFp8Linear()
+            return _fp8_method(plain)
         if plain or not stored.symmetric or stored.inputs_per_scale is not None:
             return TorchAoLinear(stored)
         return TorchAoInt8Linear(stored)
+
+
+def _fp8_method(plain: bool) -> LinearMethod:
+    """Return the method for floats with a scale per output; inputs are quantized unless plain.
+
+    Source: ``Float8Tensor`` of torchao 0.18, quantized per row.
+    """
+    if plain:
+        weights = compressed.Weights("float", 8, True, "channel", None, reordered=False)
+        return Fp8WeightLinear(weights, None, weight=WEIGHT, scale=SCALE)
+    return Fp8RowLinear(weight=WEIGHT, weight_scale=SCALE)
