@@ -14,13 +14,7 @@ import triton
 import triton.language as tl
 
 from interposer_ops._triton.parameters import parameters_for, per_device
-from interposer_ops.attention._attention_tiles_triton import (
-    LEAST_SIDE,
-    LOG2E,
-    joined,
-    scored,
-    seen,
-)
+from interposer_ops.attention._attention_tiles_triton import LEAST_SIDE, LOG2E, joined, scored, seen
 
 
 class PagedTile(NamedTuple):

@@ -155,11 +155,7 @@ class SdpaBackend(AttentionBackend):
         own_keys, own_values = (t[part.slots].transpose(1, 2) for t in (keys, values))
         folded = query.unflatten(1, (self.spec.num_kv_heads, -1))  # [B, K, G, D]
         out = functional.scaled_dot_product_attention(
-            folded,
-            own_keys,
-            own_values,
-            attn_mask=part.seen[:, None, None],
-            scale=self.spec.scale,
+            folded, own_keys, own_values, attn_mask=part.seen[:, None, None], scale=self.spec.scale
         )
         return out.flatten(1, 2)
 

@@ -80,10 +80,7 @@ def gather_cache(
     tolerance=Tolerance(roundings=0),
 )
 def copy_pages(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """Copy whole pages of keys and values, as when a sequence is forked.
 

@@ -19,13 +19,7 @@ from interposer_ops._triton.build import BF16, E4M3, E5M2, FP32, INT64, Build, d
 from interposer_ops._triton.declare import COPIED, triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import row_tile
-from interposer_ops._triton.small_floats import (
-    Fp8Format,
-    clamped,
-    fp8_format,
-    fp8_memory,
-    to_fp8,
-)
+from interposer_ops._triton.small_floats import Fp8Format, clamped, fp8_format, fp8_memory, to_fp8
 
 _UNSCALED = Fp8Format(0, 0, False, 0.0)  # nothing is rounded, so no figure of it is read
 # Copied as whole numbers, whatever they stand for: every GPU knows these.
@@ -78,10 +72,7 @@ def gather_cache_fp8_triton(
 
 @triton_kernel("copy_pages", dtypes=COPIED)
 def copy_pages_triton(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """Compute ``copy_pages``; a page is a row."""
     num_copies, width = sources.shape[0], math.prod(key_cache.shape[1:])

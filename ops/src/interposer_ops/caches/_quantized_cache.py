@@ -42,15 +42,8 @@ def reshape_and_cache_fp8(
     stored = round(clamp(x / scale, -largest, largest)), half to even, on the grid of the cache's
     dtype, of whose finite numbers ``largest`` is the largest.
 
-    Args:
-        key: ``[T, K, D]``, any float dtype; tokens may skip memory.
-        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
-        key_cache: ``[P, S, K, D]``, written in place; pages may skip memory.
-        value_cache: ``[P, S, K, D]``, written in place; pages may skip memory.
-        slots: ``[T]`` int64, page * S + offset, distinct.
-        key_scale: ``[1]`` or ``[K]`` float32, positive.
-        value_scale: shape and dtype of ``key_scale``.
-        cache_dtype: of both caches: float8_e4m3fn or float8_e5m2.
+    Args: those of ``reshape_and_cache``, but the caches are of ``cache_dtype``, float8_e4m3fn or
+        float8_e5m2; scales ``[1]`` or ``[K]`` float32, positive.
     Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
     Source: arXiv:2209.05433 (formats).
     """
@@ -74,15 +67,10 @@ def reshape_and_cache_int8(
 
     stored = clamp(round(x / scale), -128, 127), half to even. There is no zero point: 0 is 0.
 
-    Args:
-        key: ``[T, K, D]``, any float dtype; infinities saturate, what is no number becomes any;
-            tokens may skip memory.
-        value: ``[T, K, D]``, dtype of ``key``; tokens may skip memory.
-        key_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
-        value_cache: ``[P, S, K, D]`` int8, written in place; pages may skip memory.
-        slots: ``[T]`` int64, page * S + offset, distinct.
-        key_scale: ``[1]`` or ``[K]`` float32, positive.
-        value_scale: shape and dtype of ``key_scale``.
+    Infinities saturate, what is no number becomes any.
+
+    Args: those of ``reshape_and_cache``, but the caches are int8; scales ``[1]`` or ``[K]``
+        float32, positive.
     Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
     """
     for x, scale, cache in ((key, key_scale, key_cache), (value, value_scale, value_cache)):
@@ -102,14 +90,8 @@ def gather_cache_fp8(
 ) -> torch.Tensor:
     """Return what ``gather_cache`` returns, times a scale.
 
-    Args:
-        cache: ``[P, S, K, D]``, float8_e4m3fn or float8_e5m2; pages may skip memory.
-        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
-        seq_lens: ``[B]`` int64, tokens to gather of each sequence, at most T together.
-        starts: ``[B]`` int64, position of the first of them.
-        scale: ``[1]`` or ``[K]`` float32.
-        num_tokens: T.
-        out_dtype: any float dtype.
+    Args: those of ``gather_cache``, but the cache is float8_e4m3fn or float8_e5m2; ``scale`` is
+        ``[1]`` or ``[K]`` float32, ``out_dtype`` any float dtype.
     Returns: ``[T, K, D]``, ``out_dtype``.
     Dims: num_kv_heads, head_size, page_size, cache_dtype, per_head: a scale of each kv head.
     """
@@ -129,14 +111,8 @@ def gather_cache_int8(
 ) -> torch.Tensor:
     """Return what ``gather_cache`` returns, times a scale.
 
-    Args:
-        cache: ``[P, S, K, D]`` int8; pages may skip memory.
-        page_table: ``[B, M]`` int64; what no gathered position needs names any page.
-        seq_lens: ``[B]`` int64, tokens to gather of each sequence, at most T together.
-        starts: ``[B]`` int64, position of the first of them.
-        scale: ``[1]`` or ``[K]`` float32.
-        num_tokens: T.
-        out_dtype: any float dtype.
+    Args: those of ``gather_cache``, but the cache is int8; ``scale`` is
+        ``[1]`` or ``[K]`` float32, ``out_dtype`` any float dtype.
     Returns: ``[T, K, D]``, ``out_dtype``.
     Dims: num_kv_heads, head_size, page_size, per_head: a scale of each kv head.
     """

@@ -108,9 +108,7 @@ def fused_experts_fp8(
         gate_up_scale: ``[E, R, C]`` float32, R a divisor of 2 I and C of H.
         down: ``[E, H, I]``, an 8-bit float dtype.
         down_scale: ``[E, R, C]`` float32, R a divisor of H and C of I.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
         ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
@@ -153,9 +151,7 @@ def fused_experts_w4a16(
         gate_up_scale: ``[E, 2 I, H / group]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / group]``, dtype of ``x``.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, group_size.
     Raises: RequestError: ``activation`` is none of the three.
@@ -201,9 +197,7 @@ def fused_experts_mxfp4(
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / 32]`` uint8.
         down_bias: ``[E, H]``, dtype of ``x``.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
     Raises: RequestError: ``activation`` is none of the three.

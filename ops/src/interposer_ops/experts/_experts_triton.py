@@ -205,14 +205,7 @@ def _multiply(
         read = there if GROUP % STEP == 0 else there & (inner < GROUP)
         value = tl.load(x + group * GROUP + inner, mask=read, other=0.0)
         weight = load_weights(
-            row,
-            known[:, None],
-            group * GROUP,
-            start,
-            value.dtype,
-            FORM,
-            GROUP,
-            STEP,
+            row, known[:, None], group * GROUP, start, value.dtype, FORM, GROUP, STEP
         )
         if ACTIVATION != "":
             other = load_weights(

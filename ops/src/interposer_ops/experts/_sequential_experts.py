@@ -46,13 +46,13 @@ def fused_experts_in_turn(
     """Compute ``fused_experts``."""
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return functional.linear(rows, gate_up[expert].to(wide), _of(gate_up_bias, expert, wide))
+    def projects(matrices: torch.Tensor, bias: torch.Tensor | None) -> Project:
+        return lambda expert, rows: functional.linear(
+            rows, matrices[expert].to(wide), _of(bias, expert, wide)
+        )
 
-    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return functional.linear(rows, down[expert].to(wide), _of(down_bias, expert, wide))
-
-    return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
+    both = projects(gate_up, gate_up_bias), projects(down, down_bias)
+    return _mixture(x, *both, len(gate_up), weights, expert_ids, activation)
 
 
 @_in_turn("fused_experts_mxfp4")
@@ -73,19 +73,17 @@ def fused_experts_mxfp4_in_turn(
     every = torch.arange(256, dtype=torch.uint8, device=x.device)
     pairs = decode_e2m1(unpack_nibbles(every[:, None]), wide)
 
-    def matrix(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        codes = pairs.index_select(0, packed.flatten().int())
-        blocks = codes.view(*scales.shape, MX_BLOCK_SIZE)
-        return blocks.mul_(decode_e8m0(scales, wide)[..., None]).view(len(packed), -1)
+    def projects(packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Project:
+        def project(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            codes = pairs.index_select(0, packed[expert].flatten().int())
+            blocks = codes.view(*scales.shape[1:], MX_BLOCK_SIZE)
+            blocks.mul_(decode_e8m0(scales[expert], wide)[..., None])
+            return functional.linear(rows, blocks.flatten(1), _of(bias, expert, wide))
 
-    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        weight = matrix(gate_up[expert], gate_up_scale[expert])
-        return functional.linear(rows, weight, _of(gate_up_bias, expert, wide))
+        return project
 
-    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        weight = matrix(down[expert], down_scale[expert])
-        return functional.linear(rows, weight, _of(down_bias, expert, wide))
-
+    first = projects(gate_up, gate_up_scale, gate_up_bias)
+    second = projects(down, down_scale, down_bias)
     return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
 
 

@@ -10,11 +10,7 @@ import torch
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._padded_attention import (
-    cached,
-    masked_attention,
-    softmax_attention,
-)
+from interposer_ops.attention._padded_attention import cached, masked_attention, softmax_attention
 
 _CASES = "interposer_ops.latent_attention._latent_attention_cases"
 

@@ -28,16 +28,7 @@ def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         ("chunk after a prefix", 3, 1, 4),
         ("page of 16", 2, 2, None),
     ):
-        spec = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=32,
-            dtype=dtype,
-            cache_dtype=dtype,
-            page_size=LENGTHS[label].page_size,
-            scale=2 * 32**-0.5,
-            window_tokens=window,
-        )
+        spec = plain_spec((heads, kv_heads, 32), dtype, LENGTHS[label].page_size, window)
         step, errors = Step(LENGTHS[label], spec, generator), Errors()
         count = LENGTHS[label].num_tokens
         query, key, value = (
@@ -51,6 +42,26 @@ def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             facts=Case("", {}, magnitude=errors.bound(dtype)),
             tolerance=Tolerance(roundings=1),
         )
+
+
+def plain_spec(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    page_size: int = 16,
+    window_tokens: int | None = None,
+) -> AttentionSpec:
+    """Return the spec of N heads, K kv heads of size D, whose scores are twice the usual ones."""
+    num_heads, num_kv_heads, size = heads
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=size,
+        dtype=dtype,
+        cache_dtype=dtype,
+        page_size=page_size,
+        scale=2 * size**-0.5,
+        window_tokens=window_tokens,
+    )
 
 
 def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:

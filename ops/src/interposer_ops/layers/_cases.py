@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Site, Tolerance
+from interposer import Case, CustomOp, ExpertsSpec, Site, Tolerance
 from interposer_ops.activations._activations import gelu_and_mul, silu_and_mul
 from interposer_ops.embedding._embedding import embedding
 from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
+from interposer_ops.layers._attention_cases import plain_spec
 from interposer_ops.layers.embedding import Embedding
 from interposer_ops.linear._linear import linear
 from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
@@ -201,15 +202,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             f"{num_tokens} tokens, {heads} heads of {size}{', norms' if normed else ''}"
             f"{', biases' if biased else ''}",
             {
-                "spec": AttentionSpec(
-                    num_heads=heads,
-                    num_kv_heads=kv_heads,
-                    head_size=size,
-                    dtype=dtype,
-                    cache_dtype=dtype,
-                    page_size=16,
-                    scale=size**-0.5,
-                ),
+                "spec": plain_spec((heads, kv_heads, size), dtype),
                 "hidden_size": hidden_size,
                 "rotary_size": turned,
                 "norm_eps": 1e-6 if normed else None,

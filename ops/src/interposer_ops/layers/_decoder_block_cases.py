@@ -17,7 +17,7 @@ from torch.nn import functional
 from interposer import AttentionSpec, Case, Site, Tolerance
 from interposer_ops.attention._sequences_cases import Lengths
 from interposer_ops.experts._error_propagation_cases import Errors
-from interposer_ops.layers._attention_cases import Step, attended, spec_at
+from interposer_ops.layers._attention_cases import Step, attended, plain_spec, spec_at
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
@@ -70,17 +70,7 @@ class _Block:
 
     @cached_property
     def spec(self) -> AttentionSpec:
-        heads, kv_heads, size = self.heads
-        return AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=size,
-            dtype=self.dtype,
-            cache_dtype=self.dtype,
-            page_size=self.lengths.page_size,
-            scale=2 * size**-0.5,
-            window_tokens=self.window,
-        )
+        return plain_spec(self.heads, self.dtype, self.lengths.page_size, self.window)
 
     def attention(self, site: Site) -> SelfAttention:
         eps = _EPS if self.normed else None
@@ -148,11 +138,7 @@ class _Inputs(NamedTuple):
 
 
 def _compute(
-    block: _Block,
-    parameters: dict[str, torch.Tensor],
-    step: Step,
-    inputs: _Inputs,
-    errors: Errors,
+    block: _Block, parameters: dict[str, torch.Tensor], step: Step, inputs: _Inputs, errors: Errors
 ) -> None:
     """Compute a block in float64 by formulas, and tell ``errors`` of every number on the way.
 

@@ -11,7 +11,7 @@ import torch
 from interposer import Case, PluggableLayer
 from interposer_ops.layers._cases import few_cases
 from interposer_ops.layers.sampler import Penalties, SamplingBatch
-from interposer_ops.sampling._margins_cases import clearly_won
+from interposer_ops.sampling._logits_cases import clearly_won
 from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 from interposer_testing.cases import LayerCase, OfLayer
 

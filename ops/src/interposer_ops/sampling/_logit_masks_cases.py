@@ -7,8 +7,14 @@ from typing import Any
 import torch
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
-from interposer_ops.sampling._margins_cases import clear_rows, clearly_truncated
+from interposer_ops.sampling._logits_cases import (
+    LOGIT_SHAPES,
+    LOGITS,
+    clear_rows,
+    clearly_truncated,
+    num_rows,
+    random_logits,
+)
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
 
 # M, and how many places of each row hold a token; None for a random number.
@@ -106,12 +112,7 @@ suppress_tokens_until_cases = CaseSpace(
     Axis("ids", _IDS),
     strided={"logits": "rows", "stop_ids": "rows", "steps": "offset", "min_tokens": "offset"},
     special=_SPECIAL,
-    crossed={
-        "shape": ("many rows", "odd vocabulary"),
-        "list": ("",),
-        "steps": ("",),
-        "ids": ("",),
-    },
+    crossed={"shape": ("many rows", "odd vocabulary"), "list": ("",), "steps": ("",), "ids": ("",)},
     alone=_ALONE,
     valid=lambda point, dtype: (
         _is_small_or_plain(point, dtype)
@@ -324,12 +325,7 @@ def _suppress_case(
     stop_ids: torch.Tensor,
     label: str = "",
 ) -> Case:
-    arguments = {
-        "logits": logits,
-        "steps": steps,
-        "min_tokens": min_tokens,
-        "stop_ids": stop_ids,
-    }
+    arguments = {"logits": logits, "steps": steps, "min_tokens": min_tokens, "stop_ids": stop_ids}
     return Case(label, arguments, {"vocab_size": logits.shape[1]}, reduction=0)
 
 

@@ -64,9 +64,8 @@ def each_logit(
     y = torch.empty(logits.shape, dtype=dtype or logits.dtype, device=logits.device)
     if y.numel() == 0:
         return y
-    rows, *others = (
-        as_rows(x) if isinstance(x, torch.Tensor) and x.ndim > 1 else x for x in (logits, *operands)
-    )
+    rows = as_rows(logits)
+    others = [as_rows(x) if isinstance(x, torch.Tensor) and x.ndim > 1 else x for x in operands]
     num_rows, vocab_size = rows.shape
     tile = row_tile(tuning, y.device, vocab_size)
     strides = [x.stride(0) for x in others if isinstance(x, torch.Tensor) and x.ndim > 1]

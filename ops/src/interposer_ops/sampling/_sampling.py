@@ -17,14 +17,7 @@ _CASES = "interposer_ops.sampling._sampling_cases"
     cases=_CASES,
     batch_invariant=True,
     tolerance=Tolerance(roundings=4),
-    batched=(
-        "logits",
-        "prompt_mask",
-        "output_counts",
-        "repetition",
-        "presence",
-        "frequency",
-    ),
+    batched=("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
 )
 def apply_penalties(
     logits: torch.Tensor,

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
-from interposer_ops.sampling._margins_cases import clear_rows, clearly_truncated, clearly_won
+from interposer_ops.sampling._logits_cases import (
+    LOGIT_SHAPES,
+    LOGITS,
+    clear_rows,
+    clearly_truncated,
+    clearly_won,
+    num_rows,
+    random_logits,
+)
 from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform

@@ -6,13 +6,14 @@ winner stands clear of the second. What is not to be read is NaN, or a token tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import num_rows
-from interposer_ops.sampling._margins_cases import clearly_won
+from interposer_ops.sampling._logits_cases import clearly_won, num_rows
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 from interposer_testing.cases import Axis, CaseSpace, Point
 
@@ -169,10 +170,9 @@ def _clear_case(
 ) -> Case:
     rows, drafts, vocab_size = shape
     num_draft = _counts(counts, rows, drafts, generator)
-    drawn = [
-        _clear_row(shape[1:], num_draft[row : row + 1], kind, target_kind, dtype, generator)
-        for row in range(rows)
-    ] or [_row(shape[1:], num_draft, kind, target_kind, dtype, generator, rows=0)]
+    draw = partial(_row, (drafts, vocab_size), kind, target_kind, dtype, generator)
+    drawn = [_clear_row(draw, num_draft[row : row + 1]) for row in range(rows)]
+    drawn = drawn or [draw(num_draft)]
     arguments: dict[str, Any] = {
         name: None if part is None else torch.cat([row[name] for row in drawn])
         for name, part in drawn[0].items()
@@ -191,28 +191,23 @@ def _clear_case(
 
 
 def _clear_row(
-    shape: tuple[int, int],
-    num_draft: torch.Tensor,
-    kind: str,
-    target_kind: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
+    draw: Callable[[torch.Tensor], dict[str, Any]], num_draft: torch.Tensor
 ) -> dict[str, Any]:
     while True:
-        row = _row(shape, num_draft, kind, target_kind, dtype, generator)
+        row = draw(num_draft)
         if _is_clear(**row):
             return row
 
 
 def _row(
     shape: tuple[int, int],
-    num_draft: torch.Tensor,
     kind: str,
     target_kind: str,
     dtype: torch.dtype,
     generator: torch.Generator,
-    rows: int = 1,
+    num_draft: torch.Tensor,
 ) -> dict[str, Any]:
+    rows = len(num_draft)
     drafts, vocab_size = shape
     logits = 2 * torch.randn(rows, drafts + 1, vocab_size, generator=generator)
     near = 0.3 * torch.randn(rows, drafts, vocab_size, generator=generator)

@@ -229,9 +229,7 @@ def _rejected(draft: tuple[Any, ...] | None) -> Callable[..., Any]:
 
 BUILDS = (
     Build(
-        "greedy_verify_triton",
-        "4 drafts, bfloat16",
-        given(_DRAFTS, (BF16, 64, 5, 128256), _WHOLE),
+        "greedy_verify_triton", "4 drafts, bfloat16", given(_DRAFTS, (BF16, 64, 5, 128256), _WHOLE)
     ),
     Build("rejection_sample_triton", "4 drafts", _rejected((FP32, 64, 4, 128256)), "float32"),
     Build("rejection_sample_triton", "4 certain drafts", _rejected(None), "float32"),
