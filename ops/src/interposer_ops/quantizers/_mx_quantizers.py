@@ -122,10 +122,7 @@ def quantize_nvfp4(
 
 
 @_op(
-    "dequantize_nvfp4",
-    sample=False,
-    constants=("global_scale",),
-    tolerance=Tolerance(roundings=2),
+    "dequantize_nvfp4", sample=False, constants=("global_scale",), tolerance=Tolerance(roundings=2)
 )
 def dequantize_nvfp4(
     packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
