@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Dims
 
@@ -49,7 +50,7 @@ def all_but(*architectures: str) -> frozenset[str]:
     return _TARGETS.difference(architectures)
 
 
-def meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def meta(dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a dense tensor without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 _NARROW = {
@@ -126,7 +127,7 @@ def _called_within(self: Any, *arguments: Any, **named: Any) -> Any:
     return result
 
 
-def _tensor(data: Any, dtype: Any) -> torch.Tensor:
+def _tensor(data: Any, dtype: Any) -> Tensor:
     data = np.ascontiguousarray(data)
     if dtype not in _NARROW:
         return torch.from_numpy(data)

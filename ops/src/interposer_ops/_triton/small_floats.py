@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.parameters import architecture, per_device
 
@@ -52,7 +53,7 @@ def fp8_format(dtype: torch.dtype) -> Fp8Format:
     return _FORMATS[dtype]
 
 
-def fp8_memory(tensor: torch.Tensor) -> torch.Tensor:
+def fp8_memory(tensor: Tensor) -> Tensor:
     """Return ``tensor`` where triton rounds to its dtype in one step, else its bytes as uint8."""
     return tensor if _rounds_once(tensor.dtype, tensor.device) else tensor.view(torch.uint8)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -22,7 +23,7 @@ _gated = partial(_op, tolerance=Tolerance(roundings=3))
 
 
 @_single("gelu")
-def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu(x: Tensor, approximate: str) -> Tensor:
     """Multiply each element by the probability that a normal variable is below it.
 
     y = x / 2 * (1 + erf(x / sqrt(2))), or x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
@@ -37,7 +38,7 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 @_single("quick_gelu")
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+def quick_gelu(x: Tensor) -> Tensor:
     """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
 
     Args:
@@ -50,7 +51,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 @_single("relu2", batch_invariant=True)
-def relu2(x: torch.Tensor) -> torch.Tensor:
+def relu2(x: Tensor) -> Tensor:
     """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
 
     Args:
@@ -62,7 +63,7 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 @_gated("silu_and_mul")
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: Tensor) -> Tensor:
     """Multiply the SiLU of the first half by the second half.
 
     y = g * sigmoid(g) * u where x = [g, u], computed in float32 or wider.
@@ -77,7 +78,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @_gated("gelu_and_mul")
-def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """Multiply the GELU of the first half by the second half.
 
     Args:
@@ -91,7 +92,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 @_gated("mul_and_silu")
-def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+def mul_and_silu(x: Tensor) -> Tensor:
     """Multiply the first half by the SiLU of the second half.
 
     y = u * g * sigmoid(g) where x = [u, g].
@@ -106,7 +107,7 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
 
 
 @_gated("relu2_and_mul", batch_invariant=True)
-def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
+def relu2_and_mul(x: Tensor) -> Tensor:
     """Multiply the square of the first half's positive elements by the second half.
 
     y = max(g, 0)^2 * u where x = [g, u].
@@ -121,7 +122,7 @@ def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 @_gated("fatrelu_and_mul", batch_invariant=True)
-def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
+def fatrelu_and_mul(x: Tensor, threshold: float) -> Tensor:
     """Multiply what is above ``threshold`` in the first half by the second half.
 
     y = g * u where g > threshold, else 0, with x = [g, u].
@@ -137,7 +138,7 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 @_gated("swiglu_oai_and_mul")
-def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Gate interleaved elements as gpt-oss does.
 
     y = (u + 1) * g * sigmoid(alpha * g), where g = min(x[2 i], limit) is not limited from below and
@@ -156,7 +157,7 @@ def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Ten
 
 
 @_gated("swiglu_clamped_and_mul")
-def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
+def swiglu_clamped_and_mul(x: Tensor, limit: float) -> Tensor:
     """Multiply the SiLU of the clamped first half by the clamped second half.
 
     y = g * sigmoid(g) * u with x = [g, u], where g is at most ``limit`` and not limited from below,
@@ -172,6 +173,6 @@ def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     first, second = widened(x).chunk(2, dim=-1)
     return first, second

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -49,7 +50,7 @@ _SQUARES: tuple[Special, ...] = ("infinities", *_ORDINARY)
 _PRODUCTS: tuple[Special, ...] = ("infinities", "NaN", *_ORDINARY)
 
 _Options = Mapping[str, Any]
-_Arranged = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Arranged = Callable[[Tensor, Tensor], Tensor]
 _Bound = Callable[[float, float, _Options], float]
 
 
@@ -77,15 +78,15 @@ def _clamped(gate: float, up: float, options: _Options) -> float:
     return max(1.0, min(limit, gate)) * (1 + min(limit, up))
 
 
-def _gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _gate_first(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((gate, up), dim=-1)
 
 
-def _gate_last(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _gate_last(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((up, gate), dim=-1)
 
 
-def _interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack((gate, up), dim=-1).flatten(-2)
 
 
@@ -126,9 +127,7 @@ class _Activation:
         up = normal_numbers(shape, dtype, generator, deviation=2.0) if self.arranged else None
         return self.case(gate, up, self.sampled, f"{num_tokens} tokens")
 
-    def case(
-        self, gate: torch.Tensor, up: torch.Tensor | None, options: _Options, label: str = ""
-    ) -> Case:
+    def case(self, gate: Tensor, up: Tensor | None, options: _Options, label: str = "") -> Case:
         """Return the case of a gate and what it gates.
 
         An activation that is held in the storage dtype among the subnormal numbers is rounded like

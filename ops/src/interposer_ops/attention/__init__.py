@@ -25,19 +25,13 @@ if TYPE_CHECKING:
     from interposer_ops.attention._sdpa_backend import SdpaBackend
     from interposer_ops.attention._sparse_attention import indexer_scores, indexer_topk
 
+# fmt: off
 __all__ = [
-    "FlexBackend",
-    "GatheredBackend",
-    "GatheredStep",
-    "SdpaBackend",
-    "indexer_scores",
-    "indexer_topk",
-    "merge_attention_states",
-    "paged_attention",
-    "ragged_attention",
-    "ragged_attention_with_lse",
-    "window_ends",
+    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "indexer_scores",
+    "indexer_topk", "merge_attention_states", "paged_attention", "ragged_attention",
+    "ragged_attention_with_lse", "window_ends",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

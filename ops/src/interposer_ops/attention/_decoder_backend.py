@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import AttentionBackend, AttentionSpec, Capability, KVCacheLayout, Site, Verdict
 from interposer_ops.caches._cache_writer import CacheWriter
@@ -32,13 +33,13 @@ class DecoderBackend(AttentionBackend):
     @abstractmethod
     def attend_to(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         plan: Any,
-        sinks: torch.Tensor | None,
+        sinks: Tensor | None,
         scales: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return ``[T, N, D]`` of both caches ``[P, S, K, D]``, which hold the step's own tokens.
 
         Args:
@@ -56,69 +57,52 @@ class DecoderBackend(AttentionBackend):
         """Return ``[2, P, S, K, D]``, keys first."""
         return KVCacheLayout.keys_first(self.spec)
 
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+    def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return the scales, and what the kernel that writes the cache wants besides."""
         return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
+    ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         return self._step(query, key, value, cache, plan)
 
     def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
+    ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
         return self._step(query, key, value, cache, plan, sinks)
 
     def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        scales: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
+    ) -> Tensor:
         """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
         return self._step(query, key, value, cache, plan, None, *scales)
 
     def forward_quantized_with_sinks(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
         plan: Any,
         scales: Any,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
+        sinks: Tensor,
+    ) -> Tensor:
         """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
         return self._step(query, key, value, cache, plan, sinks, *scales)
 
     def _step(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
         plan: Any,
-        sinks: torch.Tensor | None = None,
+        sinks: Tensor | None = None,
         scales: Any = (None, None),
         rounding: tuple[Any, ...] = (),
-    ) -> torch.Tensor:
+    ) -> Tensor:
         keys, values = cache.unbind(0)
         self.write(key, value, keys, values, plan.slots, *rounding)
         return self.attend_to(query, keys, values, plan, sinks, scales)

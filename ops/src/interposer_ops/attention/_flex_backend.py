@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
@@ -54,10 +55,10 @@ class FlexPlan:
         mask: which of ``L`` keys each of ``T`` queries sees; None where there is no query.
     """
 
-    slots: torch.Tensor
-    page_table: torch.Tensor
-    lengths: torch.Tensor
-    firsts: torch.Tensor
+    slots: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    firsts: Tensor
     num_keys: int
     mask: BlockMask | None
 
@@ -93,20 +94,20 @@ class FlexBackend(DecoderBackend):
             mask = _mask(*queries, *keys, self.spec.window_tokens)
         return FlexPlan(batch.slots, batch.page_table, lengths, firsts, num_keys, mask)
 
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+    def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what the kernels that read and write the cache want of the scales."""
         read = [self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)]
         return read, self._writer.prepared(key_scale, value_scale)
 
     def attend_to(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         plan: FlexPlan,
-        sinks: torch.Tensor | None,
+        sinks: Tensor | None,
         scales: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return attention to copies of what is read; see ``DecoderBackend.attend_to``."""
         if plan.mask is None:
             return torch.empty_like(query)
@@ -124,32 +125,28 @@ class FlexBackend(DecoderBackend):
         if sinks is not None:
             # A score without a value takes its share of the weights: e^s / (e^lse + e^s).
             out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))[..., None]
-        rows: torch.Tensor = out[0].transpose(0, 1).to(query.dtype)
+        rows: Tensor = out[0].transpose(0, 1).to(query.dtype)
         return rows
 
-    def _read(
-        self, cache: torch.Tensor, plan: FlexPlan, scale: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _read(self, cache: Tensor, plan: FlexPlan, scale: Tensor | None) -> Tensor:
         """Return ``[1, K, L, D]`` of a cache ``[P, S, K, D]``, in the spec's dtype."""
         given = (cache, plan.page_table, plan.lengths, plan.firsts)
         if scale is None:
             rows = self._gather.function(*given, plan.num_keys)
         else:
             rows = self._gather.function(*given, scale, plan.num_keys, self.spec.dtype)
-        heads: torch.Tensor = rows.transpose(0, 1)[None]
+        heads: Tensor = rows.transpose(0, 1)[None]
         return heads
 
 
 def _mask(
-    query_sequence: torch.Tensor,
-    query_position: torch.Tensor,
-    key_sequence: torch.Tensor,
-    key_position: torch.Tensor,
+    query_sequence: Tensor,
+    query_position: Tensor,
+    key_sequence: Tensor,
+    key_position: Tensor,
     window_tokens: int | None,
 ) -> BlockMask:
-    def is_seen(
-        _sequence: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def is_seen(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query_position[query] - key_position[key]
         seen = (query_sequence[query] == key_sequence[key]) & (distance >= 0)
         return seen if window_tokens is None else seen & (distance < window_tokens)
@@ -158,8 +155,8 @@ def _mask(
     return create_block_mask(is_seen, None, None, len(query_position), len(key_position), device)
 
 
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    def cap(score: torch.Tensor, *_places: torch.Tensor) -> torch.Tensor:
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, *_places: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return cap

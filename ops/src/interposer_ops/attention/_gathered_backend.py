@@ -13,6 +13,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, KVCacheLayout
 from interposer_ops.caches._kv_cache import cumulated, read_slots
@@ -28,10 +29,10 @@ class GatheredStep:
         query_starts, key_starts: ``[B + 1]`` int32.
     """
 
-    written: torch.Tensor
-    read: torch.Tensor | None
-    query_starts: torch.Tensor
-    key_starts: torch.Tensor
+    written: Tensor
+    read: Tensor | None
+    query_starts: Tensor
+    key_starts: Tensor
     max_query_tokens: int
     max_key_tokens: int
 
@@ -40,9 +41,7 @@ class GatheredBackend(AttentionBackend):
     """Whole prompts attend to the step's own keys, everything else to copies from the cache."""
 
     @abstractmethod
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: GatheredStep
-    ) -> torch.Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, step: GatheredStep) -> Tensor:
         """Return causal attention within each sequence; masks are aligned at the newest tokens.
 
         Args:
@@ -77,13 +76,8 @@ class GatheredBackend(AttentionBackend):
         )
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: GatheredStep,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GatheredStep
+    ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         keys[plan.written] = key
@@ -93,7 +87,7 @@ class GatheredBackend(AttentionBackend):
         return self.attend(query.contiguous(), key.contiguous(), value.contiguous(), plan)
 
 
-def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def windowed(batch: AttentionBatch, window_tokens: int | None) -> tuple[Tensor, Tensor]:
     """Return the first position that each sequence reads, and how many, ``[B]`` int64 each."""
     lengths = batch.seq_lens
     if window_tokens is not None:

@@ -7,26 +7,27 @@ Q longest query, L keys of a padded sequence, P pages, S page size, M pages of t
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
 def masked_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_lens: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    key_lens: Tensor,
     max_query_tokens: int,
     scale: float,
     causal: bool = True,
     window_tokens: int | None = None,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    prefix_lens: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
     *,
     looks_ahead: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return attention of each sequence's queries to its keys, and its lse.
 
     The last query of a sequence stands where its last key does, whatever their numbers.
@@ -65,15 +66,15 @@ def masked_attention(
 
 
 def softmax_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
     scale: float,
     softcap: float | None = None,
-    bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the weighted values, and the lse: the logarithm of what the softmax divides by.
 
     Args:
@@ -108,7 +109,7 @@ def softmax_attention(
     return mixed / total.clamp(min=1).transpose(1, 2)[..., None], logarithm
 
 
-def padded(rows: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tensor:
+def padded(rows: Tensor, starts: Tensor, longest: int) -> Tensor:
     """Return the rows of each sequence, ``[B, longest, ...]``, with zeros after its end.
 
     Args:
@@ -120,13 +121,13 @@ def padded(rows: torch.Tensor, starts: torch.Tensor, longest: int) -> torch.Tens
     return zero[torch.where(places < starts[1:, None], places, rows.shape[0])]
 
 
-def unpadded(sequences: torch.Tensor, starts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def unpadded(sequences: Tensor, starts: Tensor, num_tokens: int) -> Tensor:
     """Return the ``[T, ...]`` of which ``padded`` gave ``[B, longest, ...]``."""
     sequence, offset = positions_of(starts, num_tokens)
     return sequences[sequence, offset]
 
 
-def positions_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def positions_of(starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Return the sequence of every token and its offset in it, each ``[T]`` int64."""
     tokens = torch.arange(num_tokens, device=starts.device)
     sequence = torch.bucketize(tokens, starts[1:], right=True)
@@ -135,12 +136,12 @@ def positions_of(starts: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, t
 
 
 def cached(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
     wide: torch.dtype,
-    scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scale: Tensor | None = None,
+) -> Tensor:
     """Return what the cache holds of each sequence, ``[B, M S, ...]`` of dtype ``wide``.
 
     Slots beyond a sequence's length may hold anything; they give zeros.

@@ -7,6 +7,7 @@ longest sequence, P pages, S page size, Q longest query, L = M S cached tokens.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -23,23 +24,23 @@ _CASES = "interposer_ops.attention._paged_attention_cases"
     ragged={"query": "query_starts"},
 )
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
     max_query_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    prefix_lens: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
     """Attend from each sequence's newest tokens to what the cache holds of that sequence.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and

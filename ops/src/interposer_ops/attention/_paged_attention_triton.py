@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import (
     BF16,
@@ -46,13 +47,13 @@ from interposer_ops.caches._kv_cache_triton import stored_as
 
 @triton_kernel("paged_attention", judge="judge_fp8", batch_invariant=False)
 def paged_attention_triton(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    page_table: torch.Tensor, query_starts: torch.Tensor, seq_lens: torch.Tensor,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor,
+    page_table: Tensor, query_starts: Tensor, seq_lens: Tensor,
     max_query_tokens: int, scale: float, causal: bool, window_tokens: int | None,
-    softcap: float | None, sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None, prefix_lens: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None, value_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    softcap: float | None, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, prefix_lens: Tensor | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``paged_attention``."""
     num_tokens, num_heads, head_size = query.shape
     page_size, num_kv_heads = key_cache.shape[1:3]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops.attention._attention_tiles_triton import LEAST_SIDE, LOG2E, joined, scored, seen
@@ -85,10 +86,10 @@ def over_keys(
 
 
 def mix_parts(
-    query: torch.Tensor, cache: tuple[torch.Tensor, ...],
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], masks: tuple[Any, ...],
-    strides: tuple[int, ...], sizes: dict[str, Any], out: torch.Tensor, sinks: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
+    query: Tensor, cache: tuple[Tensor, ...],
+    batch: tuple[Tensor, Tensor, Tensor | None], masks: tuple[Any, ...],
+    strides: tuple[int, ...], sizes: dict[str, Any], out: Tensor, sinks: Tensor | None,
+    value_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill the rows of ``out`` whose sequences have one query.
 

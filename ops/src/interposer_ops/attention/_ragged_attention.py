@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -24,20 +25,20 @@ _CASES = "interposer_ops.attention._ragged_attention_cases"
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     max_query_tokens: int,
     max_key_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
     """Attend from the queries of each sequence to its keys; sequences lie one after the other.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
@@ -78,20 +79,20 @@ def ragged_attention(
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     max_query_tokens: int,
     max_key_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return what ``ragged_attention`` does, and the logarithm of each softmax's denominator.
 
     lse = log(sum(exp(scores))) over the keys that a query sees, the sink included: with it
@@ -115,8 +116,8 @@ def ragged_attention_with_lse(
     batched=("out_a", "lse_a", "out_b", "lse_b"),
 )
 def merge_attention_states(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return attention to the keys of both sides from what each side's keys gave.
 
     lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b, in
@@ -142,15 +143,15 @@ def merge_attention_states(
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     max_query_tokens: int,
     max_key_tokens: int,
     *masks: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = (padded(rows.to(wide), key_starts, max_key_tokens) for rows in (key, value))
     key_lens = key_starts.diff()

@@ -7,6 +7,7 @@ a value, B sequences.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_combinations import few_changes
@@ -224,7 +225,7 @@ def _joined_case(
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
-    arguments = dict[str, torch.Tensor]()
+    arguments = dict[str, Tensor]()
     for side, (low, high), rows in zip("ab", ranges, empty, strict=True):
         out = uniform(shape, dtype, generator)
         lse = uniform(shape[:2], torch.float32, generator, low, high)

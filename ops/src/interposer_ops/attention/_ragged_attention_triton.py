@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP16, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
@@ -32,11 +33,11 @@ from interposer_ops.attention._attention_tiles_triton import (
 
 @triton_kernel("ragged_attention")
 def ragged_attention_triton(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
-    key_starts: torch.Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
-    causal: bool, window_tokens: int | None, softcap: float | None, sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor,
+    key_starts: Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
+    causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Compute ``ragged_attention``."""
     out = _result(query, value)
     starts, longest = (query_starts, key_starts), (max_query_tokens, max_key_tokens)
@@ -47,11 +48,11 @@ def ragged_attention_triton(
 
 @triton_kernel("ragged_attention_with_lse")
 def ragged_attention_with_lse_triton(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor,
-    key_starts: torch.Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
-    causal: bool, window_tokens: int | None, softcap: float | None, sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor,
+    key_starts: Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
+    causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``ragged_attention_with_lse``."""
     out = _result(query, value)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -63,8 +64,8 @@ def ragged_attention_with_lse_triton(
 
 @triton_kernel("merge_attention_states")
 def merge_attention_states_triton(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``merge_attention_states``; the heads of all tokens are rows of one matrix."""
     num_tokens, num_heads, value_size = out_a.shape
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
@@ -122,16 +123,16 @@ def _tile(device: torch.device, head_size: int, value_size: int, element_bytes: 
     return _Tile(queries, keys, front, rest, value_columns, warps, stages)
 
 
-def _result(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _result(query: Tensor, value: Tensor) -> Tensor:
     shape = (*query.shape[:2], value.shape[2])
     return torch.empty(shape, dtype=query.dtype, device=query.device)
 
 
 def _launch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor | None, starts: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+    lse: Tensor | None, starts: tuple[Tensor, Tensor], longest: tuple[int, int],
     scale: float, causal: bool, window_tokens: int | None, softcap: float | None,
-    sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
+    sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     value_size = value.shape[2]

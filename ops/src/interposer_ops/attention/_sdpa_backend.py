@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import (
@@ -39,8 +40,8 @@ class Prompt:
     """
 
     rows: slice
-    slots: torch.Tensor | None
-    seen: torch.Tensor | None
+    slots: Tensor | None
+    seen: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,16 @@ class Decodes:
         seen: ``[B, L]`` bool.
     """
 
-    rows: torch.Tensor
-    slots: torch.Tensor
-    seen: torch.Tensor
+    rows: Tensor
+    slots: Tensor
+    seen: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     """The slots ``[T]`` int64 to write to, and what to compute."""
 
-    slots: torch.Tensor
+    slots: Tensor
     parts: tuple[Prompt | Decodes, ...]
 
 
@@ -97,13 +98,8 @@ class SdpaBackend(AttentionBackend):
         return SdpaPlan(batch.slots, tuple(parts))
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: SdpaPlan,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: SdpaPlan
+    ) -> Tensor:
         """Write, then attend; see ``AttentionBackend.forward``."""
         keys, values = cache.flatten(1, 2).unbind(0)  # each [P S, K, D]
         keys[plan.slots] = key
@@ -119,18 +115,16 @@ class SdpaBackend(AttentionBackend):
                 out[part.rows] = self._chunk(query[part.rows], keys, values, part)
         return out
 
-    def _prompt(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _prompt(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return attention of ``[T, N, D]`` to the tokens before each."""
         query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
         out = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.spec.scale, enable_gqa=True
         )
-        rows: torch.Tensor = out[0].transpose(0, 1)
+        rows: Tensor = out[0].transpose(0, 1)
         return rows
 
-    def _chunk(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Prompt
-    ) -> torch.Tensor:
+    def _chunk(self, query: Tensor, keys: Tensor, values: Tensor, part: Prompt) -> Tensor:
         """Return attention of ``[T, N, D]`` to slots of the cache.
 
         The heads of a group are rows of one product: with a mask, torch's memory-efficient kernel
@@ -144,12 +138,10 @@ class SdpaBackend(AttentionBackend):
         out = functional.scaled_dot_product_attention(
             folded[None], own_keys, own_values, attn_mask=mask, scale=self.spec.scale
         )
-        heads: torch.Tensor = out[0].unflatten(1, (-1, len(query))).flatten(0, 1)
+        heads: Tensor = out[0].unflatten(1, (-1, len(query))).flatten(0, 1)
         return heads.transpose(0, 1)
 
-    def _decode(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: Decodes
-    ) -> torch.Tensor:
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, part: Decodes) -> Tensor:
         """Return attention of one query ``[B, N, D]`` each; a group's heads are rows."""
         # Each [B, K, L, D].
         own_keys, own_values = (t[part.slots].transpose(1, 2) for t in (keys, values))
@@ -190,6 +182,6 @@ def _decodes(
     return Decodes(rows, _slots(batch.page_table[indices], own, spec.page_size), seen)
 
 
-def _slots(page_table: torch.Tensor, places: torch.Tensor, page_size: int) -> torch.Tensor:
+def _slots(page_table: Tensor, places: Tensor, page_size: int) -> Tensor:
     """Return the slots of ``places`` ``[B, L]`` in sequences with ``page_table`` ``[B, P]``."""
     return page_table.gather(1, places // page_size) * page_size + places % page_size

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.caches._paging_cases import SPARE_PAGES, scattered, starts_of
@@ -84,11 +85,11 @@ class Paged:
     """
 
     lengths: Lengths
-    arguments: dict[str, torch.Tensor]
-    slots: torch.Tensor
+    arguments: dict[str, Tensor]
+    slots: Tensor
     num_pages: int
 
-    def filled(self, stored: torch.Tensor, cache: torch.Tensor | None = None) -> torch.Tensor:
+    def filled(self, stored: Tensor, cache: Tensor | None = None) -> Tensor:
         """Return a cache ``[P, S, ...]`` with ``stored`` in the slots and NaN elsewhere.
 
         Args:
@@ -143,15 +144,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def random_query(
     shape: tuple[int, ...], options: Options, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     """Return numbers up to the ``query_peak`` of ``options``, 1 without it."""
     most = options.get("query_peak", 1.0)
     return uniform(shape, dtype, generator, -most, most)
 
 
-def random_scale(
-    shape: tuple[int, ...], options: Options, generator: torch.Generator
-) -> torch.Tensor:
+def random_scale(shape: tuple[int, ...], options: Options, generator: torch.Generator) -> Tensor:
     """Return scales by which numbers up to 1 fill the range of 8 bits."""
     least = 0.008 if options.get("cache_dtype") == torch.int8 else 0.004
     return uniform(shape, torch.float32, generator, least, 0.02)
@@ -188,9 +187,9 @@ def bounded_case(
     label: str,
     arguments: Mapping[str, Any],
     dims: Dims,
-    keys: torch.Tensor,
+    keys: Tensor,
     longest: int,
-    key_scale: torch.Tensor | None = None,
+    key_scale: Tensor | None = None,
     *,
     width: int,
 ) -> Case:

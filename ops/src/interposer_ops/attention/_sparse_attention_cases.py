@@ -7,6 +7,7 @@ the longest sequence.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_combinations import few_changes
@@ -210,7 +211,7 @@ def _topk_case(
     return Case(label, {"scores": _decided(scores, top_k), "top_k": top_k}, {"top_k": top_k})
 
 
-def _decided(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+def _decided(scores: Tensor, top_k: int) -> Tensor:
     """Return ``scores`` with those lowered that equal the smallest chosen one, but are not."""
     if not scores.numel() or top_k >= scores.shape[1]:
         return scores

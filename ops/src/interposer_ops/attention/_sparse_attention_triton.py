@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -25,10 +26,10 @@ _MOST_PROGRAMS = 65535  # along the second axis of a grid
 
 @triton_kernel("indexer_scores", judge="judge_fp8")
 def indexer_scores_triton(
-    query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, page_table: torch.Tensor,
-    query_starts: torch.Tensor, seq_lens: torch.Tensor, max_seq_tokens: int,
-    key_scales: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, keys: Tensor, weights: Tensor, page_table: Tensor,
+    query_starts: Tensor, seq_lens: Tensor, max_seq_tokens: int,
+    key_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``indexer_scores``; heads are the rows of a tile, a key is scaled at the end."""
     num_tokens, num_heads, head_size = query.shape
     shape = num_tokens, max_seq_tokens

@@ -27,20 +27,13 @@ if TYPE_CHECKING:
         reshape_and_cache_int8,
     )
 
+# fmt: off
 __all__ = [
-    "CacheWriter",
-    "copy_pages",
-    "cumulated",
-    "gather_cache",
-    "gather_cache_fp8",
-    "gather_cache_int8",
-    "read_slots",
-    "reshape_and_cache",
-    "reshape_and_cache_fp8",
-    "reshape_and_cache_int8",
-    "slots_of_positions",
-    "write_latent_cache",
+    "CacheWriter", "copy_pages", "cumulated", "gather_cache", "gather_cache_fp8",
+    "gather_cache_int8", "read_slots", "reshape_and_cache", "reshape_and_cache_fp8",
+    "reshape_and_cache_int8", "slots_of_positions", "write_latent_cache",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from interposer import AttentionSpec, Site
 from interposer_ops.caches._kv_cache import reshape_and_cache
@@ -36,7 +36,7 @@ class CacheWriter:
         self._rounded_to = (spec.cache_dtype,) if is_float else ()
         self.store = self._kernel.function
 
-    def prepared(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> tuple[Any, ...]:
+    def prepared(self, key_scale: Tensor, value_scale: Tensor) -> tuple[Any, ...]:
         """Return what ``store`` wants behind the slots, once the scales ``[1]`` or ``[K]`` are."""
         wanted = self._kernel.prepared(key_scale=key_scale, value_scale=value_scale)
         return wanted["key_scale"], wanted["value_scale"], *self._rounded_to

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.caches._paging_cases import SPARE_PAGES, attention_dims, caches, scattered
@@ -87,12 +88,7 @@ def reshape_and_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, se
 
 
 def _write_case(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slots: torch.Tensor,
-    num_pages: int,
-    dims: Dims,
-    label: str = "",
+    key: Tensor, value: Tensor, slots: Tensor, num_pages: int, dims: Dims, label: str = ""
 ) -> Case:
     keys, values = caches((num_pages, int(dims["page_size"]), *key.shape[1:]), key.dtype)
     written = {"key_cache": keys, "value_cache": values, "slots": slots}
@@ -256,12 +252,7 @@ def write_latent_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, s
 
 
 def _latent_case(
-    latent: torch.Tensor,
-    rope_key: torch.Tensor,
-    num_pages: int,
-    slots: torch.Tensor,
-    dims: Dims,
-    label: str,
+    latent: Tensor, rope_key: Tensor, num_pages: int, slots: Tensor, dims: Dims, label: str
 ) -> Case:
     shape = (num_pages, int(dims["page_size"]), latent.shape[1] + rope_key.shape[1])
     cache = latent.new_full(shape, torch.nan)
@@ -277,15 +268,13 @@ def point_dims(point: Point) -> dict[str, Any]:
 
 def random_slots(
     num_tokens: int | None, page_size: int, generator: torch.Generator, least_pages: int = 6
-) -> tuple[int, torch.Tensor]:
+) -> tuple[int, Tensor]:
     """Return the number of pages, and the slots of tokens that lie anywhere; all for None."""
     num_pages = max(least_pages, -(-(num_tokens or 0) // page_size))
     return num_pages, torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
 
 
-def step_slots(
-    num_tokens: int, page_size: int, generator: torch.Generator
-) -> tuple[int, torch.Tensor]:
+def step_slots(num_tokens: int, page_size: int, generator: torch.Generator) -> tuple[int, Tensor]:
     """Return the number of pages, and the slots of the new tokens of a typical step."""
     sequences = typical_sequences(num_tokens)
     table, cached = scattered([tokens for tokens, _ in sequences], page_size, generator)

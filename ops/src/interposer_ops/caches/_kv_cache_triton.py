@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, E5M2, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import COPIED, triton_kernel
@@ -28,8 +29,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton_kernel("reshape_and_cache")
 def reshape_and_cache_triton(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slots: torch.Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor,
 ) -> None:  # fmt: skip
     """Compute ``reshape_and_cache``."""
     _store(key, value, key_cache, value_cache, slots, None, None, _UNSCALED)
@@ -37,8 +38,8 @@ def reshape_and_cache_triton(
 
 @triton_kernel("reshape_and_cache_fp8")
 def reshape_and_cache_fp8_triton(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slots: torch.Tensor, key_scale: torch.Tensor, value_scale: torch.Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor, key_scale: Tensor, value_scale: Tensor,
     cache_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Compute ``reshape_and_cache_fp8``."""
@@ -48,9 +49,9 @@ def reshape_and_cache_fp8_triton(
 
 @triton_kernel("gather_cache", dtypes=COPIED)
 def gather_cache_triton(
-    cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor,
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
     num_tokens: int,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Compute ``gather_cache``."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=cache.dtype, device=cache.device)
@@ -60,9 +61,9 @@ def gather_cache_triton(
 
 @triton_kernel("gather_cache_fp8", judge="judge_fp8")
 def gather_cache_fp8_triton(
-    cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor,
-    scale: torch.Tensor, num_tokens: int, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
+    scale: Tensor, num_tokens: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``gather_cache_fp8``."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=out_dtype, device=cache.device)
@@ -72,7 +73,7 @@ def gather_cache_fp8_triton(
 
 @triton_kernel("copy_pages", dtypes=COPIED)
 def copy_pages_triton(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor
 ) -> None:
     """Compute ``copy_pages``; a page is a row."""
     num_copies, width = sources.shape[0], math.prod(key_cache.shape[1:])
@@ -88,7 +89,7 @@ def copy_pages_triton(
 
 @triton_kernel("write_latent_cache")
 def write_latent_cache_triton(
-    latent: torch.Tensor, rope_key: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor
 ) -> None:
     """Compute ``write_latent_cache``: the bits of both parts are copied as they are."""
     num_tokens, latent_size = latent.shape
@@ -105,13 +106,13 @@ def write_latent_cache_triton(
     )  # fmt: skip
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def _bits(x: Tensor) -> Tensor:
     return x.view(_BITS[x.element_size()])
 
 
 def _gather(
-    cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor,
-    scale: torch.Tensor | None, out: torch.Tensor,
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
+    scale: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = out.shape
     width = num_heads * head_size
@@ -131,8 +132,8 @@ def _gather(
 
 
 def _store(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slots: torch.Tensor, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor, key_scale: Tensor | None, value_scale: Tensor | None,
     stored: Fp8Format,
 ) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = key.shape

@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 SPARE_PAGES = 3
 
@@ -21,7 +22,7 @@ def attention_dims(
 
 def scattered(
     seq_lens: list[int], page_size: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return a page table ``[B, M]`` of shuffled pages and the slots of all cached tokens.
 
     Every entry has a page of its own, so that entries beyond a sequence's pages name pages that
@@ -38,13 +39,13 @@ def scattered(
     return table, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
 
-def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return caches ``[P, S, K, D]`` of NaN, or of -128 where integers have none."""
     nothing = torch.nan if dtype.is_floating_point else -128.0
     keys, values = torch.full((2, *shape), nothing).to(dtype)
     return keys, values
 
 
-def starts_of(lengths: list[int]) -> torch.Tensor:
+def starts_of(lengths: list[int]) -> Tensor:
     """Return where every sequence starts, ``[B + 1]`` int64, the total last."""
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -28,13 +29,13 @@ _READING: dict[str, Any] = {"constants": ("scale",), "tolerance": Tolerance(roun
 
 @_op("reshape_and_cache_fp8", **_WRITING)
 def reshape_and_cache_fp8(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    key_scale: torch.Tensor,
-    value_scale: torch.Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
     cache_dtype: torch.dtype,
 ) -> None:
     """Store each token's key and value in its slot, divided by a scale and rounded.
@@ -55,13 +56,13 @@ def reshape_and_cache_fp8(
 
 @_op("reshape_and_cache_int8", **_WRITING)
 def reshape_and_cache_int8(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    key_scale: torch.Tensor,
-    value_scale: torch.Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
 ) -> None:
     """Store each token's key and value in its slot, divided by a scale and rounded.
 
@@ -80,14 +81,14 @@ def reshape_and_cache_int8(
 
 @_op("gather_cache_fp8", **_READING)
 def gather_cache_fp8(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    scale: torch.Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+    scale: Tensor,
     num_tokens: int,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return what ``gather_cache`` returns, times a scale.
 
     Args: those of ``gather_cache``, but the cache is float8_e4m3fn or float8_e5m2; ``scale`` is
@@ -101,14 +102,14 @@ def gather_cache_fp8(
 
 @_op("gather_cache_int8", **_READING)
 def gather_cache_int8(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    scale: torch.Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    starts: Tensor,
+    scale: Tensor,
     num_tokens: int,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return what ``gather_cache`` returns, times a scale.
 
     Args: those of ``gather_cache``, but the cache is int8; ``scale`` is
@@ -120,6 +121,6 @@ def gather_cache_int8(
     return (stored * scale[:, None]).to(out_dtype)
 
 
-def _store(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
     page_size = cache.shape[1]
     cache[slots // page_size, slots % page_size] = rows.to(cache.dtype)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.caches._kv_cache_cases import (
@@ -106,8 +107,8 @@ reshape_and_cache_int8_sample = reshape_and_cache_fp8_sample
 
 def _write_case(
     dims: Dims,
-    scales: list[torch.Tensor],
-    placed: tuple[int, torch.Tensor],
+    scales: list[Tensor],
+    placed: tuple[int, Tensor],
     numbers: str,
     dtype: torch.dtype,
     generator: torch.Generator,
@@ -176,7 +177,7 @@ gather_cache_int8_sample = gather_cache_fp8_sample
 
 
 def _gather_case(
-    gathered: dict[str, Any], scale: torch.Tensor, dtype: torch.dtype, dims: Dims, label: str = ""
+    gathered: dict[str, Any], scale: Tensor, dtype: torch.dtype, dims: Dims, label: str = ""
 ) -> Case:
     num_tokens = gathered.pop("num_tokens")
     last = {"scale": scale, "num_tokens": num_tokens, "out_dtype": dtype}
@@ -195,9 +196,7 @@ def _cache_dtype(dims: Dims) -> torch.dtype:
     return dtype
 
 
-def _scale(
-    dims: Dims, numbers: str, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _scale(dims: Dims, numbers: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return scales that keep what is stored by them within float16."""
     is_float = _cache_dtype(dims).is_floating_point
     shape = (int(dims["num_kv_heads"]) if dims["per_head"] else 1,)
@@ -215,9 +214,9 @@ def _near_grid(
     numbers: str,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
-    scale: torch.Tensor,
+    scale: Tensor,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return numbers near the grid of a float dtype, times ``scale``.
 
     They are off a number of the grid by up to 1/50 of it, where the next tie is 1/32 away or more:
@@ -246,9 +245,9 @@ def _near_codes(
     numbers: str,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
-    scale: torch.Tensor,
+    scale: Tensor,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return numbers near the codes of int8, times ``scale``; ties are exact."""
     del cache_dtype
     wide = scale.double()[:, None]

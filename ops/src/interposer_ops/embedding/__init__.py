@@ -18,15 +18,12 @@ if TYPE_CHECKING:
     )
     from interposer_ops.embedding._token_selection import pad_rows, select_rows, unpad_rows
 
+# fmt: off
 __all__ = [
-    "embedding",
-    "pad_rows",
-    "select_rows",
-    "unpad_rows",
-    "vocab_parallel_embedding",
-    "w4a16_embedding",
-    "w8a16_embedding",
+    "embedding", "pad_rows", "select_rows", "unpad_rows", "vocab_parallel_embedding",
+    "w4a16_embedding", "w8a16_embedding",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -29,7 +30,7 @@ _MIDDLE = 8
 
 
 @_plain("embedding")
-def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows of ``weight`` that ``token_ids`` name.
 
     Args:
@@ -43,9 +44,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @_plain("vocab_parallel_embedding")
-def vocab_parallel_embedding(
-    token_ids: torch.Tensor, weight: torch.Tensor, first_row: int
-) -> torch.Tensor:
+def vocab_parallel_embedding(token_ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
     """Return the rows that ``token_ids`` name in a part of a table, zeros for those elsewhere.
 
     The sum over all parts is what ``embedding`` returns for the whole table.
@@ -65,12 +64,12 @@ def vocab_parallel_embedding(
 
 @_quantized("w4a16_embedding")
 def w4a16_embedding(
-    token_ids: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero_points: torch.Tensor | None,
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the rows of four bits that ``token_ids`` name, dequantized.
 
     y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
@@ -93,12 +92,12 @@ def w4a16_embedding(
 
 @_quantized("w8a16_embedding")
 def w8a16_embedding(
-    token_ids: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero_points: torch.Tensor | None,
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the rows of int8 that ``token_ids`` name, dequantized.
 
     y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
@@ -119,13 +118,13 @@ def w8a16_embedding(
 
 
 def _dequantized(
-    token_ids: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    zero_points: torch.Tensor | None,
+    token_ids: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
     default_zero_point: int,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     wide = torch.promote_types(out_dtype, torch.float32)
     num_groups = scale.shape[1]
     grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
@@ -133,5 +132,5 @@ def _dequantized(
         grouped = grouped - default_zero_point
     else:
         grouped = grouped - zero_points[token_ids].to(wide).unsqueeze(-1)
-    result: torch.Tensor = grouped * scale[token_ids].to(wide).unsqueeze(-1)
+    result: Tensor = grouped * scale[token_ids].to(wide).unsqueeze(-1)
     return result.flatten(1).to(out_dtype)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import codes_of, normal_numbers
@@ -45,7 +46,7 @@ _W8_TABLES = {  # None for as many numbers as H whose scales are [V]
 _PARTS = 4  # of a table that is shared out
 
 
-_Drawn = Callable[[int, torch.Generator], torch.Tensor]
+_Drawn = Callable[[int, torch.Generator], Tensor]
 TOKENS: dict[str, _Drawn] = {
     "many tokens": lambda rows, generator: torch.randint(rows, (65,), generator=generator),
     "one token": lambda rows, _: torch.tensor([rows // 2]),
@@ -131,14 +132,14 @@ def vocab_parallel_embedding_sample(
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
-def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     shape = (int(dims["vocab_size"]), int(dims["hidden_size"]))
     return normal_numbers(shape, dtype, generator)
 
 
 def _read_rows(
-    read: torch.Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+    read: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     """Return a table of NaN but for the rows ``read``."""
     weight = torch.full((rows, width), torch.nan, dtype=dtype)
     distinct = read.unique()
@@ -147,7 +148,7 @@ def _read_rows(
 
 
 def _quantized_arguments(
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     sizes: tuple[int, int, int | None],
     bits: int,
     asymmetric: bool,

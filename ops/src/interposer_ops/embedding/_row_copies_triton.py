@@ -12,6 +12,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, INT64, Build, given, meta
 from interposer_ops._triton.declare import triton_kernel
@@ -20,27 +21,25 @@ from interposer_ops._triton.rows import RowTile, row_tile
 
 
 @triton_kernel("embedding")
-def embedding_triton(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding_triton(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Compute ``embedding``."""
     return _selected(weight, token_ids, 0)
 
 
 @triton_kernel("vocab_parallel_embedding")
-def vocab_parallel_embedding_triton(
-    token_ids: torch.Tensor, weight: torch.Tensor, first_row: int
-) -> torch.Tensor:
+def vocab_parallel_embedding_triton(token_ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
     """Compute ``vocab_parallel_embedding``."""
     return _selected(weight, token_ids, first_row)
 
 
 @triton_kernel("select_rows")
-def select_rows_triton(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def select_rows_triton(x: Tensor, indices: Tensor) -> Tensor:
     """Compute ``select_rows``."""
     return _selected(x, indices, 0)
 
 
 @triton_kernel("pad_rows")
-def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tensor:
+def pad_rows_triton(x: Tensor, starts: Tensor, max_rows: int) -> Tensor:
     """Compute ``pad_rows``."""
     num_sequences = starts.shape[0] - 1
     shape = (num_sequences, max_rows, *x.shape[1:])
@@ -58,7 +57,7 @@ def pad_rows_triton(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> tor
 
 
 @triton_kernel("unpad_rows")
-def unpad_rows_triton(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
+def unpad_rows_triton(padded: Tensor, starts: Tensor, num_rows: int) -> Tensor:
     """Compute ``unpad_rows``."""
     rows = torch.empty((num_rows, *padded.shape[2:]), dtype=padded.dtype, device=padded.device)
     if rows.numel() == 0:
@@ -75,7 +74,7 @@ def unpad_rows_triton(padded: torch.Tensor, starts: torch.Tensor, num_rows: int)
     return rows
 
 
-def _selected(table: torch.Tensor, indices: torch.Tensor, first_row: int) -> torch.Tensor:
+def _selected(table: Tensor, indices: Tensor, first_row: int) -> Tensor:
     """Return the rows of ``table``, which is part of a larger one, and zeros for those elsewhere.
 
     Args:
@@ -96,7 +95,7 @@ def _selected(table: torch.Tensor, indices: torch.Tensor, first_row: int) -> tor
     return chosen
 
 
-def _row_form(x: torch.Tensor, outer: int) -> tuple[torch.Tensor, int, int, int]:
+def _row_form(x: Tensor, outer: int) -> tuple[Tensor, int, int, int]:
     """Return ``x``, the elements of a row, how many of them follow each other, and their step.
 
     Args:
@@ -111,7 +110,7 @@ def _row_form(x: torch.Tensor, outer: int) -> tuple[torch.Tensor, int, int, int]
     return x, width, x.shape[-1], x.stride(-2)
 
 
-def _tile(x: torch.Tensor, width: int) -> RowTile:
+def _tile(x: Tensor, width: int) -> RowTile:
     return row_tile("row_copy", x.device, width)
 
 

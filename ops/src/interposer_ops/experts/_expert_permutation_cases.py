@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -25,15 +26,13 @@ _CROSSED = {"shape": ("many tokens", "a warp and one"), "spread": ("",), "width"
 _ALONE = {"shape": ("no tokens",)}
 
 
-def random_experts(
-    tokens: int, num_experts: int, top_k: int, generator: torch.Generator
-) -> torch.Tensor:
+def random_experts(tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
     """Return ``[T, K]`` int32, different experts for every token."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return order[:, :top_k].to(torch.int32).contiguous()
 
 
-def _experts(point: Point, generator: torch.Generator) -> torch.Tensor:
+def _experts(point: Point, generator: torch.Generator) -> Tensor:
     """Return the ids that ``point`` asks for, some of them -1."""
     tokens, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
@@ -195,22 +194,20 @@ def _differs(point: Point) -> bool:
     return not (spread == "same" and tokens == 1)
 
 
-def _permute_case(
-    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int, label: str = ""
-) -> Case:
+def _permute_case(x: Tensor, expert_ids: Tensor, num_experts: int, label: str = "") -> Case:
     arguments = {"x": x, "expert_ids": expert_ids, "num_experts": num_experts}
     dims = {"hidden_size": x.shape[1], "top_k": expert_ids.shape[1], "num_experts": num_experts}
     return Case(label, arguments, dims, reduction=0)
 
 
-def _unpermute_case(arguments: dict[str, torch.Tensor], label: str = "") -> Case:
+def _unpermute_case(arguments: dict[str, Tensor], label: str = "") -> Case:
     rows, weights = arguments["rows"], arguments["weights"]
     top_k, magnitude = weights.shape[1], peak(rows) * peak(weights.float().sum(-1))
     dims = {"hidden_size": rows.shape[1], "top_k": top_k}
     return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
 
 
-def _sum_case(x: torch.Tensor, label: str = "") -> Case:
+def _sum_case(x: Tensor, label: str = "") -> Case:
     _, top_k, width = x.shape
     magnitude = peak(x.float().abs().sum(1))
     dims = {"hidden_size": width, "top_k": top_k}

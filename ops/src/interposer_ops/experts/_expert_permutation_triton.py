@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, INT32, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -22,8 +23,8 @@ from interposer_ops._triton.rows import as_rows, row_tile
 
 @triton_kernel("moe_align_blocks", dtypes=("int32", "int64"))
 def moe_align_blocks_triton(
-    expert_ids: torch.Tensor, num_experts: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    expert_ids: Tensor, num_experts: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``moe_align_blocks``."""
     num_slots, device = expert_ids.numel(), expert_ids.device
     num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
@@ -38,8 +39,8 @@ def moe_align_blocks_triton(
 
 @triton_kernel("moe_permute")
 def moe_permute_triton(
-    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, expert_ids: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``moe_permute``: blocks of one slot leave no place empty between two experts."""
     (_, top_k), device = expert_ids.shape, x.device
     num_slots, width = expert_ids.numel(), x.shape[1]
@@ -62,9 +63,7 @@ def moe_permute_triton(
 
 
 @triton_kernel("moe_unpermute")
-def moe_unpermute_triton(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """Compute ``moe_unpermute``."""
     source = as_rows(rows)
     y = torch.empty((positions.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
@@ -73,7 +72,7 @@ def moe_unpermute_triton(
 
 
 @triton_kernel("moe_sum")
-def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
+def moe_sum_triton(x: Tensor) -> Tensor:
     """Compute ``moe_sum``."""
     if x.stride(2) != 1 and x.shape[2] > 1:
         x = x.contiguous()
@@ -82,9 +81,7 @@ def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def sum_of_slots(
-    rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def sum_of_slots(rows: Tensor, expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the experts of each token return, added up, each times its weight.
 
     Args:
@@ -101,9 +98,9 @@ def sum_of_slots(
 
 
 def _sort(
-    expert_ids: torch.Tensor, num_experts: int, block_size: int, slots: torch.Tensor,
-    num_padded: torch.Tensor, block_experts: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None, starts: torch.Tensor | None = None,
+    expert_ids: Tensor, num_experts: int, block_size: int, slots: Tensor,
+    num_padded: Tensor, block_experts: Tensor | None = None,
+    positions: Tensor | None = None, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write ``slots`` and ``num_padded`` of ``moe_align_blocks``, and what else is given.
 
@@ -131,10 +128,10 @@ def _sort(
 
 
 def _add_up(
-    rows: torch.Tensor,
-    positions: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    y: torch.Tensor,
+    rows: Tensor,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    y: Tensor,
     strides: tuple[int, int],
     top_k: int = 0,
     *,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.parameters import architecture, per_device
 
@@ -16,7 +17,7 @@ _BITS = {
 }
 
 
-def seen(stored: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, str]:
+def seen(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
     """Return weights as the kernel takes them, and the form that they are stored in.
 
     ``plain`` are numbers that triton converts; ``int4`` two integers to a byte, ``e2m1`` two codes

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -56,7 +57,7 @@ _SCALED: dict[str, Strides] = {
 _ALONE = {"shape": ("no tokens",), "ranks": ("all on other ranks",)}
 _ORDER = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
 
-Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+Stored = tuple[Tensor, Tensor | None, Tensor]
 Store = Callable[[int, int, int], Stored]
 """Returns weights ``[E, outputs, inputs]`` as they are stored, their scales, and in float32."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim, Dims
 from interposer.errors import RequestError
@@ -47,10 +48,10 @@ _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
 
 @triton_kernel("fused_experts")
 def fused_experts_triton(
-    x: torch.Tensor, gate_up: torch.Tensor, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
-    down_bias: torch.Tensor | None, weights: torch.Tensor, expert_ids: torch.Tensor,
+    x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+    down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts``."""
     first = _Matrices(gate_up, None, gate_up_bias)
     second = _Matrices(down, None, down_bias)
@@ -59,9 +60,9 @@ def fused_experts_triton(
 
 @triton_kernel("fused_experts_fp8")
 def fused_experts_fp8_triton(
-    x: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor, down: torch.Tensor,
-    down_scale: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, activation: str,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
+    down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_fp8``: 8-bit floats are numbers of every dtype of ``x``."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
     return _mixture("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
@@ -69,9 +70,9 @@ def fused_experts_fp8_triton(
 
 @triton_kernel("fused_experts_w4a16", dims={"group_size": Dim(multiple_of=2)})
 def fused_experts_w4a16_triton(
-    x: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor, down: torch.Tensor,
-    down_scale: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor, activation: str,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
+    down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_w4a16``: integers are multiplied, and sums of a group scaled."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
     return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
@@ -79,11 +80,11 @@ def fused_experts_w4a16_triton(
 
 @triton_kernel("fused_experts_mxfp4")
 def fused_experts_mxfp4_triton(
-    x: torch.Tensor, gate_up: torch.Tensor, gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down: torch.Tensor, down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None, weights: torch.Tensor, expert_ids: torch.Tensor,
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None, down: Tensor, down_scale: Tensor,
+    down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_mxfp4``: codes are multiplied, and sums of a block scaled."""
     first = _Matrices(gate_up, gate_up_scale, gate_up_bias)
     second = _Matrices(down, down_scale, down_bias)
@@ -99,23 +100,23 @@ class _Matrices(NamedTuple):
         bias: ``[E, outputs]``.
     """
 
-    stored: torch.Tensor
-    scale: torch.Tensor | None
-    bias: torch.Tensor | None
+    stored: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
 
 
 class _Blocks(NamedTuple):
     """The slots by expert, of ``moe_align_blocks_triton``."""
 
-    slots: torch.Tensor
-    experts: torch.Tensor
+    slots: Tensor
+    experts: Tensor
     num_slots: int
 
 
 def _mixture(
-    kernel: str, x: torch.Tensor, first: _Matrices, second: _Matrices, weights: torch.Tensor,
-    expert_ids: torch.Tensor, activation: str,
-) -> torch.Tensor:  # fmt: skip
+    kernel: str, x: Tensor, first: _Matrices, second: _Matrices, weights: Tensor,
+    expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     if activation not in _ACTIVATIONS:
         known = " or ".join(map(repr, _ACTIVATIONS))
         raise RequestError(f"No activation {activation!r} of experts; try {known}")
@@ -138,7 +139,7 @@ def _mixture(
 
 
 def _project(
-    x: torch.Tensor, matrices: _Matrices, blocks: _Blocks, y: torch.Tensor, parameters: Parameters,
+    x: Tensor, matrices: _Matrices, blocks: _Blocks, y: Tensor, parameters: Parameters,
     columns: int, share: int, activation: str,
 ) -> None:  # fmt: skip
     """Write the rows ``y`` of all slots.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.sampling._logits_cases import clear_rows
@@ -21,7 +22,7 @@ from interposer_testing.cases import Axis, CaseSpace, Point
 _STEP = 1 / 32
 _MARGIN = 1e-5  # of scores that are rounded by about 1e-7
 
-Draw = Callable[[int], torch.Tensor]
+Draw = Callable[[int], Tensor]
 """Returns so many rows of logits."""
 
 # T, E, K.
@@ -147,7 +148,7 @@ def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
     return _grouped_case(draw, num_tokens, bias, groups, scoring, True, False, label)
 
 
-def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, torch.Tensor | None]:
+def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, Tensor | None]:
     """Return what draws rows of clear logits, and the bias that the dims state."""
     generator, num_experts = torch.Generator().manual_seed(seed), int(dims["num_experts"])
     bias = 0.1 * torch.randn(num_experts, generator=generator) if dims.get("biased") else None
@@ -161,7 +162,7 @@ def _logits(
     dtype: torch.dtype,
     generator: torch.Generator,
     tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows ``[T, E]`` of the kind that ``point`` asks for."""
     step = point["logits"]
     if step is None:
@@ -177,9 +178,7 @@ def _logits(
     return logits.to(dtype)
 
 
-def _distinct(
-    tokens: int, num_experts: int, step: float, generator: torch.Generator
-) -> torch.Tensor:
+def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Generator) -> Tensor:
     """Return rows of different multiples of ``step`` around 0, which every dtype holds exactly."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return (order - num_experts // 2) * step
@@ -187,7 +186,7 @@ def _distinct(
 
 def _bias(
     point: Point, num_experts: int, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return a bias that changes the choice: of the size of the scores' differences, or tied."""
     if point["bias"] is None:
         return None
@@ -197,20 +196,15 @@ def _bias(
     return (0.1 * torch.randn(num_experts, generator=generator)).to(own)
 
 
-def _is_clear(compared: torch.Tensor, top_k: int) -> torch.Tensor:
+def _is_clear(compared: Tensor, top_k: int) -> Tensor:
     """Say of each row whether its K + 1 largest values differ by more than the margin."""
     best = compared.topk(min(top_k + 1, compared.shape[-1]), -1).values
     return (best[:, :-1] - best[:, 1:] > _MARGIN).all(-1)
 
 
 def _is_clear_grouped(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    num_groups: int,
-    top_groups: int,
-    top_k: int,
-    scoring: str,
-) -> torch.Tensor:
+    logits: Tensor, bias: Tensor, num_groups: int, top_groups: int, top_k: int, scoring: str
+) -> Tensor:
     """Say of each row whether its groups, and the experts of the chosen ones, are clear."""
     wide = logits.double()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
@@ -235,13 +229,13 @@ def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
 def _sigmoid_case(
     draw: Draw,
     num_tokens: int,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     top_k: int,
     renormalize: bool,
     is_tied: bool,
     label: str = "",
 ) -> Case:
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+    def is_clear(logits: Tensor) -> Tensor:
         if bias is None or is_tied:
             return torch.ones(len(logits), dtype=torch.bool)
         return _is_clear(logits.double().sigmoid() + bias, top_k)
@@ -256,7 +250,7 @@ def _sigmoid_case(
 def _grouped_case(
     draw: Draw,
     num_tokens: int,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     groups: list[int],
     scoring: str,
     renormalize: bool,
@@ -267,7 +261,7 @@ def _grouped_case(
     sizes = {"num_groups": num_groups, "top_groups": top_groups, "top_k": top_k}
     options: dict[str, Any] = {**sizes, "scoring": scoring}
 
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
+    def is_clear(logits: Tensor) -> Tensor:
         if bias is None or is_tied:
             return torch.ones(len(logits), dtype=torch.bool)
         return _is_clear_grouped(logits, bias, num_groups, top_groups, top_k, scoring)

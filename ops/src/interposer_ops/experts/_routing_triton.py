@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer.errors import RequestError
 from interposer_ops._triton.build import BF16, FP32, Build, given
@@ -20,26 +21,24 @@ _SCORINGS = ("softmax", "sigmoid")
 
 
 @triton_kernel("topk_softmax")
-def topk_softmax_triton(
-    logits: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax_triton(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Compute ``topk_softmax``."""
     return _routed(logits, None, 1, 1, top_k, "softmax", renormalize, 1.0)
 
 
 @triton_kernel("topk_sigmoid")
 def topk_sigmoid_triton(
-    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``topk_sigmoid``."""
     return _routed(logits, bias, 1, 1, top_k, "sigmoid", renormalize, scale)
 
 
 @triton_kernel("grouped_topk")
 def grouped_topk_triton(
-    logits: torch.Tensor, bias: torch.Tensor | None, num_groups: int, top_groups: int, top_k: int,
+    logits: Tensor, bias: Tensor | None, num_groups: int, top_groups: int, top_k: int,
     scoring: str, renormalize: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``grouped_topk``; where all groups are chosen from, they are not compared."""
     if scoring not in _SCORINGS:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
@@ -47,9 +46,9 @@ def grouped_topk_triton(
 
 
 def _routed(
-    logits: torch.Tensor, bias: torch.Tensor | None, num_groups: int, top_groups: int, top_k: int,
+    logits: Tensor, bias: Tensor | None, num_groups: int, top_groups: int, top_k: int,
     scoring: str, renormalize: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)

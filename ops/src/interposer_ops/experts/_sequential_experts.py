@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Requires
@@ -28,25 +29,25 @@ _in_turn = partial(
     properties=frozenset({"deterministic", "opaque"}),
 )
 
-Project = Callable[[int, torch.Tensor], torch.Tensor]
+Project = Callable[[int, Tensor], Tensor]
 """Returns the projection ``[S, outputs]`` of rows ``[S, inputs]`` by one expert."""
 
 
 @_in_turn("fused_experts")
 def fused_experts_in_turn(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``fused_experts``."""
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def projects(matrices: torch.Tensor, bias: torch.Tensor | None) -> Project:
+    def projects(matrices: Tensor, bias: Tensor | None) -> Project:
         return lambda expert, rows: functional.linear(
             rows, matrices[expert].to(wide), _of(bias, expert, wide)
         )
@@ -57,24 +58,24 @@ def fused_experts_in_turn(
 
 @_in_turn("fused_experts_mxfp4")
 def fused_experts_mxfp4_in_turn(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``fused_experts_mxfp4``; pairs of codes are looked up by their byte."""
     wide = torch.promote_types(x.dtype, torch.float32)
     every = torch.arange(256, dtype=torch.uint8, device=x.device)
     pairs = decode_e2m1(unpack_nibbles(every[:, None]), wide)
 
-    def projects(packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Project:
-        def project(expert: int, rows: torch.Tensor) -> torch.Tensor:
+    def projects(packed: Tensor, scales: Tensor, bias: Tensor | None) -> Project:
+        def project(expert: int, rows: Tensor) -> Tensor:
             codes = pairs.index_select(0, packed[expert].flatten().int())
             blocks = codes.view(*scales.shape[1:], MX_BLOCK_SIZE)
             blocks.mul_(decode_e8m0(scales[expert], wide)[..., None])
@@ -88,14 +89,14 @@ def fused_experts_mxfp4_in_turn(
 
 
 def _mixture(
-    x: torch.Tensor,
+    x: Tensor,
     first: Project,
     second: Project,
     num_experts: int,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     wide, top_k = torch.promote_types(x.dtype, torch.float32), expert_ids.shape[1]
     ids = expert_ids.flatten()
     # Those of other ranks are -1 and come first.
@@ -114,5 +115,5 @@ def _mixture(
     return (returned.view(*expert_ids.shape, x.shape[1]) * factors).sum(1).to(x.dtype)
 
 
-def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _of(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias[expert].to(dtype)

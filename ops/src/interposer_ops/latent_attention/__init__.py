@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         sparse_latent_attention,
     )
 
-__all__ = ["latent_attention_decode", "sparse_latent_attention"]
+# fmt: off
+__all__ = [
+    "latent_attention_decode", "sparse_latent_attention",
+]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

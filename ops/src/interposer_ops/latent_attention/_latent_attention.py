@@ -7,6 +7,7 @@ sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attend
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -23,16 +24,16 @@ _CASES = "interposer_ops.latent_attention._latent_attention_cases"
     ragged={"query": "query_starts"},
 )
 def latent_attention_decode(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
     max_query_tokens: int,
     latent_size: int,
     scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cache_scale: Tensor | None = None,
+) -> Tensor:
     """Attend causally from each sequence's newest tokens to its latent vectors in the cache.
 
     out = softmax(scale * q c^T + mask) c[:, :C], in float32 or wider: all heads share the cached
@@ -63,15 +64,15 @@ def latent_attention_decode(
 
 @standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
 def sparse_latent_attention(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    sequences: torch.Tensor,
-    indices: torch.Tensor,
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    sequences: Tensor,
+    indices: Tensor,
     latent_size: int,
     scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cache_scale: Tensor | None = None,
+) -> Tensor:
     """Attend from each token to those latent vectors of its sequence that ``indices`` names.
 
     out = softmax(scale * q c^T) c[:, :C] over the named vectors, in float32 or wider. A token that

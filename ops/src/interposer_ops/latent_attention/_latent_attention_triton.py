@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, E5M2, FP16, FP32, INT32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -37,10 +38,10 @@ _MOST_PROGRAMS = 65535  # along the last axis of a grid
 
 @triton_kernel("latent_attention_decode", judge="judge_fp8")
 def latent_attention_decode_triton(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, query_starts: torch.Tensor,
-    seq_lens: torch.Tensor, max_query_tokens: int, latent_size: int, scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, cache: Tensor, page_table: Tensor, query_starts: Tensor,
+    seq_lens: Tensor, max_query_tokens: int, latent_size: int, scale: float,
+    cache_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``latent_attention_decode``; the page table's width says how many splits there are.
 
     Nothing is read back: programs of splits behind a context end at once.
@@ -52,16 +53,16 @@ def latent_attention_decode_triton(
 
 @triton_kernel("sparse_latent_attention", judge="judge_fp8")
 def sparse_latent_attention_triton(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, sequences: torch.Tensor,
-    indices: torch.Tensor, latent_size: int, scale: float, cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, cache: Tensor, page_table: Tensor, sequences: Tensor,
+    indices: Tensor, latent_size: int, scale: float, cache_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``sparse_latent_attention``: the names of a token are what is split."""
     places = None, None, sequences, indices
     longest = indices.shape[1]
     return _attended(query, cache, page_table, places, longest, latent_size, scale, cache_scale)
 
 
-_Places = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_Places = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """query_starts and seq_lens, or sequences and indices."""
 
 
@@ -122,9 +123,9 @@ def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
 
 
 def _attended(
-    query: torch.Tensor, cache: torch.Tensor, page_table: torch.Tensor, places: _Places,
-    longest: int, latent_size: int, scale: float, cache_scale: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, cache: Tensor, page_table: Tensor, places: _Places,
+    longest: int, latent_size: int, scale: float, cache_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the result for contexts, or names of a token, up to ``longest``.
 
     The block ``scratch`` bounds how many float32 numbers hold what the splits have mixed; where all

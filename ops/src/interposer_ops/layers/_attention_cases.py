@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import AttentionBatch, AttentionSpec, Case, Site, Tolerance
 from interposer_ops.attention._sequences_cases import LENGTHS, Lengths, paged
@@ -80,7 +81,7 @@ class Step:
         self.query, self.key = (normal(shape, spec.dtype, generator) for shape in shapes)
         self.value = normal(shapes[1], spec.dtype, generator)
 
-    def cache(self, layer: Attention, device: str) -> torch.Tensor:
+    def cache(self, layer: Attention, device: str) -> Tensor:
         """Return a cache of the layer's backend, to which the earlier tokens were written."""
         layout = layer.backend.kv_layout()
         (cache,) = layout.allocate(1, self.where.num_pages, device)
@@ -114,9 +115,7 @@ class Step:
         )
 
 
-def attended(
-    step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, errors: Errors
-) -> torch.Tensor:
+def attended(step: Step, query: Tensor, key: Tensor, value: Tensor, errors: Errors) -> Tensor:
     """Return the attention ``[T, N, D]`` of a step in float64, and tell ``errors`` of its numbers.
 
     Args:
@@ -136,12 +135,8 @@ def attended(
 
 
 def _attend(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    errors: Errors,
-) -> torch.Tensor:
+    spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, errors: Errors
+) -> Tensor:
     """Return the attention ``[T, N, D]`` of one sequence's queries to its ``[L, N, D]``."""
     length, count = len(keys), len(query)
     distance = torch.arange(length - count, length)[:, None] - torch.arange(length)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Case, CustomOp, ExpertsSpec, Site, Tolerance
@@ -271,9 +272,7 @@ def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             yield replace(found, label=f"{case.label}{', alternating' if alternating else ''}")
 
 
-def _stored(
-    arguments: Mapping[str, Any], *, alternating: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(arguments: Mapping[str, Any], *, alternating: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield what a checkpoint stores of experts, by its names."""
     for name in ("gate_up", "down"):
         matrices, bias = arguments[name], arguments[f"{name}_bias"]
@@ -307,7 +306,7 @@ def _layer(
     case: Case,
     arguments: dict[str, Any],
     inputs: tuple[str, ...],
-    parameters: dict[str, torch.Tensor] | None = None,
+    parameters: dict[str, Tensor] | None = None,
 ) -> LayerCase:
     """Return the call of a layer that computes what ``op`` does on ``case``."""
     given = tuple(case.arguments[name] for name in inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import AttentionBackend, AttentionBatch, AttentionSpec, PluggableLayer, Site
 from interposer.errors import CheckpointError
@@ -69,13 +69,8 @@ class Attention(PluggableLayer):
         self.scales = self.backend.prepare_scales(*scales)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: object,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: object
+    ) -> Tensor:
         """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
         if self.spec.sinks:
             sinks = self.get_parameter("sinks")
@@ -102,13 +97,13 @@ class PagedBackend(DecoderBackend):
 
     def attend_to(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         plan: AttentionBatch,
-        sinks: torch.Tensor | None,
-        scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> torch.Tensor:
+        sinks: Tensor | None,
+        scales: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
         """Return what the op does; see ``DecoderBackend.attend_to``."""
         return self.attend(
             query,

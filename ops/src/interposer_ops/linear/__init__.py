@@ -12,7 +12,11 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.linear._linear import batched_linear, grouped_linear, linear
 
-__all__ = ["batched_linear", "grouped_linear", "linear"]
+# fmt: off
+__all__ = [
+    "batched_linear", "grouped_linear", "linear",
+]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__, {"interposer_ops.linear._linear": "batched_linear grouped_linear linear"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -17,7 +18,7 @@ _op = partial(standard_op, cases="interposer_ops.linear._linear_cases")
 
 
 @_op("linear", constants=("weight", "bias"), tolerance=Tolerance(roundings=2), batched=("x",))
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Project ``x``: y = x weight^T + bias, accumulated in float32 or wider.
 
     Args:
@@ -31,9 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 @_op("grouped_linear", constants=("weight",), tolerance=Tolerance(roundings=1))
-def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor
-) -> torch.Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, group_starts: Tensor) -> Tensor:
     """Project each row of ``x`` by the weight of its group, accumulated in float32 or wider.
 
     Rows of a group follow each other: those of group e are ``x[group_starts[e]:group_starts[e +
@@ -56,7 +55,7 @@ def grouped_linear(
 
 
 @_op("batched_linear", constants=("weight",), tolerance=Tolerance(roundings=1))
-def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def batched_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply the rows of every head by its own matrix, accumulated in float32 or wider.
 
     y[n] = x[n] weight[n]. With it multi-head latent attention turns queries into the latent space

@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features, E experts, N heads.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -185,15 +186,11 @@ def batched_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
     return _batched_case(x.transpose(0, 1), weight, f"{num_tokens} tokens")
 
 
-def _weights(
-    shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _weights(shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     return normal(shape, dtype, generator, shape[-1] ** -0.5)
 
 
-def _grouped_case(
-    x: torch.Tensor, weight: torch.Tensor, group_starts: torch.Tensor, label: str
-) -> Case:
+def _grouped_case(x: Tensor, weight: Tensor, group_starts: Tensor, label: str) -> Case:
     experts, out_features, in_features = weight.shape
     return Case(
         label,
@@ -204,7 +201,7 @@ def _grouped_case(
     )
 
 
-def _batched_case(x: torch.Tensor, weight: torch.Tensor, label: str) -> Case:
+def _batched_case(x: Tensor, weight: Tensor, label: str) -> Case:
     heads, in_features, out_features = weight.shape
     return Case(
         label,

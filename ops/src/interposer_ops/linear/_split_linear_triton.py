@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Dims
@@ -49,7 +50,7 @@ _JOINED = 1024  # outputs of a program that adds parts
     judge="judge_split",
     batch_invariant=False,
 )
-def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``linear``; more than ``MOST_SPLIT_ROWS`` rows by torch's own product."""
     out_features = weight.shape[0]
     if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
@@ -64,9 +65,9 @@ def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     "fp8_linear", technique="split", judge="judge_split", score=10.5, batch_invariant=False
 )
 def fp8_linear_split(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
-    bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_linear``; more than ``MOST_SPLIT_ROWS`` rows by the kernel for any number.
 
     The parts are added before they are scaled, once.
@@ -120,8 +121,8 @@ def _tile(kernel: str, device: torch.device) -> _Tile:
 
 
 def _launch(
-    tile: _Tile, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None,
-    weight_scale: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor, x_format: str,
+    tile: _Tile, x: Tensor, weight: Tensor, x_scale: Tensor | None,
+    weight_scale: Tensor | None, bias: Tensor | None, y: Tensor, x_format: str,
     weight_format: str,
 ) -> None:  # fmt: skip
     """Fill ``y``, by one launch where there is one part, else by two."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP16, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
@@ -20,9 +21,7 @@ _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
 @triton_kernel("lora_shrink")
-def lora_shrink_triton(
-    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
-) -> torch.Tensor:
+def lora_shrink_triton(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
     """Compute ``lora_shrink``."""
     num_tokens = x.shape[0]
     num_adapters, rank, in_features = lora_a.shape
@@ -44,7 +43,7 @@ def lora_shrink_triton(
 
 @triton_kernel("lora_expand")
 def lora_expand_triton(
-    shrunk: torch.Tensor, lora_b: torch.Tensor, adapter_ids: torch.Tensor, y: torch.Tensor,
+    shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor,
     offset: int,
 ) -> None:  # fmt: skip
     """Compute ``lora_expand``."""

@@ -20,17 +20,12 @@ if TYPE_CHECKING:
         rms_norm_quantize_fp8,
     )
 
+# fmt: off
 __all__ = [
-    "fused_add_gemma_rms_norm",
-    "fused_add_rms_norm",
-    "gated_rms_norm",
-    "gemma_rms_norm",
-    "l2_norm",
-    "layer_norm",
-    "qk_norm",
-    "rms_norm",
-    "rms_norm_quantize_fp8",
+    "fused_add_gemma_rms_norm", "fused_add_rms_norm", "gated_rms_norm", "gemma_rms_norm",
+    "l2_norm", "layer_norm", "qk_norm", "rms_norm", "rms_norm_quantize_fp8",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

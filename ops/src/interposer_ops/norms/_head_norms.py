@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -27,12 +28,8 @@ _WEIGHTED = Tolerance(roundings=3)
     batched=("query", "key"),
 )
 def qk_norm(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Scale each head of query and key to unit root mean square, then by its weight.
 
     y = x / sqrt(mean(x^2) + eps) * weight over the D elements of a head, accumulated in float32 or
@@ -53,7 +50,7 @@ def qk_norm(
 
 # The norm is applied to the element before it is rounded; one more is allowed.
 @_op("l2_norm", tolerance=Tolerance(roundings=2), batched=("x",))
-def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+def l2_norm(x: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit Euclidean length, as linear attention does its keys.
 
     y = x / sqrt(sum(x^2) + eps), accumulated in float32 or wider.
@@ -70,13 +67,8 @@ def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @_op("gated_rms_norm", constants=("weight",), tolerance=_WEIGHTED, batched=("x", "gate"))
 def gated_rms_norm(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    group_size: int,
-    norm_before_gate: bool,
-) -> torch.Tensor:
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
     """Scale each group of a row to unit root mean square and gate it by SiLU.
 
     With n(v) = v / sqrt(mean(v^2) + eps) over each group of ``group_size`` elements:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Case, Dims
@@ -79,9 +80,7 @@ def qk_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
     return _qk_norm_case(query, key, weights, f"{num_tokens} tokens")
 
 
-def _qk_norm_case(
-    query: torch.Tensor, key: torch.Tensor, weights: list[torch.Tensor], label: str = ""
-) -> Case:
+def _qk_norm_case(query: Tensor, key: Tensor, weights: list[Tensor], label: str = "") -> Case:
     size = query.shape[-1]
     of_weights = {"query_weight": weights[0], "key_weight": weights[1]}
     arguments = {"query": query, "key": key, **of_weights, "eps": _EPS}
@@ -114,7 +113,7 @@ def l2_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
     return _l2_norm_case(normal_numbers(shape, dtype, generator), _EPS, f"{num_tokens} tokens")
 
 
-def _l2_norm_case(x: torch.Tensor, eps: float, label: str = "") -> Case:
+def _l2_norm_case(x: Tensor, eps: float, label: str = "") -> Case:
     """Return the case of ``x``.
 
     The squares are all positive, so the error of their sum shows as a relative one of the result,
@@ -167,9 +166,9 @@ def gated_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _gated_case(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
     group_size: int,
     norm_before_gate: bool,
     label: str = "",

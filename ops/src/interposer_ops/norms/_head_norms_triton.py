@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -18,9 +19,9 @@ from interposer_ops.norms._norms_triton import norm_rows, normalised
 
 @triton_kernel("qk_norm")
 def qk_norm_triton(
-    query: torch.Tensor, key: torch.Tensor, query_weight: torch.Tensor, key_weight: torch.Tensor,
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``qk_norm``, both in one launch."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = key.shape[1]
@@ -39,16 +40,16 @@ def qk_norm_triton(
 
 
 @triton_kernel("l2_norm")
-def l2_norm_triton(x: torch.Tensor, eps: float) -> torch.Tensor:
+def l2_norm_triton(x: Tensor, eps: float) -> Tensor:
     """Compute ``l2_norm``."""
     return normalised("head_norm", "l2", x, None, eps)[0]
 
 
 @triton_kernel("gated_rms_norm")
 def gated_rms_norm_triton(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, group_size: int,
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int,
     norm_before_gate: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Compute ``gated_rms_norm``."""
     kind = "norm first" if norm_before_gate else "gate first"
     return normalised("head_norm", kind, x, weight, eps, group_size=group_size, gate=gate)[0]

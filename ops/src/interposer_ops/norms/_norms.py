@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -19,7 +20,7 @@ _op = partial(
 
 
 @_op("rms_norm", tolerance=Tolerance(roundings=3))
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit root mean square, then by ``weight``.
 
     y = x / sqrt(mean(x^2) + eps) * weight, accumulated in float32 or wider.
@@ -35,8 +36,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @_op("fused_add_rms_norm", tolerance=Tolerance(roundings=4), batched=("x", "residual"))
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum.
 
     s = x + residual; y = rms_norm(s, weight, eps)
@@ -56,7 +57,7 @@ def fused_add_rms_norm(
 
 # What is left after the result's own rounding allows one more.
 @_op("gemma_rms_norm", tolerance=Tolerance(roundings=2))
-def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit root mean square, then by one more than ``weight``.
 
     y = x / sqrt(mean(x^2) + eps) * (1 + weight), all of it in float32 or wider: neither the row of
@@ -75,8 +76,8 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 # As gemma_rms_norm; the sum's rounding shows in the element itself and in the row's statistic.
 @_op("fused_add_gemma_rms_norm", tolerance=Tolerance(roundings=4), batched=("x", "residual"))
 def fused_add_gemma_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum as Gemma does.
 
     s = x + residual; y = gemma_rms_norm(s, weight, eps)
@@ -96,9 +97,7 @@ def fused_add_gemma_rms_norm(
 
 # What is left after the result's own rounding allows one more.
 @_op("layer_norm", tolerance=Tolerance(roundings=2), constants=("weight", "bias"))
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Shift and scale each row of ``x`` to mean 0 and variance 1, then by ``weight`` and ``bias``.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, in float32 or wider.
@@ -121,8 +120,8 @@ def layer_norm(
 # The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
 @_op("rms_norm_quantize_fp8", tolerance=Tolerance(roundings=0))
 def rms_norm_quantize_fp8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float, out_dtype: torch.dtype
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype
+) -> Tensor:
     """Normalise each row of ``x`` and quantize the result by one scale.
 
     q = round(clamp(rms_norm(x, weight, eps) / scale, -m, m)), halves to even, where m is the
@@ -142,7 +141,7 @@ def rms_norm_quantize_fp8(
     return (unit_rows(x, eps) * weight / scale).clamp(-largest, largest).to(out_dtype)
 
 
-def unit_rows(x: torch.Tensor, eps: float) -> torch.Tensor:
+def unit_rows(x: Tensor, eps: float) -> Tensor:
     """Return the rows of ``x`` at unit root mean square, in float32 or wider."""
     wide = widened(x)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

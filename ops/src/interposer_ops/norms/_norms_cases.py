@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -60,12 +61,12 @@ _VALUES = {
 
 def norm_weight(
     width: int, dtype: torch.dtype, generator: torch.Generator, centre: float = 1.0
-) -> torch.Tensor:
+) -> Tensor:
     """Return weights ``[width]`` around ``centre``."""
     return (centre + 0.1 * torch.randn(width, generator=generator)).to(dtype)
 
 
-def rms_peak(rows: torch.Tensor) -> float:
+def rms_peak(rows: Tensor) -> float:
     """Return a bound of what is left of the rows after they were normalised.
 
     The squares are all positive, so the error of their sum is relative, and shows as one of the
@@ -107,12 +108,7 @@ def _sample(
 
 
 def _rms_case(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    added: float,
-    label: str = "",
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, added: float, label: str = ""
 ) -> Case:
     """Return the case of ``x``, or its sum with ``residual``, by ``weight`` and ``added``."""
     arguments = {"x": x} if residual is None else {"x": x, "residual": residual}
@@ -207,9 +203,7 @@ def layer_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
     return _layer_case(x, weight, bias, f"{num_tokens} tokens")
 
 
-def _layer_case(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, label: str = ""
-) -> Case:
+def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: str = "") -> Case:
     """Return the case of ``x``.
 
     The error of the sum of H elements is H u sum|x|, that of the mean H u mean|x|, which the row's
@@ -263,11 +257,7 @@ def rms_norm_quantize_fp8_sample(
 
 
 def _quantized_case(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    out_dtype: torch.dtype,
-    label: str = "",
+    x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
 ) -> Case:
     """Return the case of ``x`` after what might be rounded either way was moved."""
     rows = _cleared(x, weight, scale, out_dtype)
@@ -277,9 +267,7 @@ def _quantized_case(
     return Case(label, arguments, dims, reduction=0, magnitude=0.0)
 
 
-def _cleared(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def _cleared(x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return ``x`` with those elements moved that float32 could round either way.
 
     The squares are all positive, so that the error of the result is relative: that of the sum,
@@ -304,6 +292,6 @@ def _cleared(
         x = torch.where(unclear, moved, x)
 
 
-def _rounded(y: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _rounded(y: Tensor, out_dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(out_dtype).max
     return y.clamp(-largest, largest).to(out_dtype).double()

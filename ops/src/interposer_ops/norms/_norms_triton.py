@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -17,37 +18,37 @@ from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantize
 
 
 @triton_kernel("rms_norm")
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``rms_norm``; a row stays in registers where it fits a tile."""
     return normalised("rms_norm", "rms", x, weight, eps)[0]
 
 
 @triton_kernel("gemma_rms_norm")
-def gemma_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gemma_rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``gemma_rms_norm``."""
     return normalised("rms_norm", "plus one", x, weight, eps)[0]
 
 
 @triton_kernel("fused_add_rms_norm")
 def fused_add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_rms_norm``."""
     return normalised("fused_add_rms_norm", "rms", x, weight, eps, residual=residual)
 
 
 @triton_kernel("fused_add_gemma_rms_norm")
 def fused_add_gemma_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_gemma_rms_norm``."""
     return normalised("fused_add_rms_norm", "plus one", x, weight, eps, residual=residual)
 
 
 @triton_kernel("rms_norm_quantize_fp8")
 def rms_norm_quantize_fp8_triton(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, eps: float, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``rms_norm_quantize_fp8``."""
     return normalised("rms_norm_quantize", "rms", x, weight, eps, scale=scale, out_dtype=out_dtype)[
         0
@@ -55,19 +56,17 @@ def rms_norm_quantize_fp8_triton(
 
 
 @triton_kernel("layer_norm")
-def layer_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Compute ``layer_norm``: the mean first, then the variance of what is left."""
     return normalised("layer_norm", "layer", x, weight, eps, bias=bias)[0]
 
 
 def normalised(
-    tuning: str, kind: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float, *,
-    group_size: int | None = None, residual: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    tuning: str, kind: str, x: Tensor, weight: Tensor | None, eps: float, *,
+    group_size: int | None = None, residual: Tensor | None = None,
+    gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the normalised rows, and the sum that was normalised where there is a residual.
 
     Args:

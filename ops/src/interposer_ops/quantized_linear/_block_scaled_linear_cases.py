@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -69,9 +70,7 @@ def _mxfp4_drawn(
     return {"x": x, "weight": weight, "weight_scales": scales, "bias": None}
 
 
-def _mxfp4_dequantized(
-    arguments: Arguments, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mxfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = decode_e8m0(arguments["weight_scales"], wide)
     return arguments["x"].to(wide), scaled_groups(_e2m1(arguments["weight"], wide), scales)
 
@@ -92,9 +91,7 @@ def _mxfp8_drawn(
     return {**operands, "bias": None, "out_dtype": dtype}
 
 
-def _mxfp8_dequantized(
-    arguments: Arguments, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = (
         scaled_groups(arguments[name].to(wide), decode_e8m0(arguments[f"{name}_scales"], wide))
         for name in ("x", "weight")
@@ -126,9 +123,7 @@ def _nvfp4_drawn(
     }
 
 
-def _nvfp4_dequantized(
-    arguments: Arguments, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = (
         scaled_groups(_e2m1(arguments[name], wide), arguments[f"{name}_scales"].to(wide))
         for name in ("x", "weight")
@@ -220,9 +215,9 @@ nvfp4_linear_sample = _NVFP4.sample
 
 def _bytes(
     shape: tuple[int, ...], generator: torch.Generator, bounds: tuple[int, int] = (0, 256)
-) -> torch.Tensor:
+) -> Tensor:
     return torch.randint(*bounds, shape, dtype=torch.uint8, generator=generator)
 
 
-def _e2m1(packed: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def _e2m1(packed: Tensor, wide: torch.dtype) -> Tensor:
     return decode_e2m1(unpack_nibbles(packed), wide)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -25,13 +26,13 @@ _op = partial(
 
 @_op("fp8_linear", constants=("weight", "weight_scale", "bias"), batched=("x", "x_scale"))
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of 8 bits with scales per tensor or per row of each.
 
     y = (x weight^T) * x_scale * weight_scale + bias
@@ -54,15 +55,15 @@ def fp8_linear(
 
 @_op("fp8_block_linear", constants=("weight", "weight_scales", "bias"), batched=("x", "x_scales"))
 def fp8_block_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight_scales: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scales: Tensor,
+    weight_scales: Tensor,
     block_rows: int,
     block_columns: int,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of 8 bits with a scale for every block of each.
 
     A block of the weight is R outputs by C inputs, one of ``x`` C inputs of one token. The last

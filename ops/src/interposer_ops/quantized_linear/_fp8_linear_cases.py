@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -64,7 +65,7 @@ def _drawn(
     return {**operands, "bias": None, "out_dtype": dtype}
 
 
-def _dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     x, weight = arguments["x"].to(wide), arguments["weight"].to(wide)
     weight_scale = arguments["weight_scale"].to(wide).unsqueeze(-1)
     return x * arguments["x_scale"].to(wide), weight * weight_scale
@@ -86,9 +87,7 @@ def _blocks_drawn(
     return {**operands, **block, "bias": None, "out_dtype": dtype}
 
 
-def _blocks_dequantized(
-    arguments: Arguments, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     out_features, in_features = arguments["weight"].shape
     columns, blocks = (
         arguments[name]
@@ -185,12 +184,12 @@ fp8_block_linear_cases = CaseSpace(
 fp8_linear_sample, fp8_block_linear_sample = _FP8.sample, _FP8_BLOCKS.sample
 
 
-def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> torch.Tensor:
+def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> Tensor:
     """Return scales that differ by up to four times."""
     return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
 
 
 def _numbers(
     shape: tuple[int, ...], dtype: object, generator: torch.Generator, deviation: float = 1.0
-) -> torch.Tensor:
+) -> Tensor:
     return normal_numbers(shape, getattr(torch, str(dtype)), generator, deviation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -23,14 +24,14 @@ _op = partial(
 
 @_op("int8_linear", constants=("weight", "weight_scale", "bias"))
 def int8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    x_zero_point: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by int8 weights that are symmetric around zero.
 
     y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the sum is exact, the rest
@@ -58,15 +59,15 @@ def int8_linear(
 
 @_op("w4a8_linear", constants=("weight", "weight_scales", "weight_zero_points", "bias"))
 def w4a8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scales: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    weight_zero_points: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scales: Tensor,
+    x_zero_point: Tensor | None,
+    weight_zero_points: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of four bits; each of their scales holds for G inputs.
 
     y = sum_g(((x_g - x_zero_point) (weight_g - weight_zero_points_g)^T) * weight_scales_g)

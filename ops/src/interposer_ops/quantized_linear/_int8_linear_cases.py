@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import codes_of
@@ -79,12 +80,12 @@ def _int8_drawn(
     }
 
 
-def _int8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _int8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     weight = arguments["weight"].to(wide) * arguments["weight_scale"].to(wide).unsqueeze(-1)
     return _shifted_inputs(arguments, wide), weight
 
 
-def _shares(arguments: Arguments, weight: torch.Tensor) -> float:
+def _shares(arguments: Arguments, weight: Tensor) -> float:
     """Return a bound of what a zero point adds to a sum, 0 without one."""
     zero_point, x_scale = arguments["x_zero_point"], arguments["x_scale"]
     if zero_point is None:
@@ -239,7 +240,7 @@ def _w4a8_drawn(
     }
 
 
-def _groups(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+def _groups(arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Return the float64 groups of the inputs ``[..., G, S]`` and of the weight ``[O, G, S]``."""
     scales, zero_points = arguments["weight_scales"], arguments["weight_zero_points"]
     codes = unpack_nibbles(arguments["weight"]).double()
@@ -251,7 +252,7 @@ def _groups(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _w4a8_case(
-    arguments: Arguments, dims: Dims, weight: torch.Tensor, magnitude: float, label: str = ""
+    arguments: Arguments, dims: Dims, weight: Tensor, magnitude: float, label: str = ""
 ) -> Case:
     """Return the case of sums of groups whose absolute values add up to ``magnitude`` at most.
 
@@ -277,7 +278,7 @@ def _inputs(
     generator: torch.Generator,
     *,
     shifted: bool,
-    draw: Callable[[int, tuple[int, ...], torch.Generator], torch.Tensor] = codes_of,
+    draw: Callable[[int, tuple[int, ...], torch.Generator], Tensor] = codes_of,
 ) -> dict[str, Any]:
     """Return ``x``, its scales and, if it is ``shifted``, its zero points."""
     of_tokens = (*rows, 1) if dims["x_scales"] == "token" else (1,)
@@ -287,21 +288,21 @@ def _inputs(
     return {"x": x, "x_scale": x_scale, "x_zero_point": zero_point}
 
 
-def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> torch.Tensor:
+def _shifted_inputs(arguments: Arguments, wide: torch.dtype) -> Tensor:
     """Return what ``x`` stands for."""
     zero_point = arguments["x_zero_point"]
     shifted = arguments["x"].to(wide) - (0 if zero_point is None else zero_point)
-    result: torch.Tensor = shifted * arguments["x_scale"].to(wide)
+    result: Tensor = shifted * arguments["x_scale"].to(wide)
     return result
 
 
-def _ends(bits: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _ends(bits: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return rows of one end of the codes or the other."""
     low, high, dtype = (0, 15, torch.uint8) if bits == 4 else (-128, 127, torch.int8)
     upper = torch.randint(0, 2, (*shape[:-1], 1), generator=generator).bool()
     return torch.where(upper, high, low).to(dtype).expand(shape).clone()
 
 
-def _scales(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> torch.Tensor:
+def _scales(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
     """Return scales that differ by up to four times and bring codes to around one."""
     return uniform(shape, torch.float32, generator, 0.5 / deviation, 2.0 / deviation)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dims
 from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, UINT8, Build, dtype_name, given
@@ -30,17 +31,17 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 
 @triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
 def mxfp4_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
+) -> Tensor:
     """Compute ``mxfp4_linear``; float16 is multiplied by elements, which are then scaled."""
     return _projected("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
 
 
 @triton_kernel("mxfp8_linear", judge="judge_operands", batch_invariant=False)
 def mxfp8_linear_triton(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
-    bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``mxfp8_linear``."""
     codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
     return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
@@ -48,19 +49,19 @@ def mxfp8_linear_triton(
 
 @triton_kernel("nvfp4_linear", judge="judge_operands", batch_invariant=False)
 def nvfp4_linear_triton(
-    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor,
-    alpha: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
+    alpha: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``nvfp4_linear``."""
     codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
     return _projected("nvfp4_linear", *codes, alpha, bias, out_dtype)
 
 
 def _projected(
-    kernel: str, x: torch.Tensor, x_scales: torch.Tensor | None, weight: torch.Tensor,
-    weight_scales: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None,
+    kernel: str, x: Tensor, x_scales: Tensor | None, weight: Tensor,
+    weight_scales: Tensor, alpha: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the projection; all that is not in a dtype that triton knows comes as bytes."""
     elements, scales, block = _FORMATS[kernel]
     out_features, num_blocks = weight_scales.shape

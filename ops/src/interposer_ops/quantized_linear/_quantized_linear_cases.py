@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_testing.cases import longest_row, normal, peak
@@ -34,10 +35,10 @@ class LinearFormat:
     """
 
     drawn: Callable[..., dict[str, Any]]
-    dequantized: Callable[[Arguments, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+    dequantized: Callable[[Arguments, torch.dtype], tuple[Tensor, Tensor]]
     scalings: int
     stored_product: bool = False
-    beside: Callable[[Arguments, torch.Tensor], float] = lambda _, __: 0.0
+    beside: Callable[[Arguments, Tensor], float] = lambda _, __: 0.0
 
     def case(
         self,
@@ -76,9 +77,9 @@ class LinearFormat:
 def linear_case(
     arguments: Arguments,
     dims: Dims,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     scalings: int,
     beside: float = 0.0,
     *,
@@ -106,12 +107,7 @@ def linear_case(
 
 
 def sampled_case(
-    arguments: Arguments,
-    dims: Dims,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scalings: int,
-    beside: float = 0.0,
+    arguments: Arguments, dims: Dims, x: Tensor, weight: Tensor, scalings: int, beside: float = 0.0
 ) -> Case:
     """Return the case of a sample without bias, whose bounds come from the lengths of rows.
 
@@ -131,7 +127,7 @@ def sampled_case(
 
 def bias_of(
     out_features: int, dtype: torch.dtype, generator: torch.Generator, present: bool = True
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return a bias, or None where it is not ``present``."""
     return normal((out_features,), dtype, generator) if present else None
 
@@ -141,11 +137,9 @@ def features_of(dims: Dims) -> tuple[int, int]:
     return int(dims["in_features"]), int(dims["out_features"])
 
 
-def scaled_groups(
-    codes: torch.Tensor, scales: torch.Tensor, zero: torch.Tensor | float = 0.0
-) -> torch.Tensor:
+def scaled_groups(codes: Tensor, scales: Tensor, zero: Tensor | float = 0.0) -> Tensor:
     """Return ``[..., I]`` codes less ``zero``, times the ``[..., I / G]`` scale of each group."""
     groups = codes.unflatten(-1, (scales.shape[-1], codes.shape[-1] // scales.shape[-1]))
-    offset = zero.unsqueeze(-1) if isinstance(zero, torch.Tensor) else zero
-    result: torch.Tensor = ((groups - offset) * scales.unsqueeze(-1)).flatten(-2)
+    offset = zero.unsqueeze(-1) if isinstance(zero, Tensor) else zero
+    result: Tensor = ((groups - offset) * scales.unsqueeze(-1)).flatten(-2)
     return result

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim, Dims
 from interposer_ops._triton.build import (
@@ -35,18 +36,18 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 
 @triton_kernel("fp8_linear", judge="judge_operands", batch_invariant=False)
 def fp8_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
-    bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_linear``; the sum is scaled once."""
     return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
 
 
 @triton_kernel("int8_linear", dims={"in_features": Dim(at_most=65536)}, judge="judge_integers")
 def int8_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
-    x_zero_point: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    x_zero_point: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``int8_linear``; the weights of an output are added up beside the product."""
     kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
@@ -59,9 +60,9 @@ def int8_linear_triton(
     batch_invariant=False,
 )
 def fp8_block_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor,
-    block_rows: int, block_columns: int, bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor,
+    block_rows: int, block_columns: int, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_block_linear``; the sum over each block is scaled before it is added."""
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -86,10 +87,10 @@ def fp8_block_linear_triton(
 
 
 def _scaled(
-    kernel: str, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor,
-    weight_scale: torch.Tensor, zero_point: torch.Tensor | None, bias: torch.Tensor | None,
+    kernel: str, x: Tensor, weight: Tensor, x_scale: Tensor,
+    weight_scale: Tensor, zero_point: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     if y.numel() == 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim
 from interposer_ops._triton.build import BF16, FP32, INT8, INT32, UINT8, Build, given
@@ -25,10 +26,10 @@ _LEAST_INPUTS = 32  # of 8 bits
 
 @triton_kernel("w4a8_linear", dims={"group_size": Dim(at_most=524288)}, judge="judge_integers")
 def w4a8_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scales: torch.Tensor,
-    x_zero_point: torch.Tensor | None, weight_zero_points: torch.Tensor | None,
-    bias: torch.Tensor | None, out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scales: Tensor,
+    x_zero_point: Tensor | None, weight_zero_points: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``w4a8_linear``; the weights of a group are added up beside the product."""
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import codes_of, normal_numbers
@@ -96,9 +97,7 @@ def _drawn(
     }
 
 
-def _dequantized(
-    arguments: Arguments, wide: torch.dtype, *, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dequantized(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple[Tensor, Tensor]:
     weight, zero_points = arguments["weight"], arguments["zero_points"]
     codes = unpack_nibbles(weight) if bits == 4 else weight
     scales = arguments["scale"].to(wide).reshape(len(codes), -1)
@@ -191,7 +190,7 @@ def _scales(
     in_features: int,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return scales that keep outputs around one, of four bits unless they are float32."""
     size = 1 / (_DEVIATIONS[bits] * in_features**0.5)
     if dtype == torch.float32:

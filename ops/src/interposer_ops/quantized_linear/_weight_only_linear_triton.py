@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP16, FP32, INT8, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
@@ -23,26 +24,26 @@ _LEAST = 16  # of each side of a tile that matrix instructions take
 
 @triton_kernel("w4a16_linear", batch_invariant=False)
 def w4a16_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``w4a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 8)
 
 
 @triton_kernel("w8a16_linear", batch_invariant=False)
 def w8a16_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``w8a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 0)
 
 
 def _projected(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None, default_zero_point: int,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None, default_zero_point: int,
+) -> Tensor:  # fmt: skip
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     if y.numel() == 0:

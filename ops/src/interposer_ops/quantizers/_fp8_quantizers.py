@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -25,9 +26,7 @@ _op = partial(
 
 
 @_op("quantize_fp8_static", sample=False, batched=("x",))
-def quantize_fp8_static(
-    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def quantize_fp8_static(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Divide ``x`` by a scale that is known and round it to ``out_dtype``.
 
     q = round(clamp(x / scale, -max, max))
@@ -43,9 +42,7 @@ def quantize_fp8_static(
 
 
 @_op("quantize_fp8_dynamic", sample=False)
-def quantize_fp8_dynamic(
-    x: torch.Tensor, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_dynamic(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize the whole of ``x`` with the scale that just fits its largest magnitude.
 
     scale = max|x| / max, 1 if ``x`` is all zero or empty; q = round(x / scale)
@@ -64,8 +61,8 @@ def quantize_fp8_dynamic(
 
 @_op("quantize_fp8_per_token", batch_invariant=True, batched=("x",))
 def quantize_fp8_per_token(
-    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Quantize every row of ``x`` with a scale of its own.
 
     scale = min(max|x_t| / max, scale_limit), 1 for a row of zeros;
@@ -87,8 +84,8 @@ def quantize_fp8_per_token(
 
 @_op("quantize_fp8_blocks", batch_invariant=True, batched=("x",))
 def quantize_fp8_blocks(
-    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[Tensor, Tensor]:
     """Quantize every block of B elements of a row with a scale of its own.
 
     scale = max|x_b| / max, or the next power of two that is not smaller; 1 for a block of zeros;
@@ -116,10 +113,10 @@ def quantize_fp8_blocks(
     return _rounded(quantized.contiguous(), out_dtype), scales
 
 
-def _fitting(peaks: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _fitting(peaks: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.where(peaks > 0, peaks / torch.finfo(out_dtype).max, 1.0)
 
 
-def _rounded(quotients: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _rounded(quotients: Tensor, out_dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(out_dtype).max
     return quotients.clamp(-limit, limit).to(out_dtype)

@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
@@ -210,13 +211,13 @@ def _dims(shape: tuple[int, ...], out_dtype: torch.dtype) -> dict[str, int | str
     return {"hidden_size": shape[-1], "out_dtype": str(out_dtype).removeprefix("torch.")}
 
 
-def _tie_points(out_dtype: torch.dtype) -> torch.Tensor:
+def _tie_points(out_dtype: torch.dtype) -> Tensor:
     return midpoints(fp8_numbers(out_dtype))
 
 
 def _peaks(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     """Return the largest magnitudes of rows, which differ by up to eight times."""
     factors = torch.ldexp(
         1 + torch.rand(shape, generator=generator, dtype=torch.float64),
@@ -231,7 +232,7 @@ def _fitted(
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows that are each to be quantized with the scale peak / max."""
     limit = torch.finfo(out_dtype).max
     if numbers == _TIES:
@@ -252,7 +253,7 @@ def _fitted_to_power_of_two(
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows that are each to be quantized with a power of two as the scale.
 
     The peak is a number of the format between 0.5 and 1 times the largest one, both excluded, so

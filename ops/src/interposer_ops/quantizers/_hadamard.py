@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -12,7 +13,7 @@ _CASES = "interposer_ops.quantizers._hadamard_cases"
 
 
 @standard_op("hadamard_transform", cases=_CASES, tolerance=Tolerance(roundings=2), batched=("x",))
-def hadamard_transform(x: torch.Tensor, scale: float) -> torch.Tensor:
+def hadamard_transform(x: Tensor, scale: float) -> Tensor:
     """Multiply each row by the Hadamard matrix of its width, in Sylvester's order, and ``scale``.
 
     y[i] = scale sum over j of (-1)^(number of ones among the bits of i and j) x[j], accumulated in

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -23,9 +24,7 @@ _op = partial(
 
 
 @_op("quantize_int8_static", sample=False)
-def quantize_int8_static(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+def quantize_int8_static(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Quantize ``x`` with a scale that is known.
 
     q = clamp(round(x / scale) + zero_point, -128, 127)
@@ -42,7 +41,7 @@ def quantize_int8_static(
 
 
 @_op("quantize_int8_per_token", batch_invariant=True)
-def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize every row of ``x`` symmetrically with a scale of its own.
 
     scale = max|x_t| / 127, 1 for a row of zeros; q = round(x / scale)
@@ -59,9 +58,7 @@ def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 @_op("quantize_int8_per_token_asymmetric", batch_invariant=True)
-def quantize_int8_per_token_asymmetric(
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize every row of ``x`` with a scale and a zero point of its own.
 
     low = min(min(x_t), 0), high = max(max(x_t), 0); scale = (high - low) / 255, 1 for a row of
@@ -82,5 +79,5 @@ def quantize_int8_per_token_asymmetric(
     return _saturated((wide / scale).round() + zero_point), scale, zero_point.to(torch.int32)
 
 
-def _saturated(rounded: torch.Tensor) -> torch.Tensor:
+def _saturated(rounded: Tensor) -> Tensor:
     return rounded.clamp(-128, 127).to(torch.int8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
@@ -136,27 +137,27 @@ def quantize_int8_per_token_asymmetric_sample(
 
 def _rows(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     factors = 1 + 7 * torch.rand(shape[:-1], generator=generator, dtype=torch.float64)
     return peaked(shape, numbers * factors, generator).to(dtype)
 
 
-def _powers_of_two(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _powers_of_two(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return a factor per row."""
     exponents = torch.randint(-5, 1, (*shape[:-1], 1), generator=generator)
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
 
 
-def _symmetric_scales(x: torch.Tensor) -> torch.Tensor:
+def _symmetric_scales(x: Tensor) -> Tensor:
     peaks = x.double().abs().amax(-1, keepdim=True)
     return torch.where(peaks > 0, peaks / 127, 1.0)
 
 
-def _cleared(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _cleared(x: Tensor, scales: Tensor) -> Tensor:
     return clear_of_boundaries(x, x.double() / scales, lambda q: q.round().clamp(-128, 127))
 
 
-def _cleared_asymmetric(x: torch.Tensor) -> torch.Tensor:
+def _cleared_asymmetric(x: Tensor) -> Tensor:
     """Return ``x`` with zeros where a quotient or a zero point is near a boundary."""
     wide = x.double()
     low = wide.amin(-1, keepdim=True).clamp(max=0)

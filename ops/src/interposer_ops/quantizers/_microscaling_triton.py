@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, FP32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -30,7 +31,7 @@ _MX_BLOCK, _NV_BLOCK = 32, 16
 
 
 @triton_kernel("quantize_mxfp8")
-def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp8``."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = _scales_of(x, _MX_BLOCK, torch.uint8)
@@ -39,7 +40,7 @@ def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton_kernel("quantize_mxfp4")
-def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _scales_of(x, _MX_BLOCK, torch.uint8)
@@ -48,9 +49,7 @@ def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton_kernel("quantize_nvfp4")
-def quantize_nvfp4_triton(
-    x: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_nvfp4_triton(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_nvfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _scales_of(x, _NV_BLOCK, torch.float8_e4m3fn)
@@ -61,23 +60,21 @@ def quantize_nvfp4_triton(
 
 
 @triton_kernel("dequantize_mxfp4")
-def dequantize_mxfp4_triton(
-    packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize_mxfp4_triton(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``dequantize_mxfp4``."""
     return _dequantized(packed, scales, None, out_dtype, _MX_BLOCK)
 
 
 @triton_kernel("dequantize_nvfp4")
 def dequantize_nvfp4_triton(
-    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+    packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """Compute ``dequantize_nvfp4``."""
     return _dequantized(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
 
 
 @triton_kernel("tile_scales", dtypes=("uint8", "float8_e4m3fn"))
-def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
+def tile_scales_triton(scales: Tensor, rows_per_tile: int) -> Tensor:
     """Compute ``tile_scales``."""
     num_rows, num_columns = scales.shape
     tile_rows, tile_columns = -(-num_rows // rows_per_tile), -(-num_columns // 4)
@@ -96,13 +93,13 @@ def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor
     return tiles
 
 
-def _scales_of(x: torch.Tensor, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+def _scales_of(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     shape = (*x.shape[:-1], x.shape[-1] // block_size)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def _quantize(
-    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None,
+    x: Tensor, q: Tensor, scales: Tensor, global_scale: Tensor | None,
     block_size: int, kind: str,
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -117,9 +114,9 @@ def _quantize(
 
 
 def _dequantized(
-    codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor | None,
+    codes: Tensor, scales: Tensor, global_scale: Tensor | None,
     out_dtype: torch.dtype, block_size: int,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     y = torch.empty(shape, dtype=out_dtype, device=codes.device)
     if y.numel() == 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -43,7 +44,7 @@ _E2M1_LARGEST_EXPONENT = 2
 
 
 @_op("quantize_mxfp8", batch_invariant=True, batched=("x",))
-def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to MXFP8 with e4m3 elements.
 
     e = floor(log2(max|x_b|)) - 8; q = round(clamp(x / 2^e, -448, 448)), ties to even
@@ -59,7 +60,7 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @_op("quantize_mxfp4", batch_invariant=True, batched=("x",))
-def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to MXFP4, two elements per byte.
 
     e = floor(log2(max|x_b|)) - 2; q = round(clamp(x / 2^e, -6, 6)), ties to even; a zero keeps
@@ -76,9 +77,7 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @_op("dequantize_mxfp4", sample=False, batched=("packed", "scales"))
-def dequantize_mxfp4(
-    packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize_mxfp4(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the numbers that MXFP4 elements stand for: e2m1 times 2^(scale - 127).
 
     Args:
@@ -90,14 +89,12 @@ def dequantize_mxfp4(
     """
     elements = decode_e2m1(unpack_nibbles(packed), torch.float32)
     blocks = elements.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE))
-    scaled: torch.Tensor = blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)
+    scaled: Tensor = blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)
     return scaled.flatten(-2).to(out_dtype)
 
 
 @_op("quantize_nvfp4", batch_invariant=True, constants=("global_scale",), batched=("x",))
-def quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to NVFP4, two elements per byte.
 
     s_b = e4m3(min(max|x_b| * global_scale / 6, 448)); q = e2m1(x * global_scale / s_b), which
@@ -125,8 +122,8 @@ def quantize_nvfp4(
     "dequantize_nvfp4", sample=False, constants=("global_scale",), tolerance=Tolerance(roundings=2)
 )
 def dequantize_nvfp4(
-    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+    packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """Return the numbers that NVFP4 elements stand for: e2m1 * scale / global_scale.
 
     Args:
@@ -140,11 +137,11 @@ def dequantize_nvfp4(
     wide = global_scale.dtype
     elements = decode_e2m1(unpack_nibbles(packed), wide)
     blocks = elements.unflatten(-1, (scales.shape[-1], NVFP4_BLOCK_SIZE))
-    scaled: torch.Tensor = blocks * (scales.to(wide) / global_scale).unsqueeze(-1)
+    scaled: Tensor = blocks * (scales.to(wide) / global_scale).unsqueeze(-1)
     return scaled.flatten(-2).to(out_dtype)
 
 
-def _scaled(x: torch.Tensor, largest_exponent: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled(x: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
     """Return x / 2^e and the biased e of each block."""
     wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -64,9 +65,9 @@ def _quantize(
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
-    numbers: torch.Tensor,
+    numbers: Tensor,
     peaks: tuple[float, ...],
-    nearest: Callable[[torch.Tensor], torch.Tensor],
+    nearest: Callable[[Tensor], Tensor],
 ) -> Case:
     shape, content = point["shape"], point["numbers"]
     blocks = (*shape[:-1], shape[-1] // _BLOCK, _BLOCK)
@@ -82,10 +83,10 @@ def _blocks(
     blocks: tuple[int, ...],
     dtype: torch.dtype,
     generator: torch.Generator,
-    numbers: torch.Tensor,
+    numbers: Tensor,
     peaks: tuple[float, ...],
-    nearest: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    nearest: Callable[[Tensor], Tensor],
+) -> Tensor:
     choice = torch.tensor(peaks[point["peaks"]], dtype=torch.float64)
     tops = choice[torch.randint(0, len(choice), blocks[:-1], generator=generator)]
     lowest, highest = point["exponents"]
@@ -195,7 +196,7 @@ def _sample(
     num_tokens: int,
     seed: int,
     largest_exponent: int,
-    nearest: Callable[[torch.Tensor], torch.Tensor],
+    nearest: Callable[[Tensor], Tensor],
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
@@ -207,7 +208,7 @@ def _sample(
     return _case(cleared.flatten(-2), f"{num_tokens} tokens")
 
 
-def _case(x: torch.Tensor, label: str = "") -> Case:
+def _case(x: Tensor, label: str = "") -> Case:
     """Return a case whose results are exact: a scale is the exponent of a number."""
     return Case(label, {"x": x}, {"hidden_size": x.shape[-1]}, reduction=0)
 
@@ -242,10 +243,10 @@ def _ordinary(
     blocks: tuple[int, ...],
     codes: tuple[int, int],
     excess: float,
-    global_scale: torch.Tensor,
+    global_scale: Tensor,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return blocks whose peaks bring block scales close to numbers of e4m3."""
     scales = _scales(blocks[:-1], codes, generator)
     near = 0.98 + 0.04 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
@@ -256,7 +257,7 @@ def _ordinary(
 
 def _tied(
     blocks: tuple[int, ...], codes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     """Return blocks of ties, whose block scales are powers of two and the global scale is 1."""
     drawn = _scales(blocks[:-1], codes, generator)
     scales = torch.ldexp(torch.ones_like(drawn), torch.frexp(drawn).exponent - 1)
@@ -265,9 +266,7 @@ def _tied(
     return (with_peaks(rows, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
 
 
-def _scales(
-    shape: tuple[int, ...], codes: tuple[int, int], generator: torch.Generator
-) -> torch.Tensor:
+def _scales(shape: tuple[int, ...], codes: tuple[int, int], generator: torch.Generator) -> Tensor:
     drawn = torch.randint(*codes, shape, generator=generator, dtype=torch.uint8)
     return drawn.view(torch.float8_e4m3fn).double()
 
@@ -311,7 +310,7 @@ def quantize_nvfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
     return _nvfp4_case(x.flatten(-2), global_scale, f"{num_tokens} tokens")
 
 
-def _nvfp4_case(x: torch.Tensor, global_scale: torch.Tensor, label: str = "") -> Case:
+def _nvfp4_case(x: Tensor, global_scale: Tensor, label: str = "") -> Case:
     """Return a case whose results are exact."""
     arguments = {"x": x, "global_scale": global_scale}
     return Case(label, arguments, {"hidden_size": x.shape[-1]}, reduction=0)
@@ -348,7 +347,7 @@ dequantize_nvfp4_cases = CaseSpace(
 """Every pair of codes with block scales from subnormal to the largest."""
 
 
-def _packed(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _packed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return pairs of codes for rows of a shape."""
     pairs = (*shape[:-1], shape[-1] // 2)
     return torch.randint(0, 256, pairs, generator=generator, dtype=torch.uint8)

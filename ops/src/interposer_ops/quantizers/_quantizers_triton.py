@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, E4M3, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -24,39 +25,37 @@ _INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number count
 
 @triton_kernel("quantize_fp8_per_token")
 def quantize_fp8_per_token_triton(
-    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_per_token``."""
     return _quantized_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
 
 
 @triton_kernel("quantize_fp8_blocks")
 def quantize_fp8_blocks_triton(
-    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_blocks``."""
     return _quantized_fp8(x, block_size, out_dtype, None, power_of_two_scales)
 
 
 @triton_kernel("quantize_int8_per_token")
-def quantize_int8_per_token_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_int8_per_token``."""
     return _quantized_int8(x, None)
 
 
 @triton_kernel("quantize_int8_per_token_asymmetric")
-def quantize_int8_per_token_asymmetric_triton(
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token_asymmetric_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``quantize_int8_per_token_asymmetric``."""
     zero_points = torch.empty((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
     return *_quantized_int8(x, zero_points), zero_points
 
 
 def _quantized_fp8(
-    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, scale_limit: float | None,
+    x: Tensor, block_size: int, out_dtype: torch.dtype, scale_limit: float | None,
     power_of_two_scales: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_blocks = -(-x.shape[-1] // max(block_size, 1))
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], num_blocks), dtype=torch.float32, device=x.device)
@@ -67,9 +66,7 @@ def _quantized_fp8(
     return q, scales
 
 
-def _quantized_int8(
-    x: torch.Tensor, zero_points: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized_int8(x: Tensor, zero_points: Tensor | None) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     if x.numel():
@@ -78,7 +75,7 @@ def _quantized_int8(
 
 
 def _launch(
-    x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None,
+    x: Tensor, q: Tensor, scales: Tensor, zero_points: Tensor | None,
     block_size: int, scale_limit: float | None, format_: Fp8Format, power_of_two_scales: bool,
 ) -> None:  # fmt: skip
     rows = as_rows(x)

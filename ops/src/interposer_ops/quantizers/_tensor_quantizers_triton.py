@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import (
     BF16,
@@ -27,9 +28,7 @@ _INT8 = Fp8Format(0, 0, False, 127.0)  # no float, and the kernel knows its rang
 
 
 @triton_kernel("quantize_fp8_static")
-def quantize_fp8_static_triton(
-    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``quantize_fp8_static``."""
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if q.numel():
@@ -38,9 +37,7 @@ def quantize_fp8_static_triton(
 
 
 @triton_kernel("quantize_fp8_dynamic", batch_invariant=False)
-def quantize_fp8_dynamic_triton(
-    x: torch.Tensor, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_dynamic_triton(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_dynamic``.
 
     Programs of a first launch leave the peaks of their shares, of which there is a limited number;
@@ -65,9 +62,7 @@ def quantize_fp8_dynamic_triton(
 
 
 @triton_kernel("quantize_int8_static")
-def quantize_int8_static_triton(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+def quantize_int8_static_triton(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Compute ``quantize_int8_static``."""
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     if q.numel():
@@ -81,8 +76,8 @@ def _most_shares(device: torch.device) -> int:
 
 
 def _quantize(
-    rows: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None,
-    peaks: torch.Tensor | None, format_: Fp8Format,
+    rows: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None,
+    peaks: Tensor | None, format_: Fp8Format,
 ) -> None:  # fmt: skip
     num_rows, width = rows.shape
     tile = row_tile("quantize_tensor", rows.device, width)

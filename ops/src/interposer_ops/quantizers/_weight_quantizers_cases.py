@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
@@ -106,7 +107,7 @@ def _int4_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generato
     return _bounded(Case("", arguments, _sizes(point)), peak(weight) / _LARGEST)
 
 
-def _cleared(weight: torch.Tensor) -> torch.Tensor:
+def _cleared(weight: Tensor) -> Tensor:
     """Return groups with zeros where a quotient or a zero point is near a boundary."""
     wide = weight.double()
     low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
@@ -127,9 +128,7 @@ def _cleared(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, weight, weight.masked_fill(changed, 0.0))
 
 
-def _clear_of_midpoints(
-    peaks: torch.Tensor, largest: float, scale_dtype: torch.dtype
-) -> torch.Tensor:
+def _clear_of_midpoints(peaks: Tensor, largest: float, scale_dtype: torch.dtype) -> Tensor:
     """Return peaks whose scales are powers of two where a small error of a scale changes it."""
     scale = peaks / largest
     near = (scale * (1 - _NEAR)).to(scale_dtype) != (scale * (1 + _NEAR)).to(scale_dtype)
@@ -139,9 +138,7 @@ def _clear_of_midpoints(
     return torch.where(near, largest * power, peaks)
 
 
-def _positive_peaks(
-    groups: torch.Tensor, peaks: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
+def _positive_peaks(groups: Tensor, peaks: Tensor, generator: torch.Generator) -> Tensor:
     """Return groups of which no number but one is as large as the peak, which is positive."""
     place = torch.randint(0, groups.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
     smaller = torch.where(groups.abs() < peaks.unsqueeze(-1), groups, 0.0)

@@ -18,15 +18,12 @@ if TYPE_CHECKING:
         rotary_tables,
     )
 
+# fmt: off
 __all__ = [
-    "ROPE_TYPES",
-    "multimodal_rotary_embedding",
-    "rotary_embedding",
-    "rotary_embedding_interleaved",
-    "rotary_frequencies",
-    "rotary_table",
-    "rotary_tables",
+    "ROPE_TYPES", "multimodal_rotary_embedding", "rotary_embedding",
+    "rotary_embedding_interleaved", "rotary_frequencies", "rotary_table", "rotary_tables",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -18,9 +19,7 @@ _rotation_of_rows = partial(_rotation, batch_invariant=True, batched=("query", "
 
 
 @_rotation_of_rows("rotary_embedding")
-def rotary_embedding(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first R elements of every head by its token's angles, in float32 or wider.
 
     With x = [a, b, rest], a and b of size R/2: y = [a cos - b sin, b cos + a sin, rest].
@@ -39,8 +38,8 @@ def rotary_embedding(
 
 @_rotation_of_rows("rotary_embedding_interleaved")
 def rotary_embedding_interleaved(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rotate neighbours among the first R elements of every head, in float32 or wider.
 
     With x = [a1, b1, a2, b2, ..., rest]: y = [a1 cos1 - b1 sin1, b1 cos1 + a1 sin1, ..., rest], as
@@ -60,13 +59,8 @@ def rotary_embedding_interleaved(
 
 @_rotation("multimodal_rotary_embedding")
 def multimodal_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sections: list[int],
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sections: list[int], interleaved: bool
+) -> tuple[Tensor, Tensor]:
     """Rotate as ``rotary_embedding`` does, each frequency by the angle of one of three positions.
 
     The frequencies go to time, height and width, ``sections`` says how many to each: one after the
@@ -93,8 +87,8 @@ def multimodal_rotary_embedding(
 
 @_op("rotary_tables", tolerance=Tolerance(roundings=6), batched=("positions",))
 def rotary_tables(
-    positions: torch.Tensor, inverse_frequencies: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: Tensor, inverse_frequencies: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angle of every token and frequency, times ``factor``.
 
     angle = position * inverse_frequency, which may be rounded to float32: at an angle of 4096 that
@@ -113,7 +107,7 @@ def rotary_tables(
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotated_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return what the op ``rotary_embedding`` does with one of its arguments."""
     half = cos.shape[-1]
     a, b, rest = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
@@ -121,7 +115,7 @@ def rotated_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
 
-def _rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     turning, rest = x.to(cos.dtype).tensor_split((2 * half,), dim=-1)
     a, b = turning[..., ::2], turning[..., 1::2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -134,17 +135,13 @@ def _are_thirds(sections: list[int]) -> bool:
 
 def _heads(
     point: Point, head_size: int, dtype: torch.dtype, generator: torch.Generator
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return query and key."""
     return [normal((point["tokens"], n, head_size), dtype, generator) for n in point["heads"]]
 
 
 def _rotary_case(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    angles: torch.Tensor,
-    factor: float = 1.0,
-    label: str = "",
+    query: Tensor, key: Tensor, angles: Tensor, factor: float = 1.0, label: str = ""
 ) -> Case:
     """Return the case of tables of ``angles``, ``[..., R / 2]``."""
     largest = factor * max(peak(query), peak(key))
@@ -160,11 +157,7 @@ def _rotary_case(
 
 
 def _multimodal_case(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    sections: list[int],
-    interleaved: bool,
-    generator: torch.Generator,
+    query: Tensor, key: Tensor, sections: list[int], interleaved: bool, generator: torch.Generator
 ) -> Case:
     shape = (3, query.shape[0], sum(sections))
     case = _rotary_case(query, key, uniform(shape, torch.float32, generator, 0, 100))
@@ -211,16 +204,12 @@ def rotary_tables_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
     return _tables_case(positions, frequencies, 1.0, False, f"{num_tokens} tokens")
 
 
-def _frequencies(half: int, theta: float) -> torch.Tensor:
+def _frequencies(half: int, theta: float) -> Tensor:
     return theta ** -(torch.arange(half, dtype=torch.float64) / half)
 
 
 def _tables_case(
-    positions: torch.Tensor,
-    frequencies: torch.Tensor,
-    factor: float,
-    is_exact: bool,
-    label: str = "",
+    positions: Tensor, frequencies: Tensor, factor: float, is_exact: bool, label: str = ""
 ) -> Case:
     largest = float(positions.max()) * float(frequencies.max()) if len(positions) else 0.0
     # An angle that is rounded is off by half a unit of its last place, and so are the tables.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -17,25 +18,25 @@ from interposer_ops._triton.rows import row_tile
 
 @triton_kernel("rotary_embedding")
 def rotary_embedding_triton(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding``."""
     return _rotated(query, key, cos, sin)
 
 
 @triton_kernel("rotary_embedding_interleaved")
 def rotary_embedding_interleaved_triton(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding_interleaved``."""
     return _rotated(query, key, cos, sin, pairs=True)
 
 
 @triton_kernel("multimodal_rotary_embedding")
 def multimodal_rotary_embedding_triton(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
     sections: list[int], interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``multimodal_rotary_embedding``."""
     time, height, width = sections
     layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
@@ -43,9 +44,9 @@ def multimodal_rotary_embedding_triton(
 
 
 def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
     pairs: bool = False, layout: tuple[str, int, int] = ("one", 0, 0),
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return query and key rotated.
 
     Args:

@@ -25,25 +25,14 @@ if TYPE_CHECKING:
     from interposer_ops.sampling._speculative import greedy_verify, rejection_sample
     from interposer_ops.sampling._truncation import temper, truncation_threshold
 
+# fmt: off
 __all__ = [
-    "apply_logit_bias",
-    "apply_penalties",
-    "apply_temperature",
-    "apply_token_bitmask",
-    "greedy_verify",
-    "gumbel_argmax",
-    "gumbel_noise",
-    "logits_softcap",
-    "mask_min_p",
-    "mask_top_k_top_p",
-    "rejection_sample",
-    "sample_tokens",
-    "suppress_tokens_until",
-    "temper",
-    "token_logprobs",
-    "truncation_threshold",
-    "uniform_noise",
+    "apply_logit_bias", "apply_penalties", "apply_temperature", "apply_token_bitmask",
+    "greedy_verify", "gumbel_argmax", "gumbel_noise", "logits_softcap", "mask_min_p",
+    "mask_top_k_top_p", "rejection_sample", "sample_tokens", "suppress_tokens_until", "temper",
+    "token_logprobs", "truncation_threshold", "uniform_noise",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -32,7 +33,7 @@ LOGITS = {"": "random", "tied": "tied", "ruled out": "ruled out"}
 
 def random_logits(
     kind: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows of random numbers, of few numbers that repeat, or mostly of minus infinity."""
     if kind == "tied":
         return torch.randint(-4, 4, shape, generator=generator).to(dtype)
@@ -50,8 +51,8 @@ def num_rows(num_tokens: int) -> int:
 
 
 def clear_rows(
-    draw: Callable[[int], torch.Tensor], is_clear: Callable[[torch.Tensor], torch.Tensor], rows: int
-) -> torch.Tensor:
+    draw: Callable[[int], Tensor], is_clear: Callable[[Tensor], Tensor], rows: int
+) -> Tensor:
     """Return rows that are all clear, drawing again those that are not.
 
     Args:
@@ -67,11 +68,8 @@ def clear_rows(
 
 
 def clearly_truncated(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return what each row keeps, ``[B, V]``, and whether no token is near the edge of it, ``[B]``.
 
     Args:
@@ -84,7 +82,7 @@ def clearly_truncated(
     return kept, (kept == kept_loosely).all(-1)
 
 
-def clearly_won(values: torch.Tensor) -> torch.Tensor:
+def clearly_won(values: Tensor) -> Tensor:
     """Say of each row, ``[B, V]`` float64, whether its largest value stands clear of the others."""
     if values.shape[-1] == 1:
         return torch.ones(len(values), dtype=torch.bool)
@@ -92,14 +90,14 @@ def clearly_won(values: torch.Tensor) -> torch.Tensor:
     return best[:, 0] - best[:, 1] > _MARGIN
 
 
-def _nudged(bound: torch.Tensor | None, change: float) -> torch.Tensor | None:
+def _nudged(bound: Tensor | None, change: float) -> Tensor | None:
     """Return ``bound`` changed where it lies inside (0, 1); 0 and 1 are exact."""
     if bound is None:
         return None
     return torch.where((bound > 0) & (bound < 1), bound + change, bound)
 
 
-def _scaled(ratio: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+def _scaled(ratio: Tensor | None, factor: float) -> Tensor | None:
     """Return ``ratio`` times ``factor`` where it lies inside (0, 1): its logarithm is compared."""
     if ratio is None:
         return None
@@ -145,7 +143,7 @@ def logits_softcap_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
     return _case(logits, 30.0, f"{num_tokens} tokens")
 
 
-def _case(logits: torch.Tensor, cap: float, label: str) -> Case:
+def _case(logits: Tensor, cap: float, label: str) -> Case:
     # Quotient and product are rounded once, and tanh is right to a few units of the last place:
     # in all eight half units of the largest result.
     return Case(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, INT32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -19,39 +20,39 @@ from interposer_ops._triton.rows import as_rows, row_tile
 
 @triton_kernel("apply_penalties")
 def apply_penalties_triton(
-    logits: torch.Tensor, prompt_mask: torch.Tensor, output_counts: torch.Tensor,
-    repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor,
+    repetition: Tensor, presence: Tensor, frequency: Tensor,
+) -> Tensor:  # fmt: skip
     """Compute ``apply_penalties``."""
     of_tokens, of_rows = (prompt_mask, output_counts), (repetition, presence, frequency)
     return each_logit(_penalties, logits, *of_tokens, *of_rows, dtype=torch.float32)
 
 
 @triton_kernel("apply_temperature")
-def apply_temperature_triton(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def apply_temperature_triton(logits: Tensor, temperature: Tensor) -> Tensor:
     """Compute ``apply_temperature``."""
     return each_logit(_tempered, logits, temperature, dtype=torch.float32)
 
 
 @triton_kernel("apply_token_bitmask")
-def apply_token_bitmask_triton(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+def apply_token_bitmask_triton(logits: Tensor, bitmask: Tensor) -> Tensor:
     """Compute ``apply_token_bitmask``."""
     return each_logit(_allowed, logits, bitmask)
 
 
 @triton_kernel("logits_softcap")
-def logits_softcap_triton(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def logits_softcap_triton(logits: Tensor, cap: float) -> Tensor:
     """Compute ``logits_softcap``."""
     return each_logit(_capped, logits, float(cap), tuning="softcap")
 
 
 def each_logit(
     kernel: Any,
-    logits: torch.Tensor,
-    *operands: torch.Tensor | float | None,
+    logits: Tensor,
+    *operands: Tensor | float | None,
     dtype: torch.dtype | None = None,
     tuning: str = "logits",
-) -> torch.Tensor:
+) -> Tensor:
     """Return what ``kernel`` makes of every logit.
 
     It takes logits, operands, the result, the number of rows, the stride of the logits and of each
@@ -65,10 +66,10 @@ def each_logit(
     if y.numel() == 0:
         return y
     rows = as_rows(logits)
-    others = [as_rows(x) if isinstance(x, torch.Tensor) and x.ndim > 1 else x for x in operands]
+    others = [as_rows(x) if isinstance(x, Tensor) and x.ndim > 1 else x for x in operands]
     num_rows, vocab_size = rows.shape
     tile = row_tile(tuning, y.device, vocab_size)
-    strides = [x.stride(0) for x in others if isinstance(x, torch.Tensor) and x.ndim > 1]
+    strides = [x.stride(0) for x in others if isinstance(x, Tensor) and x.ndim > 1]
     kernel[(tile.row_blocks(num_rows), tile.column_blocks(vocab_size))](
         rows, *others, y, num_rows, rows.stride(0), *strides, VOCAB_SIZE=vocab_size, **tile.options
     )
@@ -76,9 +77,7 @@ def each_logit(
 
 
 @triton_kernel("apply_logit_bias")
-def apply_logit_bias_triton(
-    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
+def apply_logit_bias_triton(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     """Compute ``apply_logit_bias``: a copy, of which the listed tokens are changed."""
     y = logits.clone(memory_format=torch.contiguous_format)
     _change_listed(y, token_ids, as_rows(values), None, None)
@@ -87,8 +86,8 @@ def apply_logit_bias_triton(
 
 @triton_kernel("suppress_tokens_until")
 def suppress_tokens_until_triton(
-    logits: torch.Tensor, steps: torch.Tensor, min_tokens: torch.Tensor, stop_ids: torch.Tensor
-) -> torch.Tensor:
+    logits: Tensor, steps: Tensor, min_tokens: Tensor, stop_ids: Tensor
+) -> Tensor:
     """Compute ``suppress_tokens_until``: a copy, of which the listed tokens are changed."""
     y = logits.clone(memory_format=torch.contiguous_format)
     _change_listed(y, stop_ids, None, steps, min_tokens)
@@ -96,8 +95,8 @@ def suppress_tokens_until_triton(
 
 
 def _change_listed(
-    y: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor | None,
-    steps: torch.Tensor | None, min_tokens: torch.Tensor | None,
+    y: Tensor, token_ids: Tensor, values: Tensor | None,
+    steps: Tensor | None, min_tokens: Tensor | None,
 ) -> None:  # fmt: skip
     """Add ``values`` to the listed tokens, or rule them out where ``steps`` are too few."""
     if y.numel() == 0 or token_ids.numel() == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim
 from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
@@ -19,8 +20,8 @@ from interposer_ops.sampling._noise_triton import natural_log
 
 @triton_kernel("token_logprobs", dims={"num_top": Dim(at_most=64)})
 def token_logprobs_triton(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``token_logprobs``; the likeliest of a row are among those of its parts."""
     num_rows, vocab_size = logits.shape
     device, wide = logits.device, torch.float32

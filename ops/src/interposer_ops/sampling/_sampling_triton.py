@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -19,8 +20,8 @@ from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
 
 @triton_kernel("gumbel_argmax")
 def gumbel_argmax_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
-) -> torch.Tensor:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
+) -> Tensor:
     """Compute ``gumbel_argmax``; each part of a row is tempered from its own largest logit."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     _draw(logits, temperature, None, None, None, seeds, steps, tokens, None)
@@ -29,10 +30,10 @@ def gumbel_argmax_triton(
 
 @triton_kernel("sample_tokens")
 def sample_tokens_triton(
-    logits: torch.Tensor, temperature: torch.Tensor | None, top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None, min_p: torch.Tensor | None, seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None,
+    top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor,
+    steps: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``sample_tokens``; one more launch finds what top-k, top-p and min-p keep."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -41,9 +42,9 @@ def sample_tokens_triton(
 
 
 def _draw(
-    logits: torch.Tensor, temperature: torch.Tensor | None, top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None, min_p: torch.Tensor | None, seeds: torch.Tensor,
-    steps: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor | None,
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None,
+    top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor,
+    steps: Tensor, tokens: Tensor, logprobs: Tensor | None,
 ) -> None:  # fmt: skip
     if logits.numel() == 0:
         return

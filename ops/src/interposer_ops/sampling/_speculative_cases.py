@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.sampling._logits_cases import clearly_won, num_rows
@@ -129,7 +130,7 @@ def rejection_sample_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
     return _clear_case(shape, "all", kind, "dense", dtype, generator, label)
 
 
-def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> torch.Tensor:
+def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> Tensor:
     match kind:
         case "all":
             return torch.full((rows,), drafts)
@@ -138,17 +139,13 @@ def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> to
     return torch.randint(drafts + 1, (rows,), generator=generator)
 
 
-def _guessed(
-    best: torch.Tensor, quality: float, vocab_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def _guessed(best: Tensor, quality: float, vocab_size: int, generator: torch.Generator) -> Tensor:
     """Return ``best`` with a share of ``quality`` left as it is, and other tokens elsewhere."""
     right = torch.rand(best.shape, generator=generator) < quality
     return torch.where(right, best, (best + 1) % vocab_size)
 
 
-def _greedy_case(
-    drafted: torch.Tensor, logits: torch.Tensor, num_draft: torch.Tensor, label: str = ""
-) -> Case:
+def _greedy_case(drafted: Tensor, logits: Tensor, num_draft: Tensor, label: str = "") -> Case:
     unread = torch.arange(drafted.shape[1]) >= num_draft[:, None]
     arguments = {
         "draft_tokens": drafted.masked_fill(unread, _NOWHERE),
@@ -190,9 +187,7 @@ def _clear_case(
     return Case(label, arguments, dims, reduction=0)
 
 
-def _clear_row(
-    draw: Callable[[torch.Tensor], dict[str, Any]], num_draft: torch.Tensor
-) -> dict[str, Any]:
+def _clear_row(draw: Callable[[Tensor], dict[str, Any]], num_draft: Tensor) -> dict[str, Any]:
     while True:
         row = draw(num_draft)
         if _is_clear(**row):
@@ -205,7 +200,7 @@ def _row(
     target_kind: str,
     dtype: torch.dtype,
     generator: torch.Generator,
-    num_draft: torch.Tensor,
+    num_draft: Tensor,
 ) -> dict[str, Any]:
     rows = len(num_draft)
     drafts, vocab_size = shape
@@ -241,12 +236,12 @@ def _row(
 
 
 def _is_clear(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    num_draft: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
 ) -> bool:
     """Say whether small errors change no acceptance and no draw of one row that may count."""
     target = target_probs[0].double()

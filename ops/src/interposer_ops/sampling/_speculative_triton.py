@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -26,8 +27,8 @@ from interposer_ops.sampling._noise_triton import (
 
 @triton_kernel("greedy_verify")
 def greedy_verify_triton(
-    draft_tokens: torch.Tensor, target_logits: torch.Tensor, num_draft: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``greedy_verify``; places behind a row's drafts and one more are not read."""
     device = target_logits.device
     batch_size, places, vocab_size = target_logits.shape
@@ -57,9 +58,9 @@ def greedy_verify_triton(
 
 @triton_kernel("rejection_sample")
 def rejection_sample_triton(
-    draft_tokens: torch.Tensor, draft_probs: torch.Tensor | None, target_probs: torch.Tensor,
-    num_draft: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+    num_draft: Tensor, seeds: Tensor, steps: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``rejection_sample``; of each row, only the one place that is drawn at is read."""
     device = target_probs.device
     batch_size, places, vocab_size = target_probs.shape
@@ -91,7 +92,7 @@ def rejection_sample_triton(
     return tokens, accepted
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     """Return ``x`` with the elements of a row side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

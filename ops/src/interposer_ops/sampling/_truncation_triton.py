@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.build import FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
@@ -34,29 +35,24 @@ class Limits(NamedTuple):
         farthest: ``[B]`` int64, the largest ``distance_bits`` that is kept.
     """
 
-    peaks: torch.Tensor
-    farthest: torch.Tensor
+    peaks: Tensor
+    farthest: Tensor
 
 
 @triton_kernel("mask_top_k_top_p")
-def mask_top_k_top_p_triton(
-    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
+def mask_top_k_top_p_triton(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Compute ``mask_top_k_top_p``."""
     return _cut(logits, top_k, top_p, None)
 
 
 @triton_kernel("mask_min_p")
-def mask_min_p_triton(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def mask_min_p_triton(logits: Tensor, min_p: Tensor) -> Tensor:
     """Compute ``mask_min_p``."""
     return _cut(logits, None, None, min_p)
 
 
 def limits_of(
-    rows: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
+    rows: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None
 ) -> Limits:
     """Return what top-k and top-p keep of each row, divided by its temperature before.
 
@@ -79,11 +75,8 @@ def limits_of(
 
 
 def _cut(
-    logits: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-) -> torch.Tensor:
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
     if logits.numel() == 0:
         return logits.new_empty(logits.shape)
     limits = limits_of(as_rows(logits), None, top_k, top_p)
