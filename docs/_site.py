@@ -12,6 +12,7 @@ exist, are warnings, which a strict build does not accept.
 from __future__ import annotations
 
 import ast
+import difflib
 import logging
 import os
 import posixpath
@@ -104,21 +105,54 @@ def api_modules() -> Iterator[Module]:
 
 
 def public_names() -> str:
-    """Return every public name of every distribution by its dotted path, one a line."""
-    modules = [
-        (module.name, *(f"{module.name}.{n}" for n in module.members)) for module in api_modules()
-    ]
-    return "".join(f"{name}\n" for name in sorted({name for names in modules for name in names}))
+    """Return every public name by its dotted path, a line each, with its signature.
+
+    Members of a class stand below it, indented.
+    """
+    loader, modules = _loaded()
+    lines = []
+    for module in modules:
+        package = loader.modules_collection[module.name]
+        lines.append(module.name)
+        for name in module.members:
+            member: Any = package.members[name]
+            target = member.final_target if member.is_alias else member
+            lines.append(f"{module.name}.{_signature(name, target)}")
+            if target.is_class:
+                lines += [f"    {line}" for line in _members(target)]
+    return "".join(f"{line}\n" for line in lines)
 
 
-def missing_docstrings() -> list[str]:
-    """Return every public name, method and property without a docstring, by its public path."""
+def _members(target: Any) -> Iterator[str]:
+    """Yield the public members of a class by name, and its constructor first."""
+    for name, member in sorted(target.members.items()):
+        if not member.is_alias and (name == "__init__" or not name.startswith("_")):
+            yield _signature(name, member)
+
+
+def _signature(name: str, target: Any) -> str:
+    if target.is_function:
+        return str(target.signature()).replace(target.name, name, 1)
+    if target.is_class:
+        bases = ", ".join(str(base) for base in target.bases)
+        return f"{name}({bases})" if bases else name
+    annotation = getattr(target, "annotation", None)
+    return f"{name}: {annotation}" if annotation else name
+
+
+def _loaded() -> tuple[griffe.GriffeLoader, list[Module]]:
     reading = griffe.load_extensions(str(Path(__file__).with_name("_reading.py")))
     loader = griffe.GriffeLoader(extensions=reading, search_paths=sources(), allow_inspection=False)
     modules = list(api_modules())
     for top in dict.fromkeys(module.top for module in modules):
         loader.load(top)
     loader.resolve_aliases(implicit=True, external=False)
+    return loader, modules
+
+
+def missing_docstrings() -> list[str]:
+    """Return every public name, method and property without a docstring, by its public path."""
+    loader, modules = _loaded()
     found = []
     for module in modules:
         package = loader.modules_collection[module.name]
@@ -256,10 +290,9 @@ def main() -> None:
     if "--check" not in sys.argv:
         NAMES.write_text(public_names(), encoding="utf-8")
         return
-    kept, found = (set(text.split()) for text in (NAMES.read_text("utf-8"), public_names()))
+    kept, found = NAMES.read_text("utf-8"), public_names()
     if kept != found:
-        changes = [f"- {name}" for name in sorted(kept - found)]
-        changes += [f"+ {name}" for name in sorted(found - kept)]
+        changes = difflib.unified_diff(kept.splitlines(), found.splitlines(), "kept", "found", n=0)
         sys.exit("\n".join([*changes, "Public names changed. Try: python docs/_site.py"]))
 
 
