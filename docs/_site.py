@@ -1,5 +1,9 @@
 """Hooks of mkdocs: pages that are made, not written, and links that leave the folder of the docs.
 
+    python docs/_site.py [--check]
+
+writes public-names.txt, the snapshot of every public name, or compares it with the code.
+
 Made are the API reference of every public module, the list of ops, the page of Triton targets and
 one page for each README. A public name without a docstring, and a link to a file that does not
 exist, are warnings, which a strict build does not accept.
@@ -8,6 +12,7 @@ exist, are warnings, which a strict build does not accept.
 from __future__ import annotations
 
 import ast
+import difflib
 import logging
 import os
 import posixpath
@@ -25,7 +30,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-__all__ = ["api_modules", "missing_docstrings", "on_config", "on_files", "on_page_markdown"]
+__all__ = [
+    "api_modules",
+    "missing_docstrings",
+    "on_config",
+    "on_files",
+    "on_page_markdown",
+    "public_names",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = logging.getLogger("mkdocs.hooks.site")
@@ -38,6 +50,8 @@ This build has no table. `make triton-targets` compiles every Triton kernel for 
 that it takes and writes the table; it needs the package triton and about an hour. The next
 `make docs` shows it here. The slow tests compile the same and hold that nothing spills.
 """
+
+NAMES = Path(__file__).with_name("public-names.txt")
 
 # A block of code, a link, or a span of code, whichever begins first.
 MARKS = re.compile(
@@ -90,14 +104,55 @@ def api_modules() -> Iterator[Module]:
                 yield Module(name, exported(file), file.name == "__init__.py")
 
 
-def missing_docstrings() -> list[str]:
-    """Return every public name, method and property without a docstring, by its public path."""
+def public_names() -> str:
+    """Return every public name by its dotted path, a line each, with its signature.
+
+    Members of a class stand below it, indented.
+    """
+    loader, modules = _loaded()
+    lines = []
+    for module in modules:
+        package = loader.modules_collection[module.name]
+        lines.append(module.name)
+        for name in module.members:
+            member: Any = package.members[name]
+            target = member.final_target if member.is_alias else member
+            lines.append(f"{module.name}.{_signature(name, target)}")
+            if target.is_class:
+                lines += [f"    {line}" for line in _members(target)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _members(target: Any) -> Iterator[str]:
+    """Yield the public members of a class by name, and its constructor first."""
+    for name, member in sorted(target.members.items()):
+        if not member.is_alias and (name == "__init__" or not name.startswith("_")):
+            yield _signature(name, member)
+
+
+def _signature(name: str, target: Any) -> str:
+    if target.is_function:
+        return str(target.signature()).replace(target.name, name, 1)
+    if target.is_class:
+        bases = ", ".join(str(base) for base in target.bases)
+        return f"{name}({bases})" if bases else name
+    annotation = getattr(target, "annotation", None)
+    return f"{name}: {annotation}" if annotation else name
+
+
+def _loaded() -> tuple[griffe.GriffeLoader, list[Module]]:
     reading = griffe.load_extensions(str(Path(__file__).with_name("_reading.py")))
     loader = griffe.GriffeLoader(extensions=reading, search_paths=sources(), allow_inspection=False)
     modules = list(api_modules())
     for top in dict.fromkeys(module.top for module in modules):
         loader.load(top)
     loader.resolve_aliases(implicit=True, external=False)
+    return loader, modules
+
+
+def missing_docstrings() -> list[str]:
+    """Return every public name, method and property without a docstring, by its public path."""
+    loader, modules = _loaded()
     found = []
     for module in modules:
         package = loader.modules_collection[module.name]
@@ -228,3 +283,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({relative}{hash_}{heading})"
 
     return MARKS.sub(lead, markdown)
+
+
+def main() -> None:
+    """Write the snapshot of public names, or compare it with the code."""
+    if "--check" not in sys.argv:
+        NAMES.write_text(public_names(), encoding="utf-8")
+        return
+    kept, found = NAMES.read_text("utf-8"), public_names()
+    if kept != found:
+        changes = difflib.unified_diff(kept.splitlines(), found.splitlines(), "kept", "found", n=0)
+        sys.exit("\n".join([*changes, "Public names changed. Try: python docs/_site.py"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,11 @@ The blocks of one page run in order, in one folder that looks like the root of t
 with ``$``, except those that install or run make, which are checked instead. What such a block
 shows below its commands, and a ``text`` block, must be what was printed; ``...`` stands for
 anything. ``toml`` and ``json`` must parse. ``<!-- test: expect-error -->`` before a block says that
-it fails; what it prints is compared all the same.
+it fails; what it prints is compared all the same. ``<!-- file: PATH -->`` before a block says that
+it is the content of a file, which is written instead.
+
+``python -m venv`` makes an environment with all that is installed here, and ``pip install`` of a
+wheel that lies there installs it into that environment, without its requirements.
 
 ``python`` blocks and the command ``interposer`` run in forks of a process that has imported torch:
 there are more than a hundred of them, and importing it takes seconds each time.
@@ -29,7 +33,7 @@ import sys
 import tempfile
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +45,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 EXPECT_ERROR = "<!-- test: expect-error -->"
+FILE = re.compile(r"<!-- file: (\S+) -->")
 TIMEOUT_SECONDS = 300
 
 # Runs the python blocks of one page: reads a block a line, answers with its output and failure.
@@ -83,6 +88,7 @@ class Block:
     language: str
     source: str
     expects_error: bool
+    file: str = ""
 
     @property
     def id(self) -> str:
@@ -94,9 +100,11 @@ def read_blocks(page: Path) -> list[Block]:
     blocks = []
     for before, token in pairwise([tokens[0], *tokens] if tokens else []):
         if token.type in {"fence", "code_block"}:
-            expects_error = before.type == "html_block" and before.content.strip() == EXPECT_ERROR
+            mark = before.content.strip() if before.type == "html_block" else ""
+            file = found[1] if (found := FILE.fullmatch(mark)) else ""
             line = token.map[0] + 1 if token.map else 0
-            blocks.append(Block(page, line, token.info.strip(), token.content, expects_error))
+            language, source = token.info.strip(), token.content
+            blocks.append(Block(page, line, language, source, mark == EXPECT_ERROR, file))
     return blocks
 
 
@@ -173,7 +181,18 @@ class Sandbox:
         if block.language not in runners:
             known = ", ".join(runners)
             raise PageError(f"language {block.language!r} is none of {known}")
-        runners[block.language](block)
+        if block.file:
+            self.write(block)
+        else:
+            runners[block.language](block)
+
+    def write(self, block: Block) -> None:
+        path = self.folder / block.file
+        inside = path.resolve().is_relative_to(self.folder.resolve())
+        if not inside or path.is_symlink():
+            raise PageError(f"{block.file} lies outside of the folder of the page")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.source, encoding="utf-8")
 
     def run_python(self, block: Block) -> None:
         if self.interpreter is None:
@@ -271,12 +290,18 @@ def stand_in(command: str) -> str:
         case ["make", *targets]:
             known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             unknown = [word for word in targets if not word.startswith("-") and word not in known]
+        case [python, "-m", "pip", "install", *rest] if wheels(rest):
+            options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+            own = [sys.executable, "-m", "pip", "--python", python, "install", *options]
+            unknown = list(unknown_requirements(set(rest) - set(wheels(rest))))
+            if not unknown:
+                return " ".join([shlex.join(own), *wheels(rest)])
         case ["pip", "install", *rest] | [_, "-m", "pip", "install", *rest]:
             unknown = list(unknown_requirements(rest))
         case ["git", "clone", address]:
             return f"ln -s . {Path(address).stem}"
         case [_, "-m", "venv", folder]:
-            return f"ln -s {sys.prefix} {folder}"
+            return shlex.join([sys.executable, str(FORKED / "environment.py"), folder])
         case _:
             return command
     if unknown:
@@ -284,7 +309,12 @@ def stand_in(command: str) -> str:
     return ""
 
 
-def unknown_requirements(words: list[str]) -> Iterator[str]:
+def wheels(words: Iterable[str]) -> list[str]:
+    """Return the wheels after ``pip install``; a name may have wildcards."""
+    return [word for word in words if word.endswith(".whl")]
+
+
+def unknown_requirements(words: Iterable[str]) -> Iterator[str]:
     """Yield the files and distributions after ``pip install`` that do not exist."""
     files = {"-c", "--constraint", "-r", "--requirement"}
     for before, word in pairwise(["", *words]):
@@ -373,6 +403,9 @@ FAILING = {
     f"{EXPECT_ERROR}\n```python\n```": "an error is expected",
     f"{EXPECT_ERROR}\n```rust\n```": "language 'rust' is none of",
     f"{EXPECT_ERROR}\n```console\n$ echo a; false\nb\n```": "printed:\na",
+    "<!-- file: docs/a.py -->\n```python\n```": "docs/a.py lies outside",
+    "<!-- file: ../a.py -->\n```python\n```": "../a.py lies outside",
+    "```console\n$ python -m pip install a.whl nonsense\n```": "unknown: nonsense",
 }
 
 PASSING = [
@@ -389,6 +422,8 @@ PASSING = [
     "```console\n$ echo a \\\n  b\na b\n```",
     "```console\n$ pip install -c constraints.txt -e ./core 'torch>=2' --group dev\n```",
     '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```',
+    "<!-- file: new/a.py -->\n```python\nprint(1)\n```\n\n```console\n$ python new/a.py\n1\n```",
+    "```console\n$ python -m venv new\n$ new/bin/python -c 'import torch'\n```",
 ]
 
 

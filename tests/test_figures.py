@@ -16,7 +16,7 @@ def draw(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", ["benchmarks/plot_results.py"])
+@pytest.mark.parametrize("script", ["benchmarks/plot_results.py", "docs/figures/diagrams.py"])
 def test_figures_are_what_their_script_draws(script: str) -> None:
     done = draw(script, "--check")
     assert done.returncode == 0, done.stderr

@@ -28,10 +28,10 @@ def test_the_page_has_every_op_with_schema_summary_result_and_cases(page: str) -
     names = {
         facts["name"] for facts in json.loads(ops("--from", "interposer-ops", "--json").stdout)
     }
-    sections = dict(
-        (section.partition("\n")[0].strip("` "), section)
+    sections = {
+        section.partition("\n")[0].strip("` "): section
         for section in re.split("^### ", page, flags=re.MULTILINE)[1:]
-    )
+    }
     assert names
     assert set(sections) == names
     assert page.startswith(f"# Ops\n\n{len(names)} ops are defined, with ")

@@ -12,6 +12,7 @@ from torch import nn
 from interposer import ExpertsSpec, Kernel, Site, current_registry, place
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.embedding import embedding
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.decoder_block import DecoderBlock
@@ -20,7 +21,7 @@ from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
-from interposer_ops.linear import embedding, linear
+from interposer_ops.linear import linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_ops.rotary import rotary_embedding, rotary_table
 from interposer_testing import layer_trials

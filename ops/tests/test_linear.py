@@ -5,13 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.linear import (
-    batched_linear,
-    embedding,
-    grouped_linear,
-    linear,
-    vocab_parallel_embedding,
-)
+from interposer_ops.embedding import embedding, vocab_parallel_embedding
+from interposer_ops.linear import batched_linear, grouped_linear, linear
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:

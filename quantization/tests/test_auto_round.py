@@ -1,4 +1,4 @@
-"""Checkpoints of auto-round: what is held of them, and what the model computes with it.
+"""Checkpoints of auto-round: constants of layers, and results of the model.
 
 ``auto_round_checkpoints`` holds what auto-round 0.16 wrote of a small model, and the weights that
 it quantized; ``write.py`` there says how. Words are taken apart here once more.

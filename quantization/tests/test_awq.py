@@ -47,7 +47,7 @@ def packed(codes: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight ``[O, I]`` rounded to the nearest code, what is stored of it, what that means."""
+    """A weight ``[O, I]`` rounded to nearest: its stored tensors, and their numbers."""
 
     def __init__(self, weight: torch.Tensor, group_size: int, zero_point: bool = True) -> None:
         size = weight.shape[1] if group_size == -1 else group_size
@@ -362,12 +362,12 @@ WRITTEN: list[dict[str, Any]] = [
 
 def test_settings_of_transformers_are_read() -> None:
     written = json.loads(json.dumps(AwqConfig(group_size=-1).to_dict()))
-    assert str(Settings.parse(written).weights("a.b")) == "4 bits per output, asymmetric"
+    assert str(Settings.parse(written).stored("a.b")) == "4 bits per output, asymmetric"
 
 
 @pytest.mark.parametrize("config", WRITTEN)
 def test_settings_of_writers_are_read(config: dict[str, Any]) -> None:
-    weights = Settings.parse(config).weights("model.layers.0.mlp.down_proj")
+    weights = Settings.parse(config).stored("model.layers.0.mlp.down_proj")
     assert weights is not None
     assert (weights.inputs_per_scale, weights.symmetric) == (16, False)
 

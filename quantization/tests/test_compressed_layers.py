@@ -1,4 +1,4 @@
-"""Layers of compressed-tensors: what the suite finds in them, how they fuse, what they refuse."""
+"""Layers of compressed-tensors: the suite's checks, fused layers, refusals."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ ROUNDED: dict[str, tuple[Arguments, Arguments, str]] = {
 
 
 def blocks_of(weight: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a view of the weight whose last dimension holds what shares a scale."""
+    """Return a view of the weight; one scale holds for its last dimension."""
     if args.strategy == "tensor":
         return weight.reshape(1, -1)
     if args.strategy == "block":
@@ -270,7 +270,7 @@ def write_quantized(
 
 
 def transformers_logits(path: Path) -> torch.Tensor:
-    """Return what transformers computes, whose linear layers the library decompresses."""
+    """Return the results of transformers with layers that the library decompresses."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         return model(torch.tensor([TOKENS])).logits[0]  # type: ignore[no-any-return]
@@ -433,7 +433,7 @@ def test_inputs_are_rounded_no_worse_than_by_the_library(
 
 @pytest.mark.parametrize("kind", ["int4, inputs int8", "packed int4, inputs int8"])
 def test_four_bits_by_eight_are_an_op_of_both(kind: str, tmp_path: Path) -> None:
-    """What the library computes with the same scales of inputs is the same."""
+    """The library computes the same with the same scales of inputs."""
     weights, inputs, storage = ROUNDED[kind]
     path = write_quantized(tmp_path, {"Linear": weights}, ["lm_head"], storage, inputs=inputs)
     names = {choice["name"] for choice in explain(load(path, dtype="float32")).to_dict()["choices"]}

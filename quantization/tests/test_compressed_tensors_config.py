@@ -1,4 +1,4 @@
-"""What is read of a quantization_config means what the library means by it; the rest is refused."""
+"""Fields of a quantization_config mean what the library means by them, or are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(
 
 
 def preset(name: str, form: str) -> dict[str, Any]:
-    """Return what the library writes for a scheme that it has a name for."""
+    """Return the library's config of a scheme by its name."""
     scheme = preset_name_to_scheme(name, ["Linear"])
     inputs = scheme.input_activations
     arguments = [args and args.model_dump(exclude_none=True) for args in (scheme.weights, inputs)]

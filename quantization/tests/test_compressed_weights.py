@@ -1,4 +1,4 @@
-"""Weights that the compressed-tensors library compresses mean what it decompresses, in any size."""
+"""Compressed weights mean what the compressed-tensors library decompresses, in any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit floats: what is held of them, and what the model computes with it.
+"""Checkpoints of 8-bit floats: constants of layers, and results of the model.
 
 Those with blocks are quantized by transformers' own code, which runs without an accelerator; the
 model that it would build of them does not. The others follow the published formats.
@@ -80,14 +80,14 @@ def per_tensor(layer: str, weight: torch.Tensor) -> Tensors:
 
 
 def per_tensor_dynamic(layer: str, weight: torch.Tensor) -> Tensors:
-    """Return what AutoFP8 stores where inputs are scaled on the way, as arrays of one number."""
+    """Return the tensors of AutoFP8 with dynamic scales of inputs, as arrays of one number."""
     stored = per_tensor(layer, weight)
     scale = stored[f"{layer}.weight_scale"].reshape(1)
     return {f"{layer}.weight": stored[f"{layer}.weight"], f"{layer}.weight_scale": scale}
 
 
 def per_tensor_of_transformers(layer: str, weight: torch.Tensor) -> Tensors:
-    """Return what transformers stores, with scales of inputs of which the largest saturate."""
+    """Return the tensors of transformers, with scales of inputs that saturate the largest."""
     stored = per_tensor(layer, weight)
     return {
         f"{layer}.weight": stored[f"{layer}.weight"],

@@ -38,7 +38,7 @@ LLAMA_405B = {
 
 
 def of_transformers(config: Any) -> dict[str, Any]:
-    """Return what transformers writes to config.json, whose arrays are lists."""
+    """Return the config.json of transformers, with lists for arrays."""
     written = {**config.to_dict(), "quant_method": str(config.to_dict()["quant_method"].value)}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in written.items()}
 

@@ -1,4 +1,4 @@
-"""Layers of 8-bit floats: what the suite finds in them, and how they fuse others."""
+"""Layers of 8-bit floats: the suite's checks, and fused layers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def packed(rows: np.ndarray[Any, Any], bits: int) -> torch.Tensor:
 
 
 class Quantized:
-    """A weight ``[O, I]`` rounded to the nearest code, what is stored of it, what that means."""
+    """A weight ``[O, I]`` rounded to nearest: its stored tensors, and their numbers."""
 
     def __init__(self, weight: torch.Tensor, config: dict[str, Any], seed: int = 0) -> None:
         bits, inputs = config["bits"], weight.shape[1]
@@ -97,7 +97,7 @@ def write(path: Path, config: dict[str, Any], plain: Path | None = None) -> Path
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
     for name, tensor in tensors.items():
         layer = name.removesuffix(".weight")
-        how = scheme.weights(layer) if layer.endswith(("_proj", "lm_head")) else None
+        how = scheme.stored(layer) if layer.endswith(("_proj", "lm_head")) else None
         if how is None:
             stored[name] = meant[name] = tensor
             continue
@@ -201,7 +201,7 @@ def test_zero_points_of_zero_borrow_from_the_next(bits: int, one: int) -> None:
 
 
 def bound_of(expected: torch.Tensor) -> float:
-    """Return how far logits may lie apart that two orders of the same float32 sums gave.
+    """Return the tolerance of logits that were summed in float32 in two orders.
 
     Both models multiply by the same float32 weights. The rounding errors of a sum of n terms, a
     product and an addition each, are independent: their deviation is sqrt(2 n) u of the magnitude.
@@ -621,14 +621,13 @@ WRITTEN: list[dict[str, Any]] = [
 def test_settings_of_transformers_are_read() -> None:
     written = json.loads(json.dumps(GPTQConfig(bits=8, group_size=-1).to_dict()))
     assert (
-        str(Settings.parse(written).weights("a.b"))
-        == "8 bits per output, symmetric, desc_act false"
+        str(Settings.parse(written).stored("a.b")) == "8 bits per output, symmetric, desc_act false"
     )
 
 
 @pytest.mark.parametrize("config", WRITTEN)
 def test_settings_of_writers_are_read(config: dict[str, Any]) -> None:
-    weights = Settings.parse(config).weights("model.layers.0.mlp.down_proj")
+    weights = Settings.parse(config).stored("model.layers.0.mlp.down_proj")
     assert weights is not None
     assert (weights.bits, weights.inputs_per_scale, weights.less_one) == (4, 16, True)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of ModelOpt: what is held of them, and what the model computes with it.
+"""Checkpoints of ModelOpt: constants of layers, and results of the model.
 
 ``modelopt_checkpoints`` holds what ModelOpt 0.47 wrote of a small model, and what its layers
 computed before it was written; ``write.py`` there says how. Weights are dequantized here once more,
@@ -194,7 +194,7 @@ def test_layers_compute_what_modelopt_computes(kind: str, tmp_path: Path) -> Non
 
 
 def test_inputs_are_multiplied_before_they_are_rounded(tmp_path: Path) -> None:
-    """Where the library did not fold the numbers into the layer before: of GQA in ``o_proj``."""
+    """The library does not always fold the numbers into the layer before: of GQA in ``o_proj``."""
     for kind in ("w4a16-awq", "nvfp4-awq"):
         (tmp_path / kind).mkdir()
         (output,) = (
@@ -279,7 +279,7 @@ class Recorded(torch.nn.Module):
 
 
 def attended(kind: str, path: Path) -> torch.Tensor:
-    """Return what attention makes of the projections that the library recorded ``[T, N D]``."""
+    """Return attention over projections that the library recorded, ``[T, N D]``."""
     # One call for all of a block would not come by the projections that are put in their place.
     parts = Config(layers={"decoder_block": "standard", "self_attention": "standard"})
     lm = load(copied(kind, path), dtype="float32", config=parts)

@@ -1,4 +1,4 @@
-"""What ModelOpt says about a checkpoint means what it means there; the rest is refused."""
+"""ModelOpt's fields mean what they mean there, or are refused."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_quantization._fp8.linear import Fp8TensorLinear
-from interposer_quantization._modelopt.blocks import MxFp8Linear, NvFp4Linear
-from interposer_quantization._modelopt.channels import Fp8ChannelLinear
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._compressed_tensors.mx_linear import Mxfp8Linear
+from interposer_quantization._compressed_tensors.nvfp4_linear import (
+    Nvfp4Linear,
+    Nvfp4WeightLinear,
+)
+from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._modelopt.config import Settings, Stored
 from interposer_quantization._modelopt.input_scale import ScaledInputLinear
 from interposer_quantization._modelopt.scheme import ModelOpt
-from interposer_quantization._modelopt.weights import (
-    Fp8BlockWeightLinear,
-    Int8WeightLinear,
-    NvFp4WeightLinear,
-)
+from interposer_quantization._modelopt.weights import Int8WeightLinear
 
 PLACE = "model.layers.3.self_attn"
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -45,13 +45,13 @@ def group(numbers: dict[str, Any], *targets: str) -> dict[str, Any]:
     ("algorithm", "method"),
     [
         ({"quant_algo": "FP8"}, Fp8TensorLinear),
-        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, Fp8ChannelLinear),
-        (NVFP4, NvFp4Linear),
-        ({"quant_algo": "MXFP8", "group_size": 32}, MxFp8Linear),
-        ({"quant_algo": "fp8_pb_wo"}, Fp8BlockWeightLinear),
-        ({"quant_algo": "FP8_PB_WO"}, Fp8BlockWeightLinear),
+        ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, Fp8RowLinear),
+        (NVFP4, Nvfp4Linear),
+        ({"quant_algo": "MXFP8", "group_size": 32}, Mxfp8Linear),
+        ({"quant_algo": "fp8_pb_wo"}, Fp8WeightLinear),
+        ({"quant_algo": "FP8_PB_WO"}, Fp8WeightLinear),
         ({"quant_algo": "W8A16"}, Int8WeightLinear),
-        ({"quant_algo": "W4A16_NVFP4", "group_size": 16}, NvFp4WeightLinear),
+        ({"quant_algo": "W4A16_NVFP4", "group_size": 16}, Nvfp4WeightLinear),
         (AWQ, ScaledInputLinear),
         ({"quant_algo": "NVFP4_AWQ", "pre_quant_scale": True}, ScaledInputLinear),
     ],
@@ -98,7 +98,7 @@ def test_layers_of_a_mixture_are_those_that_are_listed() -> None:
     for settings in (of_file(**mixed), of_config(**mixed, config_groups=groups)):
         scheme = ModelOpt.parse(settings)
         assert type(scheme.linear_method(f"{PLACE}.qkv_proj", QKV)) is Fp8TensorLinear
-        assert type(scheme.linear_method(f"{PLACE}.o_proj", ("o_proj",))) is NvFp4Linear
+        assert type(scheme.linear_method(f"{PLACE}.o_proj", ("o_proj",))) is Nvfp4Linear
         assert scheme.linear_method("model.layers.3.mlp.down_proj", ("down_proj",)) is None
     del layers[f"{PLACE}.k_proj"]
     with pytest.raises(ConfigError, match=f"{PLACE}.k_proj: not quantized"):

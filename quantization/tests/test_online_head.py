@@ -1,4 +1,4 @@
-"""Heads, and the tables that they share, that become integers while a model loads."""
+"""lm_heads and tied embeddings that become integers while a model loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures whose experts GPTQ, AWQ or auto-round packed compute what their codes stand for."""
+"""Mixtures of experts packed by GPTQ, AWQ or auto-round compute by their codes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 
 
 def packed(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return what is stored of a weight ``[O, I]``, and the numbers that this stands for."""
+    """Return the stored tensors of a weight ``[O, I]``, and their numbers."""
     groups = weight.unflatten(1, (-1, GROUP))
     scales = (groups.abs().amax(-1) / 7).half()
     codes = (groups / scales.float()[..., None]).round().clamp(-MIDDLE, MIDDLE - 1)
@@ -91,7 +91,7 @@ def packed(weight: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], to
 
 
 def write(path: Path, kind: str, model: str = "qwen3") -> tuple[Path, Path]:
-    """Write a tiny mixture whose experts are packed, and one of what they stand for."""
+    """Write a tiny mixture with packed experts, and one with their numbers."""
     torch.manual_seed(3)
     quantized, plain = path / "quantized", path / "plain"
     AutoModelForCausalLM.from_config(MODELS[model]()).save_pretrained(plain)

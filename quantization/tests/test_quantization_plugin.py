@@ -1,4 +1,4 @@
-"""What the plugin declares is light to import and can be loaded."""
+"""Records of the plugin are light to import and can be loaded."""
 
 from __future__ import annotations
 

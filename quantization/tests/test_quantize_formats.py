@@ -66,7 +66,7 @@ def library_scheme(chosen: WeightFormat) -> Any:
 
 
 def library_tensors(chosen: WeightFormat, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what the library stores for a float32 weight, with scales that it derives itself."""
+    """Return the library's tensors for a float32 weight, with its own scales."""
     scheme = library_scheme(chosen)
     groups = chosen.groups(weight)
     low, high = groups.amin(-1), groups.amax(-1)

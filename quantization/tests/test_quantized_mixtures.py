@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantized compute what the library's decompressed weights do."""
+"""Mixtures with quantized experts compute what the library's decompressed weights do."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def scheme_of(kind: str) -> Any:
 
 
 def blocks_of(weight: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a view of the weight whose last dimension holds what shares a scale."""
+    """Return a view of the weight; one scale holds for its last dimension."""
     if args.strategy == "tensor":
         return weight.reshape(1, -1)
     if args.strategy == "block":
@@ -91,7 +91,7 @@ def blocks_of(weight: torch.Tensor, args: Any) -> torch.Tensor:
 
 
 def write(path: Path, kind: str, model: str, **settings: Any) -> tuple[Path, Path]:
-    """Write a tiny mixture whose experts the library quantizes, and what these then stand for."""
+    """Write a tiny mixture with experts quantized by the library, and their numbers."""
     torch.manual_seed(3)
     quantized, plain = path / "quantized", path / "plain"
     AutoModelForCausalLM.from_config(MODELS[model]()).save_pretrained(plain)

@@ -1,4 +1,4 @@
-"""Methods that nobody reads any more are answered with what to take instead."""
+"""Retired methods are refused with the method to take instead."""
 
 from __future__ import annotations
 

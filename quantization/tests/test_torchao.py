@@ -1,4 +1,4 @@
-"""Checkpoints of torchao: what is held of them, and what the model computes with it.
+"""Checkpoints of torchao: constants of layers, and results of the model.
 
 ``torchao_checkpoints`` holds what torchao 0.18 and transformers 5.23 wrote of a small model, and
 weights that torchao dequantized itself; ``write.py`` there says how.

@@ -1,4 +1,4 @@
-"""Layers of int8 weights: what they hold, what they compute, what they hand to a kernel."""
+"""Layers of int8 weights: their constants, results, and arguments of kernels."""
 
 from __future__ import annotations
 

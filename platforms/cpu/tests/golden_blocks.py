@@ -1,4 +1,4 @@
-"""What whole decoder blocks return, computed in float64, for the kernels without torch.
+"""Results of whole decoder blocks, computed in float64, for the kernels without torch.
 
 A block rounds wherever it keeps numbers, and each of these roundings may go the other way where a
 sum was added up in another order; of codes, a whole step. How much that matters to a result, no

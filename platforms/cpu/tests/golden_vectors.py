@@ -23,7 +23,7 @@ from golden_blocks import Block, blocks
 from interposer import Case, CustomOp
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.attention import paged_attention, ragged_attention, ragged_attention_with_lse
-from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
+from interposer_ops.embedding import embedding, w4a16_embedding, w8a16_embedding
 from interposer_ops.experts import (
     fused_experts,
     fused_experts_fp8,
@@ -34,7 +34,7 @@ from interposer_ops.experts import (
     topk_softmax,
 )
 from interposer_ops.latent_attention import latent_attention_decode
-from interposer_ops.linear import embedding, linear
+from interposer_ops.linear import linear
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
     fused_add_rms_norm,
@@ -81,7 +81,7 @@ Dims = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """What native kernels take of an op.
+    """Cases of an op that native kernels take.
 
     Attributes:
         takes: says whether they take a case.

@@ -15,12 +15,11 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer_cpu import native
-from interposer_cpu._kernels import blocks as native_blocks
-from interposer_cpu._kernels import decoder_block as native_decoder_block
-from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu import fused, native
+from interposer_cpu._kernels import activations, blocks, decoder_block, linear
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
-from interposer_cpu._kernels.rows import TYPES
+from interposer_cpu._kernels.fusion import activation_number
+from interposer_cpu._kernels.interface import SILU, TYPES
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
 from interposer_testing import layer_trials
@@ -100,7 +99,7 @@ def test_layers_conform_in_one_call(layer_id: str, monkeypatch: pytest.MonkeyPat
             calls.append(name)
             return getattr(native.library(), name)
 
-    for module in (native_blocks, native_decoder_block):
+    for module in (blocks, decoder_block):
         monkeypatch.setattr(module, "library", Counted)
     ran = 0
     for trial in layer_trials(current_registry(), place().device, "interposer-cpu", 0, layer_id):
@@ -161,6 +160,17 @@ def test_an_mlp_with_another_kernel_calls_its_parts(op: str) -> None:
     assert calls == [1]
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_activation_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return activations.silu_and_mul(x)
+
+    if declared:
+        fused("activation", read=lambda: SILU)(silu_and_mul)
+    assert activation_number(silu_and_mul, ()) == (SILU if declared else None)
+    assert activation_number(activations.silu_and_mul, ()) == SILU
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "rotary_embedding", "linear"])
 def test_attention_with_another_kernel_calls_its_parts(op: str) -> None:
     spec = attention(torch.float32)
@@ -185,7 +195,7 @@ def test_hooks_of_parts_are_called(part: str) -> None:
 
 def test_new_weights_of_a_part_are_used() -> None:
     layer = built(GatedMLP, torch.float32, 40, 72, "silu")
-    layer.down_proj.operands = (native_linear.pack(torch.zeros(40, 72), None)["weight"], None)
+    layer.down_proj.operands = (linear.pack(torch.zeros(40, 72), None)["weight"], None)
     assert not layer(torch.randn(3, 40)).any()
 
 
@@ -194,17 +204,17 @@ AS_THEY_ARE = (0, -1, 0, 0, 0)
 
 
 def packings(weight: torch.Tensor) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return how each op packs what it multiplies by; codes are random, of the weight's size."""
+    """Return the packing function of each op; codes are random, of the weight's size."""
     outputs, inputs = weight.shape
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     scales = 0.02 * torch.rand(outputs, inputs // 32)
     integers = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     exponents = torch.randint(118, 122, (outputs, inputs // 32), dtype=torch.uint8)
     return {
-        "linear": lambda: native_linear.pack(weight, None),
-        "w4a16_linear": lambda: native_linear.pack_w4a16(codes, scales, None),
-        "w8a16_linear": lambda: native_linear.pack_w8a16(integers, scales / 16, None),
-        "mxfp4_linear": lambda: native_linear.pack_mxfp4(codes, exponents, None),
+        "linear": lambda: linear.pack(weight, None),
+        "w4a16_linear": lambda: linear.pack_w4a16(codes, scales, None),
+        "w8a16_linear": lambda: linear.pack_w8a16(integers, scales / 16, None),
+        "mxfp4_linear": lambda: linear.pack_mxfp4(codes, exponents, None),
     }
 
 
@@ -220,7 +230,7 @@ def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None
     out = torch.full((5, hidden), float("nan")).to(dtype)
     factors = [fact for weight in (up, down) for fact in (weight[0].data_ptr(), *AS_THEY_ARE)]
     addresses = x.data_ptr(), out.data_ptr()
-    project = getattr(native_linear, op)
+    project = getattr(linear, op)
     rest = (None,) * (1 if op == "linear" else 2)
     native.force_level(level)
     try:
@@ -234,7 +244,7 @@ def test_an_mlp_of_every_format(dtype: torch.dtype, op: str, level: str) -> None
 
 
 def test_weights_that_do_not_follow_each_other_are_refused() -> None:
-    up, _ = native_linear.pack(torch.randn(66, 32), None)["weight"]
+    up, _ = linear.pack(torch.randn(66, 32), None)["weight"]
     x, factor = torch.randn(1, 32), (up.data_ptr(), *AS_THEY_ARE)
     with pytest.raises(RuntimeError, match="block failed with code 4"):
         native.library().mlp(*factor, *factor, *[x.data_ptr()] * 2, 0, 0, 1, 32)

@@ -1,9 +1,10 @@
-"""Decoder blocks that the compiled library computes in one call, against what their parts do.
+"""Decoder blocks in one call of the compiled library, compared with the calls of their parts.
 
 Dimensions: T tokens, H hidden size, I intermediate size, O output features, F input features.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import interposer_cpu
 from interposer import (
     AttentionBatch,
     AttentionSpec,
@@ -25,9 +27,10 @@ from interposer import (
 )
 from interposer_cpu import native
 from interposer_cpu._kernels import linear as native_linear
-from interposer_cpu._kernels import quantizers as native_quantizers
+from interposer_cpu._kernels import quantizers
 from interposer_cpu._kernels.attention import NativeBackend
 from interposer_cpu._kernels.decoder_block import NativeDecoderBlock
+from interposer_cpu._kernels.fusion import coding_words, is_fused
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
@@ -55,7 +58,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @dataclass(frozen=True)
 class Form:
-    """What a block is made of."""
+    """The parts of a block."""
 
     dtype: torch.dtype = torch.bfloat16
     qk_norm: bool = True
@@ -368,23 +371,21 @@ def hold_coded(
         largest = 3.0 / (448 if is_fp8 else 127)
         quantize = "quantize_fp8_static" if is_fp8 else "quantize_int8_static"
         fixed: tuple[Any, ...] = (torch.float8_e4m3fn,) if is_fp8 else (None,)
-        linear.kernel = StaticProduct(
-            getattr(native_quantizers, quantize), product, multiply, fixed
-        )
+        linear.kernel = StaticProduct(getattr(quantizers, quantize), product, multiply, fixed)
         linear.operands = (packed, torch.tensor([largest]))
         return
     options: tuple[Any, ...] = ()
     if form == "mxfp8_linear":
-        function = native_quantizers.quantize_mxfp8
+        function = quantizers.quantize_mxfp8
     elif name in ("fp8_block_linear", "mxfp8_linear"):
-        function = native_quantizers.quantize_fp8_blocks
+        function = quantizers.quantize_fp8_blocks
         options = 32, torch.float8_e4m3fn, kind == "powers"
     elif is_fp8:
         limit = 2.0 / 448 if kind == "limited" else None
-        function = native_quantizers.quantize_fp8_per_token
+        function = quantizers.quantize_fp8_per_token
         options = torch.float8_e4m3fn, limit
     else:
-        function = native_quantizers.quantize_int8_per_token
+        function = quantizers.quantize_int8_per_token
     linear.kernel = CodedProduct(function, product, multiply, options)
     linear.operands = (packed,)
 
@@ -508,6 +509,59 @@ def test_codes_that_the_library_does_not_make_are_left_to_the_parts() -> None:
     calls = counted(fused.self_attn)
     assert_same(steps.run(fused), steps.run(parts))
     assert calls == [1]
+
+
+def wrapped(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of somebody else that computes the same."""
+
+    @functools.wraps(kernel)
+    def call(*given: Any) -> Any:
+        return kernel(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_matmul_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+    form = Form(torch.float32)
+    block, parts = both(form)
+    steps = Steps(form, ((17, 1),))
+    expected = steps.run(parts)
+    kernel = wrapped(block.self_attn.o_proj.kernel)
+    block.self_attn.o_proj.kernel = interposer_cpu.fused("linear")(kernel) if declared else kernel
+    calls = counted(block.self_attn)
+    assert_same(steps.run(block), expected)
+    assert calls == ([] if declared else [1])
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_quantizer_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+    form = Form()
+    block, parts = both(form)
+    torch.manual_seed(4)
+    for mine, theirs in zip(block.modules(), parts.modules(), strict=True):
+        if isinstance(mine, Linear):
+            hold(mine, "int8_linear")
+            theirs.kernel, theirs.operands = mine.kernel, mine.operands
+    quantize = wrapped(quantizers.quantize_int8_per_token)
+    if declared:
+        declare = interposer_cpu.fused("quantizer", "int8", read=lambda: coding_words(torch.int8))
+        quantize = declare(quantize)
+    block.self_attn.o_proj.kernel = replace(block.self_attn.o_proj.kernel, quantize=quantize)
+    steps = Steps(form, ((40, 1),))
+    expected = steps.run(parts)
+    calls = counted(block.self_attn)
+    assert_same(steps.run(block), expected)
+    assert calls == ([] if declared else [1])
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_norm_of_others_is_fused_if_it_declares_that_it_may_be(declared: bool) -> None:
+    norm = built(Form(torch.float32)).input_layernorm
+    kernel = wrapped(norm.norm)
+    norm.norm = interposer_cpu.fused("rms_norm")(kernel) if declared else kernel
+    assert is_fused(norm, type(norm), norm.norm, "rms_norm") is declared
+    assert not is_fused(norm, type(norm), norm.norm, "fused_add_rms_norm")
 
 
 def test_another_number_of_threads_gives_the_same() -> None:

@@ -24,7 +24,7 @@ from interposer import (
     current_registry,
 )
 from interposer_cpu import native
-from interposer_cpu._kernels import dense as native_dense
+from interposer_cpu._kernels import dense
 from interposer_cpu._kernels.rows_attention import NativeRowsBackend
 from interposer_cpu._platform import CPUPlatform
 from interposer_ops.attention import ragged_attention, ragged_attention_with_lse
@@ -132,13 +132,13 @@ def test_sequences_of_many_blocks(level: str, changes: dict[str, Any]) -> None:
     native.force_level(level)
     for dtype in (torch.float32, torch.bfloat16):
         case = sampled(ragged_attention, dtype, ragged_dims(**changes), 601, 0)
-        assert check_kernel(ragged_attention, native_dense.ragged_attention, case) == []
+        assert check_kernel(ragged_attention, dense.ragged_attention, case) == []
 
 
 def test_the_logarithm_is_that_of_weights_before_they_are_rounded() -> None:
     dims = ragged_dims(sinks=True, softcapped=True)
     case = sampled(ragged_attention_with_lse, torch.bfloat16, dims, 300, 0)
-    found = check_kernel(ragged_attention_with_lse, native_dense.ragged_attention_with_lse, case)
+    found = check_kernel(ragged_attention_with_lse, dense.ragged_attention_with_lse, case)
     assert found == []
 
 
@@ -175,7 +175,7 @@ def test_latent_contexts_of_several_parts(
     native.force_level(level)
     step = latent_step(dtype, cache_dtype or dtype)
     exact = {**step, "query": step["query"].double(), "cache": step["cache"].double()}
-    found = native_dense.latent_attention_decode(**step)
+    found = dense.latent_attention_decode(**step)
     expected = latent_attention_decode.reference(**exact)
     # Values are between -1 and 1, and so is their mean: weights and result are rounded once each;
     # errors of float32 scores of at most 24 and of sums of a thousand terms.
@@ -189,8 +189,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            latent = native_dense.latent_attention_decode(**latent_step(torch.bfloat16, E4M3))
-            results.append((latent, native_dense.ragged_attention(**case.arguments)))
+            latent = dense.latent_attention_decode(**latent_step(torch.bfloat16, E4M3))
+            results.append((latent, dense.ragged_attention(**case.arguments)))
     finally:
         torch.set_num_threads(before)
     for found in results[1:]:
@@ -204,7 +204,7 @@ def test_other_latent_caches_are_refused(stored: str, is_read: bool) -> None:
     dims = {"cache_dtype": stored}
     capability = DEVICE.capability
     request = Request("kernel", "latent_attention_decode", "cpu", capability, "bfloat16", dims)
-    verdict = native_dense.judge_latent(request)
+    verdict = dense.judge_latent(request)
     assert bool(verdict) is is_read
     assert is_read or "got int8" in verdict.reason
 

@@ -8,10 +8,7 @@ import torch
 
 from interposer import Case, Config, current_registry
 from interposer_cpu import native
-from interposer_cpu._kernels import activations as native_activations
-from interposer_cpu._kernels import heads as native_heads
-from interposer_cpu._kernels import norms as native_norms
-from interposer_cpu._kernels import quantizers as native_quantizers
+from interposer_cpu._kernels import activations, heads, norms, quantizers
 from interposer_cpu._platform import CPUPlatform
 from interposer_ops.activations import gelu_and_mul, silu_and_mul
 from interposer_ops.norms import fused_add_rms_norm, layer_norm, rms_norm
@@ -44,15 +41,15 @@ HEADS = WIDE.view(300, 32, 128)
 WEIGHT = WIDE[0]
 TABLES = WIDE[:, :64].contiguous(), WIDE[:, 64:128].contiguous()
 CALLS: dict[str, Callable[[], Any]] = {
-    "rms_norm": lambda: native_norms.rms_norm(WIDE, WEIGHT, 1e-6),
-    "rms_norm of heads": lambda: native_norms.rms_norm(HEADS[:, 3:7], WEIGHT[:128], 1e-6),
-    "fused_add_rms_norm": lambda: native_norms.fused_add_rms_norm(WIDE, WIDE, WEIGHT, 1e-6),
-    "layer_norm": lambda: native_norms.layer_norm(WIDE, WEIGHT, WEIGHT, 1e-6),
-    "silu_and_mul": lambda: native_activations.silu_and_mul(WIDE),
-    "gelu_and_mul": lambda: native_activations.gelu_and_mul(WIDE, "none"),
-    "rotary_embedding": lambda: native_heads.rotary_embedding(HEADS, HEADS[:, :5], *TABLES),
-    "qk_norm": lambda: native_heads.qk_norm(HEADS, HEADS, WEIGHT[:128], WEIGHT[:128], 1e-6),
-    "quantize_int8_per_token": lambda: native_quantizers.quantize_int8_per_token(WIDE),
+    "rms_norm": lambda: norms.rms_norm(WIDE, WEIGHT, 1e-6),
+    "rms_norm of heads": lambda: norms.rms_norm(HEADS[:, 3:7], WEIGHT[:128], 1e-6),
+    "fused_add_rms_norm": lambda: norms.fused_add_rms_norm(WIDE, WIDE, WEIGHT, 1e-6),
+    "layer_norm": lambda: norms.layer_norm(WIDE, WEIGHT, WEIGHT, 1e-6),
+    "silu_and_mul": lambda: activations.silu_and_mul(WIDE),
+    "gelu_and_mul": lambda: activations.gelu_and_mul(WIDE, "none"),
+    "rotary_embedding": lambda: heads.rotary_embedding(HEADS, HEADS[:, :5], *TABLES),
+    "qk_norm": lambda: heads.qk_norm(HEADS, HEADS, WEIGHT[:128], WEIGHT[:128], 1e-6),
+    "quantize_int8_per_token": lambda: quantizers.quantize_int8_per_token(WIDE),
 }
 
 
@@ -116,11 +113,11 @@ def test_rows_in_another_order_keep_it(dtype: torch.dtype) -> None:
     weight = WEIGHT[:96].to(dtype)
     normed = {"x": x, "weight": weight, "eps": 1e-5}
     for op, function, arguments in (
-        (rms_norm, native_norms.rms_norm, normed),
-        (layer_norm, native_norms.layer_norm, {**normed, "bias": weight}),
-        (fused_add_rms_norm, native_norms.fused_add_rms_norm, {**normed, "residual": x}),
-        (silu_and_mul, native_activations.silu_and_mul, {"x": x}),
-        (gelu_and_mul, native_activations.gelu_and_mul, {"x": x, "approximate": "tanh"}),
+        (rms_norm, norms.rms_norm, normed),
+        (layer_norm, norms.layer_norm, {**normed, "bias": weight}),
+        (fused_add_rms_norm, norms.fused_add_rms_norm, {**normed, "residual": x}),
+        (silu_and_mul, activations.silu_and_mul, {"x": x}),
+        (gelu_and_mul, activations.gelu_and_mul, {"x": x, "approximate": "tanh"}),
     ):
         ordered = {name: arguments[name] for name in op.signature.parameters}
         case = Case("transposed", ordered, reduction=96, magnitude=40.0, rounded=8.0)
@@ -140,7 +137,7 @@ def test_rows_in_another_order_keep_it(dtype: torch.dtype) -> None:
     ],
 )
 def test_silu_far_from_zero(x: float, expected: float) -> None:
-    found = native_activations.silu_and_mul(torch.tensor([[x, 1.0]]))
+    found = activations.silu_and_mul(torch.tensor([[x, 1.0]]))
     assert found.item() == pytest.approx(expected, rel=5e-7, abs=1e-37)
 
 
@@ -148,7 +145,7 @@ def test_silu_far_from_zero(x: float, expected: float) -> None:
 def test_gelu_of_many_numbers(approximate: str) -> None:
     gates = torch.linspace(-12, 12, 40_000)
     x = torch.stack((gates, torch.ones_like(gates)), 1).flatten(1)
-    found = native_activations.gelu_and_mul(x, approximate).squeeze(1).double()
+    found = activations.gelu_and_mul(x, approximate).squeeze(1).double()
     exact = torch.nn.functional.gelu(gates.double(), approximate=approximate)
     # Three units of what float32 rounds at the gate's size.
     assert bool(((found - exact).abs() <= 2e-7 + 1.8e-7 * gates.abs()).all())
@@ -156,7 +153,7 @@ def test_gelu_of_many_numbers(approximate: str) -> None:
 
 def test_codes_are_ties_to_even_and_saturate() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0], [0.0, -0.0, 0.0, 0.0, 0.0]])
-    codes, scales = native_quantizers.quantize_int8_per_token(x)
+    codes, scales = quantizers.quantize_int8_per_token(x)
     assert codes.tolist() == [[127, 0, 2, -2, -127], [0, 0, 0, 0, 0]]
     assert scales.tolist() == [[1.0], [1.0]]
 

@@ -198,7 +198,7 @@ def needed(program: str) -> str:
 
 @pytest.fixture(scope="session")
 def build(request: pytest.FixtureRequest) -> Build:
-    """Return a function that builds the program, of which later runs find what is still right."""
+    """Return a function that builds the program, and reuses the objects of earlier runs."""
     cache = request.config.cache
     assert cache is not None
     known = dict[tuple[str, ...], Built]()
@@ -267,7 +267,7 @@ def levels_until(architecture: str, best: str) -> tuple[str, ...]:
 
 
 def levels_here(built: Built) -> tuple[str, ...]:
-    """Return what this processor has of the levels that the compiler knew."""
+    """Return the levels that both the compiler and this processor have."""
     levels = levels_of(CPUPlatform().capability("cpu"))
     return tuple(level for level in levels if built.families(level))
 

@@ -10,7 +10,7 @@ from interposer import Capability, Config, Request, current_registry
 from interposer.errors import ConfigError
 from interposer_cpu import native
 from interposer_cpu._features import architecture
-from interposer_cpu._kernels import linear as native_linear
+from interposer_cpu._kernels import linear
 from interposer_cpu._platform import CPUPlatform
 from interposer_ops.quantizers import unpack_nibbles
 from interposer_testing import Trial, conformance
@@ -79,20 +79,20 @@ def test_an_unknown_level_is_refused_with_those_that_are_there(forced: None) -> 
 @pytest.mark.parametrize("rows", [1, 5, 9, 40, 200])
 def test_results_do_not_depend_on_the_number_of_threads(rows: int) -> None:
     weight, x = torch.randn(300, 96), torch.randn(rows, 96)
-    packed = native_linear.pack(weight, torch.randn(300))["weight"]
+    packed = linear.pack(weight, torch.randn(300))["weight"]
     before = torch.get_num_threads()
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(native_linear.linear(x, packed, None))
+        results.append(linear.linear(x, packed, None))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
 
 def test_threads_are_those_of_torch() -> None:
-    packed = native_linear.pack(torch.randn(256, 64), None)["weight"]
-    native_linear.linear(torch.randn(2, 64), packed, None)
+    packed = linear.pack(torch.randn(256, 64), None)["weight"]
+    linear.linear(torch.randn(2, 64), packed, None)
     lines = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line}
     assert len(runtimes) == 1
@@ -107,7 +107,7 @@ def test_equal_weights_are_packed_into_equal_bytes() -> None:
         # What is freed here is likely to be what the packed weight is allocated from.
         spoilt = torch.full((1 << 16,), filling, dtype=torch.uint8)
         del spoilt
-        made.append(native_linear.pack_w4a16(weight, scale, torch.rand(70) * 0, zeros)["weight"][0])
+        made.append(linear.pack_w4a16(weight, scale, torch.rand(70) * 0, zeros)["weight"][0])
     assert torch.equal(*made)
 
 
@@ -115,16 +115,14 @@ def test_scales_are_narrowed_only_where_nothing_is_lost() -> None:
     weight = torch.randint(0, 256, (64, 32), dtype=torch.uint8)
     fine = torch.rand(64, 2) + 1
     coarse = fine.bfloat16().float()
-    sizes = [
-        len(native_linear.pack_w4a16(weight, scale, None)["weight"][0]) for scale in (fine, coarse)
-    ]
+    sizes = [len(linear.pack_w4a16(weight, scale, None)["weight"][0]) for scale in (fine, coarse)]
     assert sizes[0] - sizes[1] == 64 * 2 * 2
     codes = (unpack_nibbles(weight).double() - 8).unflatten(1, (2, -1))
     x = torch.randn(3, 64)
     for scale in (fine, coarse):
-        packed = native_linear.pack_w4a16(weight, scale, None)["weight"]
+        packed = linear.pack_w4a16(weight, scale, None)["weight"]
         expected = x.double() @ (codes * scale.double().unsqueeze(-1)).flatten(1).T
-        found = native_linear.w4a16_linear(x, packed, None, None)
+        found = linear.w4a16_linear(x, packed, None, None)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
 
 
@@ -136,12 +134,12 @@ def test_a_device_without_the_instructions_is_refused_by_name() -> None:
 
 
 def test_compiled_code_calls_the_registered_op() -> None:
-    packed = native_linear.pack(torch.randn(80, 48), torch.randn(80))["weight"]
+    packed = linear.pack(torch.randn(80, 48), torch.randn(80))["weight"]
     x = torch.randn(4, 48)
     compiled = torch.compile(
-        lambda rows: native_linear.linear(rows, packed, None), fullgraph=True, backend="aot_eager"
+        lambda rows: linear.linear(rows, packed, None), fullgraph=True, backend="aot_eager"
     )
-    assert torch.equal(compiled(x), native_linear.linear(x, packed, None))
+    assert torch.equal(compiled(x), linear.linear(x, packed, None))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -151,9 +149,9 @@ def test_what_a_weight_of_nan_multiplies_is_nan(level: str, rows: int, forced: N
     weight = torch.randn(70, 64).to(torch.float8_e4m3fn)
     codes = weight.view(torch.uint8)
     codes[3, 5], codes[66, 63] = 0x7F, 0xFF
-    packed = native_linear.pack_fp8(weight, torch.ones(70), None)["weight"]
+    packed = linear.pack_fp8(weight, torch.ones(70), None)["weight"]
     x = torch.randn(rows, 64).to(torch.float8_e4m3fn)
-    result = native_linear.fp8_linear(x, packed, torch.ones(rows, 1), None, None, torch.float32)
+    result = linear.fp8_linear(x, packed, torch.ones(rows, 1), None, None, torch.float32)
     expected = torch.full((70,), False)
     expected[3] = expected[66] = True
     assert torch.equal(result.isnan(), expected.expand(rows, 70))

@@ -12,8 +12,7 @@ import torch
 from interposer import Config, current_registry
 from interposer.errors import RequestError
 from interposer_cpu import native
-from interposer_cpu._kernels import routing as native_routing
-from interposer_cpu._kernels import sampling as native_sampling
+from interposer_cpu._kernels import routing, sampling
 from interposer_cpu._platform import CPUPlatform
 from interposer_ops.experts import grouped_topk, topk_sigmoid, topk_softmax
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
@@ -119,7 +118,7 @@ def test_tokens_of_a_wide_vocabulary_are_those_of_the_reference(
     logits = 3 * torch.randn(6, 40_003, generator=torch.Generator().manual_seed(1))
     given = arguments(logits.to(dtype), setting)
     expected, expected_logprobs = sample_tokens.reference(*given)
-    tokens, logprobs = native_sampling.sample_tokens(*given)
+    tokens, logprobs = sampling.sample_tokens(*given)
     assert tokens.tolist() == expected.tolist()
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=2e-5)
 
@@ -132,9 +131,9 @@ def test_results_do_not_depend_on_threads_and_other_rows(
     results = []
     for count in (1, 2, 3):
         threads(count)
-        results.append(native_sampling.sample_tokens(*given))
+        results.append(sampling.sample_tokens(*given))
     alone = [
-        native_sampling.sample_tokens(
+        sampling.sample_tokens(
             *(None if argument is None else argument[row : row + 1] for argument in given)
         )
         for row in range(5)
@@ -154,7 +153,7 @@ def test_draws_follow_the_softmax() -> None:
     ones = torch.ones(rows)
     top_p = torch.full((rows,), 0.65)
     for cut, kept in ((None, weights), (top_p, weights * torch.tensor([1, 1, 0, 0, 0]))):
-        tokens, _ = native_sampling.sample_tokens(logits, ones, None, cut, None, seeds, steps)
+        tokens, _ = sampling.sample_tokens(logits, ones, None, cut, None, seeds, steps)
         counts = Counter(tokens.tolist())
         expected = rows * kept / kept.sum()
         for token, mean in enumerate(expected.tolist()):
@@ -168,7 +167,7 @@ def test_the_lowest_index_wins_wherever_parts_end(dtype: torch.dtype) -> None:
         logits = torch.zeros(3, width, dtype=dtype)
         logits[1, width // 2 :] = 1
         logits[2, -1] = 1
-        tokens, logprobs = native_sampling.sample_tokens(*arguments(logits, SETTINGS[0]))
+        tokens, logprobs = sampling.sample_tokens(*arguments(logits, SETTINGS[0]))
         assert tokens.tolist() == logits.argmax(-1).tolist()
         expected = logits.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
@@ -181,11 +180,11 @@ def test_rows_that_are_no_distributions_give_what_the_reference_gives() -> None:
     logits[2] = NOTHING
     logits[3, 123:] = NOTHING
     expected, expected_logprobs = sample_tokens.reference(*arguments(logits, SETTINGS[0]))
-    tokens, logprobs = native_sampling.sample_tokens(*arguments(logits, SETTINGS[0]))
+    tokens, logprobs = sampling.sample_tokens(*arguments(logits, SETTINGS[0]))
     assert tokens.tolist() == expected.tolist() == [4711, 17, 0, 0]
     torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)
     for setting in SETTINGS[1:]:
-        tokens, _ = native_sampling.sample_tokens(*arguments(logits, setting))
+        tokens, _ = sampling.sample_tokens(*arguments(logits, setting))
         assert (tokens >= 0).all()
         assert (tokens < 5000).all()
         assert tokens[3] < 123
@@ -205,7 +204,7 @@ def test_penalties_of_a_wide_vocabulary(
         torch.tensor([0.0, 0.25, -1.0]),
     )
     threads(2)
-    found = native_sampling.apply_penalties(*given)
+    found = sampling.apply_penalties(*given)
     torch.testing.assert_close(found, apply_penalties.reference(*given), rtol=1e-6, atol=1e-6)
     assert torch.equal(found[0], given[0][0])
 
@@ -213,8 +212,8 @@ def test_penalties_of_a_wide_vocabulary(
 def test_gumbel_argmax_draws_the_tokens_of_sample_tokens() -> None:
     logits = torch.randn(64, 999, generator=torch.Generator().manual_seed(4))
     given = arguments(logits, (0.8, None, None, None))
-    found = native_sampling.gumbel_argmax(given[0], given[1], *given[5:])
-    assert torch.equal(found, native_sampling.sample_tokens(*given)[0])
+    found = sampling.gumbel_argmax(given[0], given[1], *given[5:])
+    assert torch.equal(found, sampling.sample_tokens(*given)[0])
     assert torch.equal(found, gumbel_argmax.reference(given[0], given[1], *given[5:]))
 
 
@@ -226,7 +225,7 @@ def test_columns_and_rows_may_lie_apart() -> None:
         for argument in given
     )
     expected = sample_tokens.reference(*given)
-    assert torch.equal(native_sampling.sample_tokens(*apart)[0], expected[0])
+    assert torch.equal(sampling.sample_tokens(*apart)[0], expected[0])
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 40])
@@ -236,9 +235,9 @@ def test_experts_that_are_equal_or_ruled_out_come_in_order(top_k: int) -> None:
     logits[1, 39] = -1e38
     logits[2] = torch.arange(40.0)
     for op, function, rest in (
-        (topk_softmax, native_routing.topk_softmax, (top_k, True)),
-        (topk_sigmoid, native_routing.topk_sigmoid, (None, top_k, False, 2.0)),
-        (grouped_topk, native_routing.grouped_topk, (None, 5, 5, top_k, "sigmoid", True, 1.0)),
+        (topk_softmax, routing.topk_softmax, (top_k, True)),
+        (topk_sigmoid, routing.topk_sigmoid, (None, top_k, False, 2.0)),
+        (grouped_topk, routing.grouped_topk, (None, 5, 5, top_k, "sigmoid", True, 1.0)),
     ):
         expected, ids = op.reference(logits, *rest)
         weights, found = function(logits, *rest)
@@ -251,14 +250,14 @@ def test_a_group_of_negative_scores_does_not_win_by_its_padding() -> None:
     logits[0, 5] = -10.0
     bias = torch.full((12,), -4.0)
     given = (logits, bias, 3, 1, 2, "sigmoid", False, 1.0)
-    weights, ids = native_routing.grouped_topk(*given)
+    weights, ids = routing.grouped_topk(*given)
     assert ids.tolist() == grouped_topk.reference(*given)[1].tolist() == [[5, 4]]
     torch.testing.assert_close(weights, grouped_topk.reference(*given)[0], rtol=1e-6, atol=0)
 
 
 def test_a_scoring_that_is_unknown_is_refused() -> None:
     with pytest.raises(RequestError, match="No scoring 'relu' of experts"):
-        native_routing.grouped_topk(torch.zeros(1, 4), None, 2, 1, 1, "relu", False, 1.0)
+        routing.grouped_topk(torch.zeros(1, 4), None, 2, 1, 1, "relu", False, 1.0)
 
 
 def test_calls_with_too_few_arguments_are_refused() -> None:

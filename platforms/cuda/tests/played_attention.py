@@ -1,4 +1,4 @@
-"""What packages of attention document that they compute, computed with torch on the processor.
+"""Attention as the packages document it, computed with torch on the processor.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages, P pages, S page size,
 L cached tokens.

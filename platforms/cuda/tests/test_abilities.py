@@ -1,4 +1,4 @@
-"""What a device can do follows from its architecture and from what its driver says."""
+"""Features of a device follow from its architecture and from its driver."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_experts_are_refused_while_torch_rounds_grouped_products(fresh_verdict: 
 
 
 def test_rounded_products_are_told_from_those_of_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is why the kernel is refused."""
+    """The kernel is refused for that reason."""
 
     def rounded(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
         return products_in_float32(*operands, **options).bfloat16().float()

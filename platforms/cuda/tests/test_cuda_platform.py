@@ -1,4 +1,4 @@
-"""The platform without a GPU: what it provides, and what it says where the driver is silent."""
+"""The platform without a GPU: its services, and its answers where the driver gives none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ without_gpu = pytest.mark.skipif(bool(look().nodes), reason="needs a machine wit
 
 @pytest.fixture
 def platform() -> CUDAPlatform:
-    """Return a platform that was told what a driver answered."""
+    """Return a platform with a given answer of the driver."""
     found = CUDAPlatform()
     found.__dict__["_answer"] = Answer((12, 8), (DEVICE, T4))
     return found

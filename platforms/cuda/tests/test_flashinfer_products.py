@@ -1,4 +1,4 @@
-"""What FlashInfer's products are given, with functions in its place that compute on the processor.
+"""Arguments of FlashInfer's products, with functions in its place that compute on the processor.
 
 Dimensions: T tokens, I input features, O output features.
 """

@@ -1,4 +1,4 @@
-"""What needs a GPU of NVIDIA: graphs, memory, mapping, and everything that the plugin declares.
+"""Tests on a GPU of NVIDIA: graphs, memory, mapping, and everything that the plugin declares.
 
 Where this was written there was none, so that it was not run.
 """

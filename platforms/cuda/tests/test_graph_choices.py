@@ -1,4 +1,4 @@
-"""Which of the kernels that are chosen on a GPU may be captured in a graph."""
+"""Kernels that are chosen on a GPU, and may be captured in a graph or not."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def build(folder: Path, kernel: HubKernel, variant: str = "torch-cpu", **stated:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a package that loads kernels; an empty one where there is the real."""
+    """Return the folder of a package that loads kernels, empty where the real one is installed."""
     folder = tmp_path_factory.mktemp("package")
     try:
         version("kernels")

@@ -1,4 +1,4 @@
-"""Whether there is a GPU is found out by real libraries, compiled here to play the vendor's.
+"""Presence of a GPU by real libraries, compiled here to play the vendor's.
 
 The questions are asked in clean processes, as a user's would be; the log of the libraries says who
 loaded and called what.
@@ -69,7 +69,7 @@ class GPU:
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from interposer_cuda import driver, system
+from interposer_cuda._hardware import driver, system
 from interposer_cuda._hardware.presence import Presence
 from interposer_cuda._hardware.torch_build import TorchBuild
 from interposer.tooling import variables

@@ -1,4 +1,4 @@
-"""Optional packages: which versions are taken, and what their functions are given.
+"""Optional packages: versions that are taken, and arguments of their functions.
 
 In a package's place stands a wheel that is made here and installed without an index. Its functions
 compute on the processor what the package's documentation says that they compute.
@@ -92,7 +92,7 @@ def site(dtype: torch.dtype, *, described: bool = False) -> Site:
 
 
 def served(backend: type[AttentionBackend]) -> Iterator[tuple[str, AttentionSpec]]:
-    """Yield those of the suite's specs, in sizes that the backend reads, that it accepts."""
+    """Yield the suite's specs that the backend accepts, in sizes that it reads."""
     large = backend is FlashAttention2Backend
     for label, spec in attention_specs(quick=not large):
         if spec.dtype != torch.bfloat16 or (large and label not in LARGE):

@@ -1,4 +1,4 @@
-"""Which GPUs a build of torch has kernels for."""
+"""A build of torch has kernels for some GPUs."""
 
 from __future__ import annotations
 

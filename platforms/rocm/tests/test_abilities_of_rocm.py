@@ -1,4 +1,4 @@
-"""What is known of an architecture, and what the driver's files add."""
+"""Features of a device follow from its architecture and from the driver's files."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ SCALED = ("fused_experts_fp8_aiter", "fused_experts_fp8_aiter_fnuz")
 
 
 def test_experts_of_8_bits_are_those_of_the_op(working: Path, use: Any) -> None:
-    """Within what the record states of rounded activations, which is more than nothing."""
+    """Results stay within the error that the record states of rounded activations."""
     use(working)
     for name, granularity in product(SCALED, GRANULARITIES):
         record = RECORDS[name]
@@ -303,7 +303,7 @@ SCALED_DIMS: dict[str, Any] = {
 
 
 def bound_of_8_bits(**dims: Any) -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Return the experts that are chosen where AITER's are wanted, refusals, and notes."""
+    """Return the experts chosen under a wish for AITER's, the refusals, and the notes."""
     capability = Capability("gfx942", frozenset({"fp8_fnuz"}))
     device = replace(MI300X, capability=capability)
     wanted = Rule(prefer=["*_aiter*"])

@@ -1,4 +1,4 @@
-"""Whether there is a GPU is found out from files, which these tests make up."""
+"""Presence of a GPU by files that these tests make up."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_each_gpu_gets_the_product_of_its_format(
 
 @pytest.mark.parametrize(("rows", "is_split"), [(1, True), (16, True), (17, False)])
 def test_few_rows_are_split(rows: int, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is split gets numbers and scales that mean the same; the processor multiplies them."""
+    """Split operands get numbers and scales that mean the same; the processor multiplies them."""
     split = pytest.importorskip(
         "interposer_rocm._split_products", reason="needs the package triton"
     )
@@ -127,8 +127,8 @@ def test_few_rows_are_split(rows: int, is_split: bool, monkeypatch: pytest.Monke
         calls.append(arguments)
         return fp8_linear.reference(*arguments)
 
-    monkeypatch.setattr(split.split_linear, "fp8_linear", multiply)
-    monkeypatch.setattr(split.scaled_mm, "fp8_linear", fp8_linear.reference)
+    monkeypatch.setattr(split, "fp8_linear_split", multiply)
+    monkeypatch.setattr(split, "fp8_linear_scaled_mm", fp8_linear.reference)
     x, weight = (torch.randn(n, 32).to(torch.float8_e4m3fn) for n in (rows, 48))
     x_scale, weight_scale = torch.rand(rows, 1) + 0.5, torch.rand(48) + 0.5
     given = (x_scale, weight_scale, None, torch.bfloat16)

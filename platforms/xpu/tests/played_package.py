@@ -1,4 +1,4 @@
-"""A package that plays vllm-xpu-kernels on the processor, as a wheel that pip installs.
+"""A wheel that plays vllm-xpu-kernels on the processor.
 
 Its ops have the schemas of the real one and compute what its sources and tests say of them, with
 torch and in float32, so that what is wrong with the arguments shows in the results.

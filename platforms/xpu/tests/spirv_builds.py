@@ -103,7 +103,7 @@ def reports(build: Build) -> Iterator[dict[str, Any]]:
 
 
 def innermost(error: BaseException) -> str:
-    """Return what a compiler stumbled over, behind the calls in which it did."""
+    """Return the error of a compiler, behind the calls that led to it."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip().splitlines() or [""]

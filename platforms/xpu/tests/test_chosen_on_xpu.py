@@ -1,4 +1,4 @@
-"""What is to be chosen on the described GPUs is, as the golden files say."""
+"""On the described GPUs the intended kernels are chosen, as the golden files say."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PROGRAM = """
 import json, sys
 import torch
 from interposer import Capability, Request
-from interposer_xpu import extension
+from interposer_xpu._packages import extension
 verdict = extension.judge(Request("kernel", "rms_norm", "xpu", Capability("pvc"), "float32", {}))
 said = {"reason": verdict.reason, "here": "intel_extension_for_pytorch" in sys.modules}
 if verdict:
@@ -35,7 +35,7 @@ llm = SimpleNamespace(functional=SimpleNamespace(rms_norm=rms_norm))
 
 
 def asked(folder: Path, version: str, source: str) -> dict[str, object]:
-    """Return what is said of a distribution that is laid into ``folder``."""
+    """Return the verdict on a distribution in ``folder``."""
     package = folder / "intel_extension_for_pytorch"
     package.mkdir()
     (package / "__init__.py").write_text(source)

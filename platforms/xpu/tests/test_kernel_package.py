@@ -26,7 +26,7 @@ MINOR = ".".join(torch.__version__.split(".")[:2])
 FITS = f"- **PyTorch**: {MINOR}.0+xpu"
 JUDGE = """
 import json, sys
-from interposer_xpu import kernel_package
+from interposer_xpu._packages import kernel_package
 said = {use: kernel_package.judge_ops(use).reason for use in kernel_package.USES}
 said["here"] = sorted(name for name in sys.modules if name.startswith("vllm_xpu_kernels"))
 print(json.dumps(said))
@@ -34,7 +34,7 @@ print(json.dumps(said))
 
 
 def run(folder: Path | None, *command: str) -> Any:
-    """Return what a program prints as JSON that finds the packages of ``folder``."""
+    """Return the JSON that a program prints; it finds the packages of ``folder``."""
     paths = {"PYTHONPATH": str(folder)} if folder else {}
     done = subprocess.run(
         [sys.executable, *command],
@@ -48,7 +48,7 @@ def run(folder: Path | None, *command: str) -> Any:
 
 
 def install(folder: Path, version: str = "0.1.16.2", *given: Any, **named: Any) -> Path:
-    """Return the folder into which pip has installed a wheel that differs as it is told."""
+    """Return the folder of a wheel installed by pip, with the given differences."""
     wheel = PLAYED["wheel"](folder, version, *given, **named)
     site: Path = PLAYED["installed"](wheel, folder / "site")
     return site
@@ -157,7 +157,7 @@ def test_memory_is_mapped_by_the_package(package: Path) -> None:
     program = """
 import json
 import torch
-from interposer_xpu import host_mapping
+from interposer_xpu._hardware import host_mapping
 pinned = torch.arange(6.0).view(2, 3)
 torch.Tensor.is_pinned = lambda self: True  # there is no memory that could be
 view = host_mapping.mapped(pinned)

@@ -1,4 +1,4 @@
-"""Whether there is a GPU is found out by a real library, compiled here to play the vendor's loader.
+"""Presence of a GPU by a real library, compiled here to play the vendor's loader.
 
 The questions are asked in clean processes, as a user's would be; the log of the library says who
 loaded and called what.
@@ -47,7 +47,7 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 from interposer.tooling import variables
-from interposer_xpu import level_zero, system
+from interposer_xpu._hardware import level_zero, system
 from interposer_xpu._hardware.presence import Presence
 from interposer_xpu._hardware.torch_build import TorchBuild
 

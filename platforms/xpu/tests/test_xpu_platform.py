@@ -1,4 +1,4 @@
-"""The platform without a GPU: what it provides, and what it says where the driver is silent."""
+"""The platform without a GPU: its services, and its answers where the driver gives none."""
 
 from __future__ import annotations
 

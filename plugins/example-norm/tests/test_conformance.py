@@ -1,4 +1,4 @@
-"""Everything that the example declares does what it says: the one file that a plugin needs."""
+"""All records of the example conform: the one test file that a plugin needs."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def requantize(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def dequantize(tmp_path: Path) -> Callable[[Path], Path]:
-    """Return what writes a file anew, with the numbers that the library reads from its blocks."""
+    """Return a function that rewrites a file with the numbers that the library reads from it."""
 
     def written(path: Path) -> Path:
         reader, target = gguf.GGUFReader(path), tmp_path / "dequantized.gguf"

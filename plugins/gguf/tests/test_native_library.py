@@ -1,4 +1,4 @@
-"""An installation has the native library where it could be built, and says so where it has not."""
+"""An installation has the native library, or says that it was not built."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def build(folder: Path, **variables: str) -> Path:
 
 
 def judged(contents: Path) -> str:
-    """Return the reason that the plugin in a folder gives, or what the loaded library says."""
+    """Return the reason of the plugin in a folder, or the answer of the loaded library."""
     script = (
         "from interposer_gguf import native_library as n\n"
         "import os; assert os.path.dirname(n.__file__).startswith(os.getcwd()), n.__file__\n"

@@ -209,7 +209,7 @@ ABOVE_PORTABLE = re.compile(r"%ymm|" + ABOVE_AVX2.pattern)
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 def test_functions_keep_to_the_registers_of_their_level() -> None:
-    """What two levels share by its name, such as an inline function, would be linked from one."""
+    """A name that two levels share, as of an inline function, would be linked from one of them."""
     command = ("objdump", "--disassemble", "--no-show-raw-insn", str(native_library.path()))
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     if "file format elf64-x86-64" not in listing:

@@ -14,7 +14,7 @@ TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm" / "t
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that returns a copy of a checkpoint, with a tokenizer that goes unused."""
+    """Return a function that copies a checkpoint and adds an unused tokenizer."""
 
     def copy(name: str) -> Path:
         target = shutil.copytree(FIXTURES / name, tmp_path / name)

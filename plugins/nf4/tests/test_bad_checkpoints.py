@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said, with the tensor that it is wrong with."""
+"""Errors of a checkpoint are told with the tensor that is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers and bitsandbytes wrote mean here what they mean there.
+"""Checkpoints of transformers and bitsandbytes mean here what they mean there.
 
 ``write_fixtures.py`` wrote them and says what stands beside them.
 """

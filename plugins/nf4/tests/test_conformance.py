@@ -1,4 +1,4 @@
-"""Everything that the plugin declares does what it says."""
+"""All records of the plugin conform."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers compute what the format says of the tensors that are stored.
+"""Layers compute by the stored tensors as the format defines them.
 
 The writer here follows the description of the format and shares nothing with what it checks.
 """
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Quantized:
-    """A weight ``[O, I]`` of four bits: what is stored, and what that means in float32."""
+    """A weight ``[O, I]`` of four bits: its tensors, and its numbers in float32."""
 
     def __init__(
         self,

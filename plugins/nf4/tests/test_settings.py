@@ -1,4 +1,4 @@
-"""What quantization_config says is read as transformers means it, or refused."""
+"""Fields of quantization_config are read as transformers means them, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives at an exporter, and that nothing breaks without one or without OpenTelemetry."""
+"""Spans arrive at an exporter, and nothing breaks without one or without OpenTelemetry."""
 
 from __future__ import annotations
 

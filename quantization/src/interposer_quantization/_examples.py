@@ -25,7 +25,7 @@ def fp8_examples() -> Mapping[str, Mapping[str, Any]]:
 
 
 def fbgemm_fp8_examples() -> Mapping[str, Mapping[str, Any]]:
-    """Return settings with a bound that most tokens keep, and one that most exceed, by label."""
+    """Return settings by label: one bound that most tokens keep, and one that most exceed."""
     return {
         label: {
             "quant_method": "fbgemm_fp8",

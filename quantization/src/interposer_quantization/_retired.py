@@ -34,4 +34,4 @@ INSTEAD_OF: Mapping[str, frozenset[str]] = {
     ),
     "modelopt": frozenset({"modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"}),
 }
-"""Retired names by the method that reads what comes nearest."""
+"""Retired names by the method that reads the nearest format."""

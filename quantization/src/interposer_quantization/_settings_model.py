@@ -1,10 +1,10 @@
-"""Settings of checkpoints as typed models, and what is said where they cannot be read."""
+"""Settings of checkpoints as typed models, and errors of unreadable ones."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from reprlib import repr as shortened
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -47,7 +47,7 @@ SEARCH_SETTINGS = frozenset(
         "true_sequential",
     }
 )
-"""What transformers, GPTQModel and auto-round say about how the weights were found."""
+"""Fields of transformers, GPTQModel and auto-round on the search for the weights."""
 
 
 def _group_size(size: int) -> int:
@@ -57,13 +57,28 @@ def _group_size(size: int) -> int:
 
 
 GroupSize = Annotated[int, AfterValidator(_group_size)]
-"""How many inputs share a scale; -1 stands for all of them."""
+"""The number of inputs that share a scale; -1 stands for all of them."""
 
 
 class SettingsModel(BaseModel):
-    """Settings of which none is unknown and none is converted."""
+    """Settings of which none is unknown and none is converted.
+
+    Attributes:
+        supported: what is supported, for the text of errors.
+        without_effect: names of settings that don't change what the tensors mean.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    supported: ClassVar[str] = ""
+    without_effect: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the settings.
+
+        Raises: ConfigError: a setting is unknown, contradictory or not supported.
+        """
+        return cls.parsed(settings, cls.without_effect, cls.supported)
 
     @classmethod
     def parsed(

@@ -8,6 +8,26 @@ from interposer_quantization._retired import INSTEAD_OF
 
 INTERPOSER_API = ">=1.0,<2"
 
+_PACKAGE = "interposer_quantization"
+# Method, class and examples.
+_SCHEMES = (
+    (
+        "compressed-tensors",
+        "_compressed_tensors.scheme:CompressedTensors",
+        "_compressed_tensors.examples:compressed_tensors_examples",
+    ),
+    ("gptq", "_gptq.scheme:GPTQ", "_examples:gptq_examples"),
+    ("awq", "_awq.scheme:AWQ", "_examples:awq_examples"),
+    ("fp8", "_fp8.scheme:Fp8", "_examples:fp8_examples"),
+    ("fbgemm_fp8", "_fp8.scheme:FbgemmFp8", "_examples:fbgemm_fp8_examples"),
+    ("modelopt", "_modelopt.scheme:ModelOpt", "_examples:modelopt_examples"),
+    ("auto-round", "_auto_round.scheme:AutoRound", "_examples:auto_round_examples"),
+    ("inc", "_auto_round.scheme:INC", "_examples:inc_examples"),
+    ("torchao", "_torchao.scheme:TorchAo", "_torchao.examples:torchao_examples"),
+    ("mxfp4", "_mxfp4.scheme:Mxfp4", "_mxfp4.scheme:mxfp4_examples"),
+    ("online_fp8", "_online.fp8:OnlineFp8", "_online.fp8:online_fp8_examples"),
+)
+
 # What plain weights are quantized to while they load, and how classes spell it.
 _ONLINE = {"int8": "Int8", "int4": "Int4", "w4a8": "W4A8"}
 
@@ -16,85 +36,22 @@ _ONLINE = {"int8": "Int8", "int4": "Int4", "w4a8": "W4A8"}
 def interposer_records() -> list[Record]:
     """Return the schemes that read checkpoints."""
     return [
-        SchemeEntry(
-            "compressed-tensors",
-            "compressed_tensors",
-            "interposer_quantization._compressed_tensors.scheme:CompressedTensors",
-            examples="interposer_quantization._compressed_tensors.examples:compressed_tensors_examples",
-            instead_of=INSTEAD_OF["compressed-tensors"],
-        ),
-        SchemeEntry(
-            "gptq",
-            "gptq",
-            "interposer_quantization._gptq.scheme:GPTQ",
-            examples="interposer_quantization._examples:gptq_examples",
-            instead_of=INSTEAD_OF["gptq"],
-        ),
-        SchemeEntry(
-            "awq",
-            "awq",
-            "interposer_quantization._awq.scheme:AWQ",
-            examples="interposer_quantization._examples:awq_examples",
-            instead_of=INSTEAD_OF["awq"],
-        ),
-        SchemeEntry(
-            "fp8",
-            "fp8",
-            "interposer_quantization._fp8.scheme:Fp8",
-            examples="interposer_quantization._examples:fp8_examples",
-            instead_of=INSTEAD_OF["fp8"],
-        ),
-        SchemeEntry(
-            "fbgemm_fp8",
-            "fbgemm_fp8",
-            "interposer_quantization._fp8.scheme:FbgemmFp8",
-            examples="interposer_quantization._examples:fbgemm_fp8_examples",
-            instead_of=INSTEAD_OF["fbgemm_fp8"],
-        ),
-        SchemeEntry(
-            "modelopt",
-            "modelopt",
-            "interposer_quantization._modelopt.scheme:ModelOpt",
-            examples="interposer_quantization._examples:modelopt_examples",
-            instead_of=INSTEAD_OF["modelopt"],
-        ),
-        SchemeEntry(
-            "auto-round",
-            "auto_round",
-            "interposer_quantization._auto_round.scheme:AutoRound",
-            examples="interposer_quantization._examples:auto_round_examples",
-            instead_of=INSTEAD_OF["auto-round"],
-        ),
-        SchemeEntry(
-            "inc",
-            "inc",
-            "interposer_quantization._auto_round.scheme:INC",
-            examples="interposer_quantization._examples:inc_examples",
-        ),
-        SchemeEntry(
-            "torchao",
-            "torchao",
-            "interposer_quantization._torchao.scheme:TorchAo",
-            examples="interposer_quantization._torchao.examples:torchao_examples",
-        ),
-        SchemeEntry(
-            "mxfp4",
-            "mxfp4",
-            "interposer_quantization._mxfp4.scheme:Mxfp4",
-            examples="interposer_quantization._mxfp4.scheme:mxfp4_examples",
-        ),
-        SchemeEntry(
-            "online_fp8",
-            "online_fp8",
-            "interposer_quantization._online.fp8:OnlineFp8",
-            examples="interposer_quantization._online.fp8:online_fp8_examples",
+        *(
+            SchemeEntry(
+                method,
+                method.replace("-", "_"),
+                f"{_PACKAGE}.{target}",
+                examples=f"{_PACKAGE}.{examples}",
+                instead_of=INSTEAD_OF.get(method, frozenset()),
+            )
+            for method, target, examples in _SCHEMES
         ),
         *(
             SchemeEntry(
                 f"online_{name}",
                 f"online_{name}",
-                f"interposer_quantization._online.integers:Online{written}",
-                examples=f"interposer_quantization._online.integers:online_{name}_examples",
+                f"{_PACKAGE}._online.integers:Online{written}",
+                examples=f"{_PACKAGE}._online.integers:online_{name}_examples",
             )
             for name, written in _ONLINE.items()
         ),

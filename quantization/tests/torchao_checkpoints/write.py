@@ -55,7 +55,7 @@ DYNAMIC = ("int8-dynamic", "intx-4-bits-dynamic", "intx-8-bits-dynamic")
 
 
 def main(kinds: Sequence[str]) -> None:
-    """Write kinds: the checkpoint, a weight that it stands for, and what is computed with it."""
+    """Write kinds: the checkpoint, a weight that it stands for, and its results."""
     # Only computing with 8-bit floats needs an accelerator, not writing them.
     quant_api._check_hardware_support = lambda granularity: None
     torch.manual_seed(0)

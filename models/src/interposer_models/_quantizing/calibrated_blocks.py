@@ -62,12 +62,12 @@ class CalibratedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the model has."""
+        """Return the number of blocks of the model."""
         return len(self._decoder.layers)
 
     @torch.inference_mode()
     def quantize(self, index: int, names: Iterable[str], rounder: Rounder) -> None:
-        """Quantize the layers of a block that are named, in the order in which they run.
+        """Quantize the named layers of a block, in the order of their calls.
 
         The inputs of each are those that it gets from the ones before it, quantized already. Call
         it for every block in turn.
@@ -101,7 +101,7 @@ class CalibratedBlocks:
 
     @torch.inference_mode()
     def skip(self, index: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Run a block that was quantized before, whose layers stand for these weights."""
+        """Run a block with the weights that its quantized layers stand for."""
         block = self._loaded_block(index)
         for layer in [module for module in block.modules() if isinstance(module, Linear)]:
             parts = _part_names(layer)
@@ -111,7 +111,7 @@ class CalibratedBlocks:
         self._advance(block, index)
 
     def _loaded_block(self, index: int) -> DecoderBlock:
-        """Return a block whose linear layers compute with plain weights that can be exchanged."""
+        """Return a block whose linear layers hold plain, exchangeable weights."""
         block = self._decoder.layers[index]
         assert isinstance(block, DecoderBlock)
         self._load(block)

@@ -1,4 +1,4 @@
-"""Which linear layers of a model are quantized, and which stay plain."""
+"""Selection of the linear layers of a model to quantize."""
 
 from __future__ import annotations
 

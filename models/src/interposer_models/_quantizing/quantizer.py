@@ -30,7 +30,7 @@ from interposer_quantization.writing import quantization_config, weight_format
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What was written.
+    """The files of a quantized model.
 
     Attributes:
         num_layers: linear layers that were quantized.

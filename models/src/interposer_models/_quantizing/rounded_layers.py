@@ -1,4 +1,4 @@
-"""What each linear layer of a model is quantized to: rounded to nearest, or by calibration."""
+"""Linear layers of a model, rounded to nearest or by calibration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from interposer_quantization.writing import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done and how much there is."""
+"""Takes the name of the current work, the amount done and the total."""
 
 _DTYPES = {DTYPE_NAMES[dtype]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -44,7 +44,7 @@ class RoundedLayers:
             self._check(layer, path)
 
     def layer_of(self, tensor: str) -> str | None:
-        """Return the layer whose weight a tensor is, None where it is none or stays plain."""
+        """Return the layer of a weight; None for other tensors, and for layers that stay plain."""
         layer = tensor.removesuffix(".weight")
         return layer if layer != tensor and layer in self._layers else None
 

@@ -14,7 +14,7 @@ from interposer_models._checkpoint.checkpoint import reading
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file's header says of a tensor; ``dtype`` is the name that safetensors gives it."""
+    """A tensor by the header of its file; ``dtype`` is the name that safetensors gives it."""
 
     shard: Path
     dtype: str

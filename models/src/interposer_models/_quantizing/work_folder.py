@@ -1,4 +1,4 @@
-"""Where a model is written until it is complete, so that an interrupted run can go on.
+"""The folder of an incomplete model, from which an interrupted run goes on.
 
 ``.NAME.unfinished`` beside the target NAME holds ``manifest.json``, which says what is being made
 of what; ``model``, which becomes the target by one renaming; and ``layers`` with what

@@ -1,7 +1,7 @@
 """Compiling the kernels for GPUs that are not there, and reading what came out.
 
-``python -m interposer_ops._triton.aot --write docs/triton-targets.md`` writes the table. That a
-kernel compiles says nothing about races, the numerics of the hardware or speed.
+``make triton-targets`` writes the table. That a kernel compiles says nothing about races, the
+numerics of the hardware or speed.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ def table(found: Iterable[Report]) -> str:
         "",
         f"Compiled with triton {triton.__version__}, not executed: this says nothing about races,",
         "the numerics of the hardware or speed. Registers and what spills of them are those of one",
-        "thread, shared memory is that of one program. Written by",
-        "`python -m interposer_ops._triton.aot --write docs/triton-targets.md`.",
+        "thread, shared memory is that of one program. Written by `make triton-targets`.",
     ]
     for kernel, own in groupby(found, key=lambda report: report.kernel):
         lines += ["", f"## {kernel}", "", *_HEAD, *map(_line, own)]

@@ -62,18 +62,14 @@ def judge_fp8(request: Request) -> Verdict:
     (fnuz). That of amd converts to all of them, in software where the hardware has others; fnuz
     is taken only on gfx942, whose own formats these are.
     """
+    if INTERPRETER in request.capability.features:
+        return judge(request)
     named = [request.dims[name] for name in ("out_dtype", "cache_dtype") if name in request.dims]
     dtype = str(named[0]) if named else request.dtype
     architecture = request.capability.architecture
-    if INTERPRETER not in request.capability.features:
-        if dtype.endswith("fnuz") and architecture != "gfx942":
-            return Verdict.refuse(f"takes {dtype} on gfx942 only, the device is {architecture}")
-        number = architecture.removeprefix("sm_").rstrip("af")
-        if dtype == "float8_e4m3fn" and number.isdecimal() and int(number) < 89:
-            return Verdict.refuse(
-                f"triton has no {dtype} on {architecture}; it needs sm_89 or newer"
-            )
-    return judge(request)
+    if dtype == "float8_e4m3fn" and (_compute_capability(architecture) or 89) < 89:
+        return Verdict.refuse(f"triton has no {dtype} on {architecture}; it needs sm_89 or newer")
+    return _judge_fnuz(request, dtype)
 
 
 def judge_operands(request: Request) -> Verdict:
@@ -83,12 +79,9 @@ def judge_operands(request: Request) -> Verdict:
     negative zero (fnuz), which are taken only on gfx942: the interpreter of triton 3.7.1 has no
     masked loads of them.
     """
-    architecture = request.capability.architecture
-    for name in ("x_dtype", "weight_dtype"):
-        dtype = str(request.dims.get(name, ""))
-        if dtype.endswith("fnuz") and architecture != "gfx942":
-            return Verdict.refuse(f"takes {dtype} on gfx942 only, the device is {architecture}")
-    return judge(request)
+    return _judge_fnuz(
+        request, *(str(request.dims.get(n, "")) for n in ("x_dtype", "weight_dtype"))
+    )
 
 
 def judge_integers(request: Request) -> Verdict:
@@ -98,8 +91,7 @@ def judge_integers(request: Request) -> Verdict:
     floats without them, and fails on int8 in its pass TritonGPUAccelerateMatmul.
     """
     architecture = request.capability.architecture
-    number = architecture.removeprefix("sm_").rstrip("af")
-    if number.isdecimal() and int(number) < 80:
+    if (_compute_capability(architecture) or 80) < 80:
         return Verdict.refuse(
             f"triton multiplies integers on sm_80 and newer, the device is {architecture}"
         )
@@ -117,11 +109,8 @@ def judge_split(request: Request) -> Verdict:
             f"splits sums of few rows on {', '.join(_SPLITTING)}, the device is {architecture}"
         )
     verdict = judge_operands(request)
-    if not verdict:
-        return verdict
-    return Verdict.accept(
-        f"splits sums of up to {MOST_SPLIT_ROWS} rows; more are multiplied as without it"
-    )
+    reason = f"splits sums of up to {MOST_SPLIT_ROWS} rows; more are multiplied as without it"
+    return Verdict.accept(reason) if verdict else verdict
 
 
 @cache
@@ -137,6 +126,21 @@ def judge_package() -> Verdict:
         least = ".".join(map(str, LEAST_VERSION))
         return Verdict.refuse(f"needs triton {least} or newer, found {found}: {_INSTALL}")
     return Verdict.accept()
+
+
+def _judge_fnuz(request: Request, *dtypes: str) -> Verdict:
+    """Accept as ``judge`` does, formats without negative zero (fnuz) on gfx942 only."""
+    architecture = request.capability.architecture
+    for dtype in dtypes:
+        if dtype.endswith("fnuz") and architecture != "gfx942":
+            return Verdict.refuse(f"takes {dtype} on gfx942 only, the device is {architecture}")
+    return judge(request)
+
+
+def _compute_capability(architecture: str) -> int | None:
+    """Return 90 of sm_90a, None for what is no GPU of NVIDIA."""
+    number = architecture.removeprefix("sm_").rstrip("af")
+    return int(number) if number.isdecimal() else None
 
 
 def _folder() -> Path | None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from interposer_ops._records import triton_kernels
 from interposer_ops._triton.build import Build
 
-_MODULES = sorted({kernel.target.partition(":")[0] for kernel in triton_kernels()})
 _PACKAGE = Path(__file__).parents[1]
-_MODULES += [
-    f"{_PACKAGE.name}.{path.parent.name}.{path.stem}"
-    for path in sorted(_PACKAGE.glob("*/_*_builds.py"))
+# Not the modules that records name: these are read from declarations, as the builds are.
+_MODULES = [
+    import_module(f"{_PACKAGE.name}.{path.parent.name}.{path.stem}")
+    for path in sorted(_PACKAGE.glob("*/_*_triton.py"))
 ]
+_FOUND = [build for module in _MODULES for build in getattr(module, "BUILDS", ())]
 
-BUILDS: tuple[Build, ...] = tuple(
-    build for module in _MODULES for build in getattr(import_module(module), "BUILDS", ())
-)
-"""All builds, those of one kernel together."""
+BUILDS: tuple[Build, ...] = tuple(sorted(_FOUND, key=lambda build: build.kernel))
+"""All builds, those of one kernel together and in their order."""

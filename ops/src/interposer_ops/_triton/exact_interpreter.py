@@ -10,8 +10,7 @@ The interpreter of triton 3.7.1 keeps bfloat16 and float8 numbers as unsigned in
 
 Here every conversion from and to these formats is torch's, and arithmetic on them raises: a GPU
 would compute in float32, so a kernel says so with ``.to(tl.float32)`` behind each load. A
-``tl.dot``
-of them multiplies their values.
+``tl.dot`` of them multiplies their values.
 
 Besides, it keeps the running program in globals, so that two threads disturb each other, and takes
 the whole language apart at each call of one kernel function by another: here launches wait for each
@@ -24,11 +23,13 @@ interpreter itself to be wrong fail.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 _NARROW = {
@@ -48,6 +49,19 @@ def make_exact() -> None:
     interpreter.InterpretedFunction.__call__ = _called_within
 
 
+def _of_numbers(name: str) -> Callable[..., Any]:
+    """Return the interpreter's operation ``name``, which refuses operands that are kept as bits."""
+    inherited = getattr(interpreter.InterpreterBuilder, name)
+
+    def operation(self: Any, *given: Any) -> Any:
+        # Which one it is stands behind the operands of binary_op and unary_op.
+        _refuse_bits(given[-1] if name in ("binary_op", "unary_op") else name, *given)
+        with np.errstate(all="ignore"):  # hardware makes infinities and NaN without a word
+            return inherited(self, *given)
+
+    return operation
+
+
 class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     """The interpreter's builder of operations with conversions that round as hardware does."""
 
@@ -58,37 +72,16 @@ class ExactBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         """Return ``src`` converted to nearest even, or as the interpreter does in another mode."""
-        default = interpreter._ir.ROUNDING_MODE.RTNE
-        converted = None
-        if rounding_mode in (None, default):
-            converted = self._converted(src, dst_type)
+        nearest = rounding_mode in (None, interpreter._ir.ROUNDING_MODE.RTNE)
+        converted = self._converted(src, dst_type) if nearest else None
         if converted is None:
             converted = super().create_fp_to_fp(src, dst_type, rounding_mode)
         return converted
 
-    def binary_op(self, lhs: Any, rhs: Any, op: Any) -> Any:
-        """Return the result of an operation, of numbers only."""
-        _refuse_bits(op, lhs, rhs)
-        with np.errstate(all="ignore"):  # hardware makes infinities and NaN without a word
-            return super().binary_op(lhs, rhs, op)
-
-    def unary_op(self, arg: Any, op: Any) -> Any:
-        """Return the result of an operation, of a number only."""
-        _refuse_bits(op, arg)
-        with np.errstate(all="ignore"):
-            return super().unary_op(arg, op)
-
-    def create_rsqrt(self, arg: Any) -> Any:
-        """Return one over the square root."""
-        _refuse_bits("rsqrt", arg)
-        with np.errstate(all="ignore"):
-            return super().create_rsqrt(arg)
-
-    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        """Return ``x * y + z``."""
-        _refuse_bits("fma", x, y, z)
-        with np.errstate(all="ignore"):
-            return super().create_fma(x, y, z)
+    binary_op = _of_numbers("binary_op")
+    unary_op = _of_numbers("unary_op")
+    create_rsqrt = _of_numbers("create_rsqrt")
+    create_fma = _of_numbers("create_fma")
 
     def create_dot(self, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         """Return ``a @ b + d`` of the values that ``a`` and ``b`` stand for."""
@@ -134,7 +127,7 @@ def _called_within(self: Any, *arguments: Any, **named: Any) -> Any:
     return result
 
 
-def _tensor(data: Any, dtype: Any) -> torch.Tensor:
+def _tensor(data: Any, dtype: Any) -> Tensor:
     data = np.ascontiguousarray(data)
     if dtype not in _NARROW:
         return torch.from_numpy(data)
@@ -144,7 +137,7 @@ def _tensor(data: Any, dtype: Any) -> torch.Tensor:
 
 def _refuse_bits(what: Any, *operands: Any) -> None:
     for operand in operands:
-        dtype = operand.dtype.scalar
+        dtype = operand.dtype.scalar if isinstance(operand, interpreter.TensorHandle) else None
         if dtype in _NARROW:
             name = getattr(what, "__name__", what)
             raise TypeError(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 from interposer_ops._triton.parameters import parameters_for, per_device
 
@@ -29,6 +30,12 @@ class RowTile(NamedTuple):
         """Return how many programs cover a row."""
         return -(-width // self.columns)
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The launch options of a kernel that takes ``ROWS`` and ``COLUMNS``."""
+        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"ROWS": self.rows, "COLUMNS": self.columns, **compiled}
+
 
 @per_device
 def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
@@ -48,7 +55,7 @@ def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
     return RowTile(rows, columns, num_warps, parameters.num_stages)
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return ``x`` as ``[rows, H]`` whose elements follow each other; a copy only if need be."""
     if x.ndim != 2:
         x = x.reshape(-1, x.shape[-1])

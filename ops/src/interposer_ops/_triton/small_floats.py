@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Numbers of 8 and 4 bits, made and read by kernels: exact on every architecture.
 
+Quotients are rounded once, halves to even, and saturate.
+
 Where the hardware rounds a float32 to the format in one step, the tensor is given to the kernel as
 it is, and triton's conversion is that instruction. Elsewhere triton 3.7.1 goes by way of float16,
 which it cuts down to: two roundings, so that what lies just beyond a tie is taken for one. There,
@@ -17,6 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.parameters import architecture, per_device
 
@@ -50,7 +53,7 @@ def fp8_format(dtype: torch.dtype) -> Fp8Format:
     return _FORMATS[dtype]
 
 
-def fp8_memory(tensor: torch.Tensor) -> torch.Tensor:
+def fp8_memory(tensor: Tensor) -> Tensor:
     """Return ``tensor`` where triton rounds to its dtype in one step, else its bytes as uint8."""
     return tensor if _rounds_once(tensor.dtype, tensor.device) else tensor.view(torch.uint8)
 
@@ -147,3 +150,39 @@ def _signed(magnitude, sign):
     # Not by a minus, which is a difference from zero and would lose the sign of one.
     bits = magnitude.to(tl.int32, bitcast=True) | (sign << 31)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divided(value, divisor):
+    """Return the quotient rounded once; ``divisor`` broadcasts to ``value``, or is a scalar."""
+    return tl.div_rn(value, tl.zeros_like(value) + divisor)
+
+
+@triton.jit
+def rounded(value):
+    """Return the whole numbers nearest to float32 numbers, halves to even."""
+    # Between 2^23 and 2^24 the last place of a float32 is worth 1, so that the sum is rounded to
+    # it; what is larger is whole already. Triton has no such function for every architecture.
+    magnitude = tl.abs(value)
+    whole = tl.where(magnitude < 8388608.0, (magnitude + 8388608.0) - 8388608.0, magnitude)
+    return tl.where(value < 0, -whole, whole)
+
+
+@triton.jit
+def quantized(value, scale, zero_point, largest, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Return ``value / scale`` as int8, the zero point added, or as an 8-bit float without it.
+
+    Args:
+        scale: of a shape that broadcasts to that of ``value``, or a scalar.
+        zero_point: float32, for int8.
+        largest: of the 8-bit float.
+        dtype: of the memory that the result goes to; uint8 stands for an 8-bit float.
+        FORMAT: the ``Fp8Format``; any for int8.
+    """
+    quotient = divided(value, scale)
+    if dtype == tl.int8:
+        total = rounded(quotient) + zero_point
+        return tl.minimum(tl.maximum(total, -128.0), 127.0).to(tl.int8)
+    else:
+        kept = clamped(quotient, largest)
+        return to_fp8(kept, dtype, FORMAT.mantissa, FORMAT.bias, FORMAT.unsigned_zero)

@@ -23,18 +23,12 @@ if TYPE_CHECKING:
         swiglu_oai_and_mul,
     )
 
+# fmt: off
 __all__ = [
-    "fatrelu_and_mul",
-    "gelu",
-    "gelu_and_mul",
-    "mul_and_silu",
-    "quick_gelu",
-    "relu2",
-    "relu2_and_mul",
-    "silu_and_mul",
-    "swiglu_clamped_and_mul",
-    "swiglu_oai_and_mul",
+    "fatrelu_and_mul", "gelu", "gelu_and_mul", "mul_and_silu", "quick_gelu", "relu2",
+    "relu2_and_mul", "silu_and_mul", "swiglu_clamped_and_mul", "swiglu_oai_and_mul",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -42,7 +36,7 @@ __getattr__ = lazy_attributes(
         "interposer_ops.activations._activations": (
             "fatrelu_and_mul gelu gelu_and_mul mul_and_silu quick_gelu relu2 relu2_and_mul "
             "silu_and_mul swiglu_clamped_and_mul swiglu_oai_and_mul"
-        ),
+        )
     },
 )
 

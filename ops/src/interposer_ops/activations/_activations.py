@@ -6,22 +6,24 @@ may lie apart in memory. Dims of all of them: intermediate_size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_ACTIVATIONS_CASES = "interposer_ops.activations._activations_cases"
-_GATED_ACTIVATIONS_CASES = "interposer_ops.activations._gated_activations_cases"
-
+_op = partial(standard_op, cases="interposer_ops.activations._activations_cases", batched=("x",))
 # The activation and the result may each be rounded; one more is left.
-_SINGLE = Tolerance(roundings=2)
-_GATED = Tolerance(roundings=3)
+_single = partial(_op, tolerance=Tolerance(roundings=2))
+_gated = partial(_op, tolerance=Tolerance(roundings=3))
 
 
-@standard_op("gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
-def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+@_single("gelu")
+def gelu(x: Tensor, approximate: str) -> Tensor:
     """Multiply each element by the probability that a normal variable is below it.
 
     y = x / 2 * (1 + erf(x / sqrt(2))), or x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
@@ -32,11 +34,11 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1606.08415.
     """
-    return functional.gelu(_wide(x), approximate=approximate).to(x.dtype)
+    return functional.gelu(widened(x), approximate=approximate).to(x.dtype)
 
 
-@standard_op("quick_gelu", cases=_ACTIVATIONS_CASES, tolerance=_SINGLE, batched=("x",))
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+@_single("quick_gelu")
+def quick_gelu(x: Tensor) -> Tensor:
     """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
 
     Args:
@@ -44,14 +46,12 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1606.08415, section 2.
     """
-    wide = _wide(x)
+    wide = widened(x)
     return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
 
 
-@standard_op(
-    "relu2", cases=_ACTIVATIONS_CASES, batch_invariant=True, tolerance=_SINGLE, batched=("x",)
-)
-def relu2(x: torch.Tensor) -> torch.Tensor:
+@_single("relu2", batch_invariant=True)
+def relu2(x: Tensor) -> Tensor:
     """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
 
     Args:
@@ -59,11 +59,11 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:2109.08668 (Primer).
     """
-    return _wide(x).relu().square().to(x.dtype)
+    return widened(x).relu().square().to(x.dtype)
 
 
-@standard_op("silu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+@_gated("silu_and_mul")
+def silu_and_mul(x: Tensor) -> Tensor:
     """Multiply the SiLU of the first half by the second half.
 
     y = g * sigmoid(g) * u where x = [g, u], computed in float32 or wider.
@@ -77,8 +77,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
-@standard_op("gelu_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
-def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
+@_gated("gelu_and_mul")
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """Multiply the GELU of the first half by the second half.
 
     Args:
@@ -91,8 +91,8 @@ def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
 
 
-@standard_op("mul_and_silu", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
-def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
+@_gated("mul_and_silu")
+def mul_and_silu(x: Tensor) -> Tensor:
     """Multiply the first half by the SiLU of the second half.
 
     y = u * g * sigmoid(g) where x = [u, g].
@@ -106,14 +106,8 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     return (up * functional.silu(gate)).to(x.dtype)
 
 
-@standard_op(
-    "relu2_and_mul",
-    cases=_GATED_ACTIVATIONS_CASES,
-    batch_invariant=True,
-    tolerance=_GATED,
-    batched=("x",),
-)
-def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
+@_gated("relu2_and_mul", batch_invariant=True)
+def relu2_and_mul(x: Tensor) -> Tensor:
     """Multiply the square of the first half's positive elements by the second half.
 
     y = max(g, 0)^2 * u where x = [g, u].
@@ -127,14 +121,8 @@ def relu2_and_mul(x: torch.Tensor) -> torch.Tensor:
     return (gate.relu().square() * up).to(x.dtype)
 
 
-@standard_op(
-    "fatrelu_and_mul",
-    cases=_GATED_ACTIVATIONS_CASES,
-    batch_invariant=True,
-    tolerance=_GATED,
-    batched=("x",),
-)
-def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
+@_gated("fatrelu_and_mul", batch_invariant=True)
+def fatrelu_and_mul(x: Tensor, threshold: float) -> Tensor:
     """Multiply what is above ``threshold`` in the first half by the second half.
 
     y = g * u where g > threshold, else 0, with x = [g, u].
@@ -149,8 +137,8 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float) -> torch.Tensor:
     return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype)
 
 
-@standard_op("swiglu_oai_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",))
-def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+@_gated("swiglu_oai_and_mul")
+def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Gate interleaved elements as gpt-oss does.
 
     y = (u + 1) * g * sigmoid(alpha * g), where g = min(x[2 i], limit) is not limited from below and
@@ -163,15 +151,13 @@ def swiglu_oai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Ten
     Returns: ``[..., I]``, dtype of ``x``.
     Source: arXiv:2508.10925 and https://github.com/openai/gpt-oss.
     """
-    wide = _wide(x)
+    wide = widened(x)
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-@standard_op(
-    "swiglu_clamped_and_mul", cases=_GATED_ACTIVATIONS_CASES, tolerance=_GATED, batched=("x",)
-)
-def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
+@_gated("swiglu_clamped_and_mul")
+def swiglu_clamped_and_mul(x: Tensor, limit: float) -> Tensor:
     """Multiply the SiLU of the clamped first half by the clamped second half.
 
     y = g * sigmoid(g) * u with x = [g, u], where g is at most ``limit`` and not limited from below,
@@ -187,10 +173,6 @@ def swiglu_clamped_and_mul(x: torch.Tensor, limit: float) -> torch.Tensor:
     return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first, second = _wide(x).chunk(2, dim=-1)
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = widened(x).chunk(2, dim=-1)
     return first, second

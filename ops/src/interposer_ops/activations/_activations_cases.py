@@ -1,18 +1,20 @@
-"""Cases of the activations of single elements. T tokens, I intermediate size."""
+"""Cases of the activations, of single elements and gated. T tokens, I intermediate size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, peak, uniform
 
-SHAPES = {
+_SHAPES = {
     "many rows": (33, 128),
     "one row": (1, 64),
     "odd width": (5, 63),
@@ -23,99 +25,204 @@ SHAPES = {
     "wide": (2, 2051),
     "width after a power of two": (3, 257),
 }
-"""By label, ``[..., I]``."""
-
-FORMS = {"erf": "none", "tanh": "tanh"}
-"""Of GELU."""
-
 # Where exponentials underflow and overflow, and where the forms of GELU differ.
-EXTREMES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3)
-"""Gates at which an activation is hard to compute."""
+_EXTREMES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3)
+# A kernel that compares with less or equal differs from one that compares with less at 0.5, and the
+# threshold is one of every float type.
+_NEAR_THRESHOLD = (-1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 0.50390625, 0.75, 2.0)
+_FORMS = {"erf": {"approximate": "none"}, "tanh": {"approximate": "tanh"}}
 
-_VALUES = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": EXTREMES}
-# The square of 200 is a finite float16.
-_SQUARES = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": (-6e4, -0.0, 0.0, 200.0, 1e-7)}
+# Largest numbers of either sign, or the numbers themselves. Those of the first kind leave no
+# activation so small that it is lost beside 1, which would make its product with an infinity a
+# matter of precision. The square of 200 is a finite float16.
+_NUMBERS = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": _EXTREMES}
+_SQUARED = {**_NUMBERS, "extremes": (-6e4, -0.0, 0.0, 200.0, 1e-7)}
+_GATES = {"": 4.0, "small gates": 1e-3, "large gates": 150.0, "extreme gates": _EXTREMES}
+_SQUARED_GATES = {**_GATES, "large gates": 90.0, "extreme gates": (-6e4, -0.0, 0.0, 1e-7, 200.0)}
+_THRESHOLD_GATES = {"": 4.0, "small gates": 1e-3, "gates at the threshold": _NEAR_THRESHOLD}
 
-# What is left of minus infinity depends on how an activation is computed, and the maximum of a
-# number and a NaN is either, as the hardware has it.
-_SMOOTH: tuple[Special, ...] = ("NaN", "subnormals", "negative zeros")
-_PIECEWISE: tuple[Special, ...] = ("infinities", "subnormals", "negative zeros")
+_ORDINARY: tuple[Special, ...] = ("subnormals", "negative zeros")
+# Whether a closed gate times an infinity is 0 or NaN depends on whether the product is taken, what
+# is left of minus infinity on how an activation is computed, and the maximum of a number and a NaN
+# is either, as the hardware has it.
+_SMOOTH: tuple[Special, ...] = ("NaN", *_ORDINARY)
+_SQUARES: tuple[Special, ...] = ("infinities", *_ORDINARY)
+_PRODUCTS: tuple[Special, ...] = ("infinities", "NaN", *_ORDINARY)
 
-
-def _elements(
-    point: Point,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    options: Mapping[str, str],
-    power: int,
-) -> Case:
-    values = point["values"]
-    if isinstance(values, float):
-        x = uniform(point["shape"], dtype, generator, -values, values)
-    else:
-        count = torch.empty(point["shape"]).numel()
-        x = torch.tensor(values).repeat(count // len(values) + 1)[:count]
-        x = x.view(point["shape"]).to(dtype)
-    return _case({"x": x} | {name: point[axis] for name, axis in options.items()}, power)
+_Options = Mapping[str, Any]
+_Arranged = Callable[[Tensor, Tensor], Tensor]
+_Bound = Callable[[float, float, _Options], float]
 
 
-def _space(*axes: Axis, power: int = 1, **options: str) -> CaseSpace:
-    return CaseSpace(
-        partial(_elements, options=options, power=power),
-        Axis("shape", SHAPES),
-        Axis("values", _VALUES if power == 1 else _SQUARES),
-        *axes,
+def _products(gate: float, up: float, _: _Options) -> float:
+    """Bound gate times up.
+
+    An activation takes about four float32 operations, and 1 + erf cancels down to the error of 1,
+    so that the error is one of the gate times the other half.
+    """
+    return gate * up
+
+
+def _nothing(_: float, __: float, ___: _Options) -> float:
+    """Bound what multiplications in a row add up to: their errors are relative, and cancel none."""
+    return 0.0
+
+
+def _clamped(gate: float, up: float, options: _Options) -> float:
+    """Bound the clamped gate times one more than the clamped other half.
+
+    A gate below the clamp is not bounded, but what its error is relative to, gate * sigmoid, is at
+    most 1 there for an alpha of at least 0.5.
+    """
+    limit = float(options["limit"])
+    return max(1.0, min(limit, gate)) * (1 + min(limit, up))
+
+
+def _gate_first(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((gate, up), dim=-1)
+
+
+def _gate_last(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat((up, gate), dim=-1)
+
+
+def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.stack((gate, up), dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """The arguments of one activation.
+
+    Attributes:
+        arranged: makes ``x`` of gates and what they gate; None of an activation of single elements.
+        bound: of the magnitude of a case, by the largest gate, what it gates at most, and options.
+        sampled: the options of the sample.
+    """
+
+    arranged: _Arranged | None
+    bound: _Bound
+    sampled: _Options
+
+    def build(self, point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+        """Return the case of a point, what is gated drawn first."""
+        shape, numbers = point["shape"], point["numbers"]
+        up = None
+        if self.arranged:
+            high = 1.0 if isinstance(numbers, tuple) else 6.0
+            up = uniform(shape, dtype, generator, -high, high)
+        if isinstance(numbers, tuple):
+            count = math.prod(shape)
+            gate = torch.tensor(numbers).repeat(count // len(numbers) + 1)[:count]
+            gate = gate.view(shape).to(dtype)
+        else:
+            gate = uniform(shape, dtype, generator, -numbers, numbers)
+        return self.case(gate, up, point.values.get("options", {}))
+
+    def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+        """Return T rows of the up projection, or of the merged gate and up projections."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (num_tokens, int(dims["intermediate_size"]))
+        gate = normal_numbers(shape, dtype, generator, deviation=2.0)
+        up = normal_numbers(shape, dtype, generator, deviation=2.0) if self.arranged else None
+        return self.case(gate, up, self.sampled, f"{num_tokens} tokens")
+
+    def case(self, gate: Tensor, up: Tensor | None, options: _Options, label: str = "") -> Case:
+        """Return the case of a gate and what it gates.
+
+        An activation that is held in the storage dtype among the subnormal numbers is rounded like
+        the smallest normal one, before it is multiplied.
+        """
+        x, largest, rounded = gate, 1.0, 0.0
+        if self.arranged and up is not None:
+            x, largest = self.arranged(gate, up), peak(up)
+            rounded = torch.finfo(gate.dtype).smallest_normal * (1 + largest)
+        return Case(
+            label,
+            {"x": x, **options},
+            {"intermediate_size": gate.shape[-1]},
+            # A square alone is one multiplication.
+            reduction=1 if self.bound is _nothing and up is None else 4,
+            magnitude=self.bound(peak(gate), largest, options),
+            rounded=rounded,
+        )
+
+
+_Sample = Callable[[torch.dtype, Dims, int, int], Case]
+
+
+def _activation(
+    arranged: _Arranged | None = _gate_first,
+    bound: _Bound = _products,
+    numbers: Mapping[str, Any] = _GATES,
+    special: tuple[Special, ...] = _PRODUCTS,
+    options: Mapping[str, _Options] | None = None,
+    crossed_options: tuple[str, ...] = (),
+    **sampled: Any,
+) -> tuple[CaseSpace, _Sample]:
+    """Return the cases and the sample of an activation."""
+    activation = _Activation(arranged, bound, sampled)
+    space = CaseSpace(
+        activation.build,
+        Axis("shape", _SHAPES),
+        Axis("numbers", numbers),
+        *([Axis("options", options)] if options else []),
         strided={"x": "rows"},
-        special={"x": _SMOOTH if power == 1 else _PIECEWISE},
+        special={"x": special},
         crossed={
             "shape": ("many rows", "one row", "odd width", "a few elements", "three dimensions"),
-            "values": ("",),
+            "numbers": ("",),
+            **({"options": crossed_options} if crossed_options else {}),
         },
         alone={"shape": ("no rows",)},
     )
+    return space, activation.sample
 
 
-gelu_cases = _space(Axis("form", FORMS), approximate="form")
-"""Rows of several shapes and magnitudes, for both forms of GELU."""
+# Rows of several shapes and magnitudes, which for a square is finite.
+quick_gelu_cases, quick_gelu_sample = _activation(None, _products, _NUMBERS, _SMOOTH)
+relu2_cases, relu2_sample = _activation(None, _nothing, _SQUARED, _SQUARES)
+gelu_cases, gelu_sample = _activation(
+    None, _products, _NUMBERS, _SMOOTH, options=_FORMS, approximate="tanh"
+)
 
-quick_gelu_cases = _space()
-"""Rows of several shapes and magnitudes."""
+# Rows of several shapes, and gates at which exponentials leave the float range.
+silu_and_mul_cases, silu_and_mul_sample = _activation()
+mul_and_silu_cases, mul_and_silu_sample = _activation(_gate_last)
+gelu_and_mul_cases, gelu_and_mul_sample = _activation(options=_FORMS, approximate="tanh")
 
-relu2_cases = _space(power=2)
-"""Rows of several shapes and magnitudes whose squares are finite."""
+# Gates whose squares are finite.
+relu2_and_mul_cases, relu2_and_mul_sample = _activation(
+    bound=_nothing, numbers=_SQUARED_GATES, special=_ORDINARY
+)
 
+# Some gates are the threshold itself.
+fatrelu_and_mul_cases, fatrelu_and_mul_sample = _activation(
+    bound=_nothing,
+    numbers=_THRESHOLD_GATES,
+    special=_ORDINARY,
+    options={"threshold 0.5": {"threshold": 0.5}, "threshold 0": {"threshold": 0.0}},
+    threshold=0.5,
+)
 
-def gelu_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the up projection and the form of GELU that most models use."""
-    x = _sampled(dtype, dims, num_tokens, seed)
-    return _case({"x": x, "approximate": "tanh"}, 1, f"{num_tokens} tokens")
-
-
-def quick_gelu_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the up projection."""
-    return _case({"x": _sampled(dtype, dims, num_tokens, seed)}, 1, f"{num_tokens} tokens")
-
-
-def relu2_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the up projection."""
-    return _case({"x": _sampled(dtype, dims, num_tokens, seed)}, 2, f"{num_tokens} tokens")
-
-
-def _sampled(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (num_tokens, int(dims["intermediate_size"]))
-    return normal_numbers(shape, dtype, generator, deviation=2.0)
-
-
-def _case(arguments: dict[str, Any], power: int, label: str = "") -> Case:
-    """Return the case of ``x``.
-
-    An activation takes about four float32 operations, and 1 + erf cancels down to the error of 1,
-    so that the error is one of x. A square is one multiplication, whose error is relative.
-    """
-    x: torch.Tensor = arguments["x"]
-    dims = {"intermediate_size": x.shape[-1]}
-    if power == 2:
-        return Case(label, arguments, dims, reduction=1, magnitude=0.0)
-    return Case(label, arguments, dims, reduction=4, magnitude=peak(x))
+# Limits that few and many gates exceed; samples have those of gpt-oss and of DeepSeek-V4.
+swiglu_oai_and_mul_cases, swiglu_oai_and_mul_sample = _activation(
+    _interleaved,
+    _clamped,
+    special=_ORDINARY,
+    options={
+        "": {"alpha": 1.702, "limit": 7.0},
+        "tight limit": {"alpha": 1.702, "limit": 0.5},
+        "SiLU": {"alpha": 1.0, "limit": 7.0},
+    },
+    crossed_options=("",),
+    alpha=1.702,
+    limit=7.0,
+)
+swiglu_clamped_and_mul_cases, swiglu_clamped_and_mul_sample = _activation(
+    bound=_clamped,
+    special=_ORDINARY,
+    options={"": {"limit": 10.0}, "tight limit": {"limit": 0.5}},
+    crossed_options=("",),
+    limit=10.0,
+)

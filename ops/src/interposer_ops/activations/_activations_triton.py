@@ -6,7 +6,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
@@ -14,68 +16,66 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 @triton_kernel("gelu")
-def gelu_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu_triton(x: Tensor, approximate: str) -> Tensor:
     """Compute ``gelu``."""
     return _activated(x, _GELU[approximate], "single")
 
 
 @triton_kernel("quick_gelu")
-def quick_gelu_triton(x: torch.Tensor) -> torch.Tensor:
+def quick_gelu_triton(x: Tensor) -> Tensor:
     """Compute ``quick_gelu``."""
     return _activated(x, "silu", "single", 1.702)
 
 
 @triton_kernel("relu2")
-def relu2_triton(x: torch.Tensor) -> torch.Tensor:
+def relu2_triton(x: Tensor) -> Tensor:
     """Compute ``relu2``."""
     return _activated(x, "relu2", "single")
 
 
 @triton_kernel("silu_and_mul")
-def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_triton(x: Tensor) -> Tensor:
     """Compute ``silu_and_mul``."""
     return _activated(x, "silu", "gate first")
 
 
 @triton_kernel("gelu_and_mul")
-def gelu_and_mul_triton(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu_and_mul_triton(x: Tensor, approximate: str) -> Tensor:
     """Compute ``gelu_and_mul``."""
     return _activated(x, _GELU[approximate], "gate first")
 
 
 @triton_kernel("mul_and_silu")
-def mul_and_silu_triton(x: torch.Tensor) -> torch.Tensor:
+def mul_and_silu_triton(x: Tensor) -> Tensor:
     """Compute ``mul_and_silu``."""
     return _activated(x, "silu", "gate last")
 
 
 @triton_kernel("relu2_and_mul")
-def relu2_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
+def relu2_and_mul_triton(x: Tensor) -> Tensor:
     """Compute ``relu2_and_mul``."""
     return _activated(x, "relu2", "gate first")
 
 
 @triton_kernel("fatrelu_and_mul")
-def fatrelu_and_mul_triton(x: torch.Tensor, threshold: float) -> torch.Tensor:
+def fatrelu_and_mul_triton(x: Tensor, threshold: float) -> Tensor:
     """Compute ``fatrelu_and_mul``."""
     return _activated(x, "threshold", "gate first", threshold)
 
 
 @triton_kernel("swiglu_oai_and_mul")
-def swiglu_oai_and_mul_triton(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def swiglu_oai_and_mul_triton(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Compute ``swiglu_oai_and_mul``."""
     return _activated(x, "silu", "pairs", alpha, limit)
 
 
 @triton_kernel("swiglu_clamped_and_mul")
-def swiglu_clamped_and_mul_triton(x: torch.Tensor, limit: float) -> torch.Tensor:
+def swiglu_clamped_and_mul_triton(x: Tensor, limit: float) -> Tensor:
     """Compute ``swiglu_clamped_and_mul``."""
     return _activated(x, "clamped silu", "gate first", 1.0, limit)
 
 
-def _activated(
-    x: torch.Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0
-) -> torch.Tensor:
+def _activated(x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
     """Return the activation ``kind`` of the gates times what they gate.
 
     Args:
@@ -92,37 +92,18 @@ def _activated(
     num_rows = rows.shape[0]
     tile = row_tile("activation", x.device, width)
     _activation[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        rows,
-        y,
-        num_rows,
-        rows.stride(0),
-        float(alpha),
-        float(limit),
-        WIDTH=width,
-        KIND=kind,
-        ORDER=order,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, y, num_rows, rows.stride(0), float(alpha), float(limit),
+        WIDTH=width, KIND=kind, ORDER=order, **tile.options,
+    )  # fmt: skip
     return y
 
 
 @triton.jit
 def _activation(
-    x,
-    y,
-    num_rows,
-    x_stride,
-    alpha,
-    limit,
-    WIDTH: tl.constexpr,
-    KIND: tl.constexpr,
-    ORDER: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, y, num_rows, x_stride, alpha, limit,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows) & (column < WIDTH)
@@ -164,3 +145,20 @@ def _activation(
 @triton.jit
 def _clamped(value, limit):
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+
+
+BUILDS = tuple(
+    Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
+    for op, label, *options in (
+        ("gelu", "erf", "none"),
+        ("quick_gelu", "plain"),
+        ("relu2", "plain"),
+        ("silu_and_mul", "plain"),
+        ("gelu_and_mul", "tanh", "tanh"),
+        ("mul_and_silu", "plain"),
+        ("relu2_and_mul", "plain"),
+        ("fatrelu_and_mul", "plain", 0.01),
+        ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
+        ("swiglu_clamped_and_mul", "plain", 10.0),
+    )
+)

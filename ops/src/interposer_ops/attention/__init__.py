@@ -10,44 +10,39 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
-    from interposer_ops.attention._attention_states import merge_attention_states
-    from interposer_ops.attention._flex_attention import FlexBackend
-    from interposer_ops.attention._gathered_attention import (
+    from interposer_ops.attention._flex_backend import FlexBackend
+    from interposer_ops.attention._gathered_backend import (
         GatheredBackend,
         GatheredStep,
         window_ends,
     )
     from interposer_ops.attention._paged_attention import paged_attention
     from interposer_ops.attention._ragged_attention import (
+        merge_attention_states,
         ragged_attention,
         ragged_attention_with_lse,
     )
-    from interposer_ops.attention._sdpa import SdpaBackend
+    from interposer_ops.attention._sdpa_backend import SdpaBackend
     from interposer_ops.attention._sparse_attention import indexer_scores, indexer_topk
 
+# fmt: off
 __all__ = [
-    "FlexBackend",
-    "GatheredBackend",
-    "GatheredStep",
-    "SdpaBackend",
-    "indexer_scores",
-    "indexer_topk",
-    "merge_attention_states",
-    "paged_attention",
-    "ragged_attention",
-    "ragged_attention_with_lse",
-    "window_ends",
+    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "indexer_scores",
+    "indexer_topk", "merge_attention_states", "paged_attention", "ragged_attention",
+    "ragged_attention_with_lse", "window_ends",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "interposer_ops.attention._attention_states": "merge_attention_states",
-        "interposer_ops.attention._flex_attention": "FlexBackend",
-        "interposer_ops.attention._gathered_attention": "GatheredBackend GatheredStep window_ends",
+        "interposer_ops.attention._flex_backend": "FlexBackend",
+        "interposer_ops.attention._gathered_backend": "GatheredBackend GatheredStep window_ends",
         "interposer_ops.attention._paged_attention": "paged_attention",
-        "interposer_ops.attention._ragged_attention": "ragged_attention ragged_attention_with_lse",
-        "interposer_ops.attention._sdpa": "SdpaBackend",
+        "interposer_ops.attention._ragged_attention": (
+            "merge_attention_states ragged_attention ragged_attention_with_lse"
+        ),
+        "interposer_ops.attention._sdpa_backend": "SdpaBackend",
         "interposer_ops.attention._sparse_attention": "indexer_scores indexer_topk",
     },
 )

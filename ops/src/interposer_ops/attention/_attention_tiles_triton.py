@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""What a tile of queries does with a tile of keys and values: masks, scores, the online softmax.
+"""Masks, scores and the online softmax of a tile of queries and a tile of keys.
 
 Called within kernels. Scores are to the base 2, so that exp2 takes them. Positions, prefixes and
 windows count tokens of one sequence; ``window`` and ``prefix`` are None where there is none, and
 ``BOTH`` lets a window reach as far ahead as behind.
 
-Dimensions: R rows of queries, L keys, E columns of values.
+Dimensions: R rows of queries, L keys, E columns of values, B sequences.
 Source: arXiv:1805.02867 (the running maximum and sum); arXiv:2205.14135 (over tiles).
 """
 
@@ -16,11 +16,14 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LEAST_SIDE = 16
+"""The least elements of each side of what tl.dot multiplies."""
+_AT_ONCE = tl.constexpr(256)  # starts that are compared with a token
 
 
 @triton.jit
 def seen(queries, keys, num_keys, window, prefix, CAUSAL: tl.constexpr, BOTH: tl.constexpr):
-    """Return ``[R, L]``, which keys a query sees, of positions ``[R, 1]`` and ``[1, L]``."""
+    """Return ``[R, L]``, whether a query sees a key, of positions ``[R, 1]`` and ``[1, L]``."""
     # Bounds of each query, which a loop over keys computes once: one comparison is left in it.
     start, end = seen_by_any(queries, queries, num_keys, window, prefix, CAUSAL, BOTH)
     if window is None:
@@ -106,3 +109,33 @@ def joined(scores, values, largest, total, mixed):
 def quotient(mixed, total):
     """Return ``[R, E]``, the mixed values over the sum of weights; zeros where nothing is seen."""
     return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def sequence_of(token, starts, num_sequences):
+    """Return the number of the sequence that ``token`` is of, int32.
+
+    Args:
+        token: int64.
+        starts: ``[B + 1]`` int64, ascending.
+        num_sequences: B, at least 1.
+    """
+    ended = tl.zeros([_AT_ONCE], tl.int32)
+    for first in range(0, num_sequences, _AT_ONCE):
+        number = first + tl.arange(0, _AT_ONCE)
+        end = tl.load(starts + 1 + number, mask=number < num_sequences, other=0)
+        ended += ((number < num_sequences) & (end <= token)).to(tl.int32)
+    return tl.minimum(tl.sum(ended, 0), num_sequences - 1)
+
+
+@triton.jit
+def context_of(token, sequence, starts, seq_lens):
+    """Return how many cached tokens are no later than ``token``, itself included; int32.
+
+    Args:
+        token: int64; one of the newest tokens of ``sequence``, all of which are in the cache.
+        starts: ``[B + 1]`` int64; where the newest tokens of each sequence begin.
+        seq_lens: ``[B]`` int64; the tokens of a sequence in the cache.
+    """
+    later = tl.load(starts + sequence + 1) - token - 1
+    return (tl.load(seq_lens + sequence) - later).to(tl.int32)

@@ -7,10 +7,11 @@ longest sequence, P pages, S page size, Q longest query, L = M S cached tokens.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
+from interposer_ops.attention._padded_attention import cached, masked_attention
 
 _CASES = "interposer_ops.attention._paged_attention_cases"
 
@@ -23,23 +24,23 @@ _CASES = "interposer_ops.attention._paged_attention_cases"
     ragged={"query": "query_starts"},
 )
 def paged_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
     max_query_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    prefix_lens: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
     """Attend from each sequence's newest tokens to what the cache holds of that sequence.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
@@ -73,29 +74,21 @@ def paged_attention(
         arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys = cached(key_cache, page_table, seq_lens, wide)  # [B, L, K, D]
-    values = cached(value_cache, page_table, seq_lens, wide)
-    if key_scale is not None:
-        keys = keys * key_scale.to(wide)[:, None]
-    if value_scale is not None:
-        values = values * value_scale.to(wide)[:, None]
-
-    key_positions = torch.arange(keys.shape[1], device=query.device)  # [L]
-    offsets = torch.arange(max_query_tokens, device=query.device)  # [Q]
-    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
-    distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
-    visible = (key_positions < seq_lens[:, None])[:, None].expand_as(distance)
-    if causal:
-        reached = distance >= 0
-        if prefix_lens is not None:
-            last = torch.maximum(query_positions[:, :, None], key_positions)
-            reached = reached | (last < prefix_lens[:, None, None])
-        visible = visible & reached
-    if window_tokens is not None:
-        visible = visible & (distance < window_tokens)
-    bias = None
-    if alibi_slopes is not None:
-        bias = -alibi_slopes.to(wide)[:, None, None] * distance[:, None].abs()
-    queries = padded(query.to(wide), query_starts, max_query_tokens)
-    mixed, _ = attend(queries, keys, values, visible, scale, softcap, bias, sinks)
-    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)
+    keys = cached(key_cache, page_table, seq_lens, wide, key_scale)  # [B, L, K, D]
+    values = cached(value_cache, page_table, seq_lens, wide, value_scale)
+    out, _ = masked_attention(
+        query,
+        keys,
+        values,
+        query_starts,
+        seq_lens,
+        max_query_tokens,
+        scale,
+        causal,
+        window_tokens,
+        softcap,
+        sinks,
+        alibi_slopes,
+        prefix_lens,
+    )
+    return out

@@ -16,10 +16,24 @@ Flash-Decoding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT64,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops.attention._attention_tiles_triton import (
     LOG2E,
@@ -27,29 +41,19 @@ from interposer_ops.attention._attention_tiles_triton import (
     seen_by_all,
     seen_by_any,
 )
-from interposer_ops.attention._paged_keys_triton import over_keys, paged_tile
-from interposer_ops.attention._paged_parts_triton import mix_parts
+from interposer_ops.attention._paged_decode_triton import mix_parts, over_keys, paged_tile
+from interposer_ops.caches._kv_cache_triton import stored_as
 
 
 @triton_kernel("paged_attention", judge="judge_fp8", batch_invariant=False)
 def paged_attention_triton(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_query_tokens: int,
-    scale: float,
-    causal: bool,
-    window_tokens: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    prefix_lens: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    value_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, key_cache: Tensor, value_cache: Tensor,
+    page_table: Tensor, query_starts: Tensor, seq_lens: Tensor,
+    max_query_tokens: int, scale: float, causal: bool, window_tokens: int | None,
+    softcap: float | None, sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, prefix_lens: Tensor | None = None,
+    key_scale: Tensor | None = None, value_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``paged_attention``."""
     num_tokens, num_heads, head_size = query.shape
     page_size, num_kv_heads = key_cache.shape[1:3]
@@ -75,22 +79,10 @@ def paged_attention_triton(
         tile = paged_tile("paged_attention", query.device, head_size, query.element_size())
         tiles = triton.cdiv(max_query_tokens * sizes["GROUP"], tile.rows)
         _mix_tile[(tiles, num_kv_heads, seq_lens.shape[0])](
-            query,
-            *cache,
-            *batch,
-            *masks,
-            *strides,
-            out,
-            sinks,
-            value_scale,
-            **sizes,
-            VALUE_SCALES=1 if value_scale is None else value_scale.shape[0],
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            COLUMNS=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+            query, *cache, *batch, *masks, *strides, out, sinks, value_scale,
+            **sizes, VALUE_SCALES=1 if value_scale is None else value_scale.shape[0],
+            ROWS=tile.rows, **tile.options,
+        )  # fmt: skip
     # Also in a batch of longer ones there may be sequences of one query.
     mix_parts(query, cache, batch, masks, strides, sizes, out, sinks, value_scale)
     return out
@@ -98,36 +90,13 @@ def paged_attention_triton(
 
 @triton.jit
 def _mix_tile(
-    query,
-    key_cache,
-    value_cache,
-    page_table,
-    query_starts,
-    seq_lens,
-    prefix_lens,
-    slopes,
-    key_scale,
-    scale,
-    softcap,
-    window,
-    query_stride,
-    key_stride,
-    value_stride,
-    table_stride,
-    out,
-    sinks,
-    value_scale,
-    CAUSAL: tl.constexpr,
-    SCALES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    query, key_cache, value_cache, page_table, query_starts, seq_lens, prefix_lens, slopes,
+    key_scale, scale, softcap, window, query_stride, key_stride, value_stride, table_stride, out,
+    sinks, value_scale,
+    CAUSAL: tl.constexpr, SCALES: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SCALES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     sequence = tl.program_id(2)
     kv_head = tl.program_id(1)
     begin = tl.load(query_starts + sequence)
@@ -167,7 +136,6 @@ def _mix_tile(
     keys = key_cache + kv_head * HEAD_SIZE
     values = value_cache + kv_head * HEAD_SIZE
     pages = page_table + sequence.to(tl.int64) * table_stride
-    # fmt: off
     if window is None:
         # Keys that all queries see need no mask. A window leaves few of them, and code is not free.
         _, clear = seen_by_all(first, last, num_keys, window, prefix, CAUSAL, False)
@@ -176,16 +144,77 @@ def _mix_tile(
             start, clear, q, positions, largest, total, mixed, keys, values, pages, num_keys,
             prefix, slope, scale, softcap, window, key_stride, value_stride,
             CAUSAL, False, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
-        )
+        )  # fmt: skip
         start = clear
     largest, total, mixed = over_keys(
         start, end, q, positions, largest, total, mixed, keys, values, pages, num_keys,
         prefix, slope, scale, softcap, window, key_stride, value_stride,
         CAUSAL, True, PAGE_SIZE, NUM_KV_HEADS, HEAD_SIZE, KEYS, COLUMNS,
-    )
-    # fmt: on
+    )  # fmt: skip
     result = quotient(mixed, total)
     if value_scale is not None:
         result *= tl.load(value_scale + kv_head % VALUE_SCALES)
     target = out + rows * (NUM_KV_HEADS * GROUP * HEAD_SIZE) + within
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
+
+def _build(
+    label: str,
+    heads: tuple[int, int, int],
+    *features: str,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    longest: int = 1024,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> Build:
+    """Return a build of 4 sequences in pages of 16; the longest query decides the launches.
+
+    Args:
+        heads: heads, kv heads, head size.
+        features: names of optional arguments that are given.
+    """
+    num_heads, kv_heads, head_size = heads
+    cache, scale = (cache_dtype or dtype, 4096, 16, kv_heads, head_size), (FP32, 1)
+    options: dict[str, Any] = {
+        "sinks": (dtype, num_heads),
+        "alibi_slopes": (FP32, num_heads),
+        "prefix_lens": (INT64, 4),
+        "key_scale": scale,
+        "value_scale": scale,
+    }
+    arguments = given(
+        *((dtype, 4 * longest, num_heads, head_size), cache, cache),
+        *((INT64, 4, 1024), (INT64, 5), (INT64, 4), longest),
+        *(head_size**-0.5, True, window_tokens, softcap),
+        *(value if name in features else None for name, value in options.items()),
+    )
+    facts = {} if cache_dtype is None else stored_as(cache_dtype)
+    name, matrix = dtype_name(dtype), dtype is not FP32
+    return Build("paged_attention_triton", label, arguments, name, matrix=matrix, **facts)
+
+
+_LLAMA = (32, 8, 128)
+_SCALES = ("key_scale", "value_scale")
+
+BUILDS = (
+    _build("32 and 8 heads of 128", _LLAMA),
+    _build("32 and 8 heads of 128, decode", _LLAMA, longest=1),
+    _build("8 and 4 heads of 256, window, softcap", (8, 4, 256), window_tokens=4096, softcap=50.0),
+    _build(
+        "64 and 8 heads of 64, window, softcap, sinks",
+        (64, 8, 64),
+        "sinks",
+        window_tokens=128,
+        softcap=30.0,
+    ),
+    _build(
+        "float16, 32 and 8 heads of 80, alibi, prefix",
+        (32, 8, 80),
+        *("alibi_slopes", "prefix_lens"),
+        dtype=FP16,
+    ),
+    _build("float32, 16 and 16 heads of 64", (16, 16, 64), dtype=FP32),
+    _build("float8_e4m3fn, 32 and 8 heads of 128", _LLAMA, *_SCALES, cache_dtype=E4M3),
+    _build("float8_e5m2, 32 and 8 heads of 128", _LLAMA, *_SCALES, cache_dtype=E5M2),
+)

@@ -6,11 +6,14 @@ a value, B sequences, Q longest query, L longest sequence of keys.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import attend, padded, unpadded
+from interposer_ops.attention._padded_attention import masked_attention, padded
 
 _CASES = "interposer_ops.attention._ragged_attention_cases"
 
@@ -22,20 +25,20 @@ _CASES = "interposer_ops.attention._ragged_attention_cases"
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     max_query_tokens: int,
     max_key_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
     """Attend from the queries of each sequence to its keys; sequences lie one after the other.
 
     out = softmax(cap(scale * q k^T) + bias + mask) v with cap(s) = softcap * tanh(s / softcap) and
@@ -65,7 +68,7 @@ def ragged_attention(
     """
     masks = causal, window_tokens, softcap, sinks, alibi_slopes
     longest = max_query_tokens, max_key_tokens
-    out, _ = _mixed(query, key, value, query_starts, key_starts, longest, scale, *masks)
+    out, _ = _attend(query, key, value, query_starts, key_starts, *longest, scale, *masks)
     return out
 
 
@@ -76,20 +79,20 @@ def ragged_attention(
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
 def ragged_attention_with_lse(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
     max_query_tokens: int,
     max_key_tokens: int,
     scale: float,
     causal: bool,
     window_tokens: int | None,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return what ``ragged_attention`` does, and the logarithm of each softmax's denominator.
 
     lse = log(sum(exp(scores))) over the keys that a query sees, the sink included: with it
@@ -103,41 +106,55 @@ def ragged_attention_with_lse(
     """
     masks = causal, window_tokens, softcap, sinks, alibi_slopes
     longest = max_query_tokens, max_key_tokens
-    return _mixed(query, key, value, query_starts, key_starts, longest, scale, *masks)
+    return _attend(query, key, value, query_starts, key_starts, *longest, scale, *masks)
 
 
-def _mixed(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    longest: tuple[int, int],
-    scale: float,
-    causal: bool,
-    window_tokens: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@standard_op(
+    "merge_attention_states",
+    cases=_CASES,
+    tolerance=Tolerance(roundings=2),
+    batched=("out_a", "lse_a", "out_b", "lse_b"),
+)
+def merge_attention_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return attention to the keys of both sides from what each side's keys gave.
+
+    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b, in
+    float32 or wider. A side without keys has an lse of -inf and adds nothing; where both have none
+    the result is zero, with an lse of -inf. Tokens of every argument may lie apart in memory.
+
+    Args:
+        out_a: ``[T, N, E]``, any float dtype, finite.
+        lse_a: ``[T, N]``, float32 or wider, finite or -inf.
+        out_b: ``[T, N, E]``, dtype of ``out_a``, finite.
+        lse_b: ``[T, N]``, dtype of ``lse_a``, finite or -inf.
+    Returns: ``[T, N, E]``, dtype of ``out_a``; ``[T, N]``, dtype of ``lse_a``.
+    Dims: num_heads, value_size.
+    Source: arXiv:2501.01005.
+    """
+    largest = torch.maximum(lse_a, lse_b)
+    largest = torch.where(largest == -torch.inf, 0, largest)
+    weight_a, weight_b = (torch.exp(lse - largest) for lse in (lse_a, lse_b))
+    total = weight_a + weight_b  # 0 without keys, else at least 1
+    wide = torch.promote_types(out_a.dtype, lse_a.dtype)
+    mixed = weight_a[..., None] * out_a.to(wide) + weight_b[..., None] * out_b.to(wide)
+    return (mixed / total.clamp(min=1)[..., None]).to(out_a.dtype), largest + total.log()
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_query_tokens: int,
+    max_key_tokens: int,
+    *masks: Any,
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
-    queries = padded(query.to(wide), query_starts, longest[0])  # [B, Q, N, D]
-    keys, values = (padded(rows.to(wide), key_starts, longest[1]) for rows in (key, value))
-
-    query_lens, key_lens = query_starts.diff(), key_starts.diff()  # [B]
-    key_positions = torch.arange(longest[1], device=query.device)  # [L]
-    offsets = torch.arange(longest[0], device=query.device)  # [Q]
-    query_positions = (key_lens - query_lens)[:, None] + offsets  # [B, Q]
-    distance = query_positions[:, :, None] - key_positions  # [B, Q, L]
-    visible = (key_positions < key_lens[:, None])[:, None].expand_as(distance)
-    if causal:
-        visible = visible & (distance >= 0)
-    if window_tokens is not None:
-        visible = visible & (distance.abs() < window_tokens)
-    bias = None
-    if alibi_slopes is not None:
-        bias = -alibi_slopes.to(wide)[:, None, None] * distance[:, None].abs()
-
-    mixed, lse = attend(queries, keys, values, visible, scale, softcap, bias, sinks)
-    out = unpadded(mixed, query_starts, query.shape[0])
-    return out.to(query.dtype), unpadded(lse, query_starts, query.shape[0])
+    keys, values = (padded(rows.to(wide), key_starts, max_key_tokens) for rows in (key, value))
+    key_lens = key_starts.diff()
+    return masked_attention(
+        query, keys, values, query_starts, key_lens, max_query_tokens, *masks, looks_ahead=True
+    )

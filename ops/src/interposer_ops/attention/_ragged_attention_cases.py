@@ -6,19 +6,23 @@ a value, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_pruning import combined
+from interposer_ops._case_combinations import few_changes
+from interposer_ops.attention._sequences_cases import (
+    FEATURES,
+    Options,
+    bounded_case,
+    random_query,
+    sampled_scores,
+    score_arguments,
+)
 from interposer_ops.caches._paging_cases import starts_of
-from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
+from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
 Sequences = tuple[tuple[int, int], ...]
-
-_WINDOW_TOKENS, _SOFTCAP = 256, 30.0  # of samples; the dims do not tell how large they are
 
 # Query tokens and key tokens of every sequence.
 _BATCHES: dict[str, Sequences] = {
@@ -50,29 +54,20 @@ _HEADS = {
     "MLA": (2, 2, 192, 128),
     "values wider": (4, 2, 16, 24),
 }
-_MASKS: dict[str, dict[str, Any]] = {
+_MASKS: dict[str, Options] = {
     "": {"causal": True},
     "bidirectional": {"causal": False},
     "window": {"causal": True, "window_tokens": 3},
     "window of one": {"causal": True, "window_tokens": 1},
     "bidirectional window": {"causal": False, "window_tokens": 3},
 }
-_FEATURES: dict[str, dict[str, Any]] = {
-    "": {},
-    "softcap": {"softcap": 1.5},
-    "sinks": {"sinks": None},
-    "float32 sinks": {"sinks": torch.float32},
-    "softcap and sinks": {"softcap": 1.5, "sinks": None},
-    "ALiBi": {"alibi": True},
-    "large scores": {"query_peak": 60.0},
-}
 _AXES = (
     Axis("batch", _BATCHES),
     Axis("heads", _HEADS),
     Axis("mask", _MASKS),
-    Axis("feature", _FEATURES),
+    Axis("feature", FEATURES),
 )
-_valid = combined(
+_valid = few_changes(
     _AXES,
     {
         "batch": (
@@ -115,13 +110,7 @@ ragged_attention_cases = CaseSpace(
 
 def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return one sequence that attends to itself."""
-    options = {
-        "causal": bool(dims["causal"]),
-        "window_tokens": _WINDOW_TOKENS if dims["windowed"] else None,
-        "softcap": _SOFTCAP if dims["softcapped"] else None,
-        "alibi": bool(dims["alibi"]),
-        **({"sinks": None} if dims["sinks"] else {}),
-    }
+    options = {**sampled_scores(dims), "causal": bool(dims["causal"])}
     names = ("num_heads", "num_kv_heads", "head_size", "value_size")
     heads = tuple(int(dims[name]) for name in names)
     generator = torch.Generator().manual_seed(seed)
@@ -132,25 +121,17 @@ def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
 def _attention(
     batch: Sequences,
     sizes: tuple[int, ...],
-    options: Mapping[str, Any],
+    options: Options,
     dtype: torch.dtype,
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
     heads, kv_heads, head_size, value_size = sizes
     query_lens, key_lens = [q for q, _ in batch], [k for _, k in batch]
-    most = options.get("query_peak", 1.0)
-    query = uniform((sum(query_lens), heads, head_size), dtype, generator, -most, most)
+    query = random_query((sum(query_lens), heads, head_size), options, dtype, generator)
     key = uniform((sum(key_lens), kv_heads, head_size), dtype, generator)
     value = uniform((sum(key_lens), kv_heads, value_size), dtype, generator)
-    sinks = slopes = None
-    if "sinks" in options:
-        sinks = uniform((heads,), options["sinks"] or dtype, generator, -1.0, 2.0)
-    if options.get("alibi"):
-        slopes = 2.0 ** -torch.arange(heads, dtype=torch.float32)
-    # Three times the usual, so that random scores differ enough to matter.
-    scale = 3 * head_size**-0.5
-    longest = max([1, *query_lens, *key_lens])
+    scores, stated = score_arguments(heads, head_size, options, dtype, generator)
     arguments = {
         "query": query,
         "key": key,
@@ -159,12 +140,7 @@ def _attention(
         "key_starts": starts_of(key_lens),
         "max_query_tokens": max([1, *query_lens]),
         "max_key_tokens": max([1, *key_lens]),
-        "scale": scale,
-        "causal": options["causal"],
-        "window_tokens": options.get("window_tokens"),
-        "softcap": options.get("softcap"),
-        "sinks": sinks,
-        "alibi_slopes": slopes,
+        **scores,
     }
     dims: Dims = {
         "num_heads": heads,
@@ -172,20 +148,94 @@ def _attention(
         "head_size": head_size,
         "value_size": value_size,
         "causal": options["causal"],
-        "windowed": options.get("window_tokens") is not None,
-        "softcapped": options.get("softcap") is not None,
-        "sinks": sinks is not None,
-        "alibi": slopes is not None,
+        **stated,
     }
-    # Scores stay in float32. The error of one is one of its weight, and weights act on values of at
-    # most 1, as large as any sum of them that is stored. It is also the error of the logarithm.
-    largest = scale * longest_row(query) * longest_row(key)
-    if slopes is not None:
-        largest += longest * peak(slopes)
-    return Case(
-        label, arguments, dims, reduction=head_size + longest, magnitude=1 + largest, rounded=1.0
-    )
+    longest = max([1, *query_lens, *key_lens])
+    return bounded_case(label, arguments, dims, key, longest, width=head_size)
 
 
 ragged_attention_with_lse_cases = ragged_attention_cases
 ragged_attention_with_lse_sample = ragged_attention_sample
+
+_SHAPES = {
+    "": (5, 4, 32),
+    "one token": (1, 4, 64),
+    "one element": (1, 1, 1),
+    "odd": (7, 3, 20),
+    "size 80": (3, 2, 80),
+    "size 128": (33, 4, 128),
+    "size 512": (2, 2, 512),
+    "no tokens": (0, 4, 32),
+}
+# Ends of the range of the lse of either side.
+_RANGES = {
+    "": ((-2.0, 2.0), (-2.0, 2.0)),
+    "a outweighs b": ((50.0, 60.0), (-60.0, -50.0)),
+    "b outweighs a": ((-60.0, -50.0), (50.0, 60.0)),
+    "equal": ((3.0, 3.0), (3.0, 3.0)),
+    "beyond the exponential": ((95.0, 100.0), (95.0, 100.0)),
+    "below the exponential": ((-120.0, -115.0), (-120.0, -115.0)),
+}
+# Which of two neighbouring rows have no keys on a side.
+_EMPTY = {
+    "": ("", ""),
+    "a empty": ("every", ""),
+    "b empty": ("", "every"),
+    "both empty": ("every", "every"),
+    "some empty": ("even", "odd"),
+    "some empty on both sides": ("even", "even"),
+}
+
+
+def _merge(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    return _joined_case(point["shape"], point["range"], point["empty"], dtype, generator)
+
+
+merge_attention_states_cases = CaseSpace(
+    _merge,
+    Axis("shape", _SHAPES),
+    Axis("range", _RANGES),
+    Axis("empty", _EMPTY),
+    strided=dict.fromkeys(("out_a", "lse_a", "out_b", "lse_b"), "outer"),
+    crossed={
+        "shape": ("", "size 80"),
+        "range": ("", "beyond the exponential"),
+        "empty": ("", "some empty"),
+    },
+    alone={"shape": ("no tokens", "one element"), "empty": ("both empty", "a empty", "b empty")},
+)
+"""Sides of like and unlike weight, out of the range of the exponential, and without keys."""
+
+
+def merge_attention_states_sample(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
+) -> Case:
+    """Return two sides of like weight."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, int(dims["num_heads"]), int(dims["value_size"]))
+    label = f"{num_tokens} tokens"
+    return _joined_case(shape, _RANGES[""], ("", ""), dtype, generator, label)
+
+
+def _joined_case(
+    shape: tuple[int, int, int],
+    ranges: tuple[tuple[float, float], tuple[float, float]],
+    empty: tuple[str, str],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    label: str = "",
+) -> Case:
+    arguments = dict[str, Tensor]()
+    for side, (low, high), rows in zip("ab", ranges, empty, strict=True):
+        out = uniform(shape, dtype, generator)
+        lse = uniform(shape[:2], torch.float32, generator, low, high)
+        if rows:
+            chosen = slice(1 if rows == "odd" else 0, None, 1 if rows == "every" else 2)
+            lse[chosen] = -torch.inf
+            out[chosen] = 0
+        arguments |= {f"out_{side}": out, f"lse_{side}": lse}
+    # Outputs are at most 1, and an error of an lse of size M, in single precision, is one of a
+    # weight. What is done to each: subtract, exponentiate (a few roundings), add, divide, multiply.
+    largest = max(abs(end) for low_high in ranges for end in low_high)
+    dims = {"num_heads": shape[1], "value_size": shape[2]}
+    return Case(label, arguments, dims, reduction=6, magnitude=1 + largest, rounded=1.0)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Attention without a cache, one pass over the keys for each tile of queries.
+"""Attention without a cache, one pass over the keys for each tile of queries; joined parts.
 
 T query tokens, U key tokens, N heads, K kv heads, D size of a query and key, E size of a value, B
 sequences.
@@ -7,15 +7,19 @@ sequences.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP16, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops._triton.rows import row_tile
 from interposer_ops.attention._attention_tiles_triton import (
+    LEAST_SIDE,
     LN2,
     LOG2E,
     joined,
@@ -26,25 +30,14 @@ from interposer_ops.attention._attention_tiles_triton import (
     seen_by_any,
 )
 
-_LEAST = 16  # of a side of the tiles that tl.dot multiplies
-
 
 @triton_kernel("ragged_attention")
 def ragged_attention_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    max_query_tokens: int,
-    max_key_tokens: int,
-    scale: float,
-    causal: bool,
-    window_tokens: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor,
+    key_starts: Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
+    causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Compute ``ragged_attention``."""
     out = _result(query, value)
     starts, longest = (query_starts, key_starts), (max_query_tokens, max_key_tokens)
@@ -55,20 +48,11 @@ def ragged_attention_triton(
 
 @triton_kernel("ragged_attention_with_lse")
 def ragged_attention_with_lse_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    max_query_tokens: int,
-    max_key_tokens: int,
-    scale: float,
-    causal: bool,
-    window_tokens: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, query_starts: Tensor,
+    key_starts: Tensor, max_query_tokens: int, max_key_tokens: int, scale: float,
+    causal: bool, window_tokens: int | None, softcap: float | None, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``ragged_attention_with_lse``."""
     out = _result(query, value)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -78,8 +62,29 @@ def ragged_attention_with_lse_triton(
     return out, lse
 
 
+@triton_kernel("merge_attention_states")
+def merge_attention_states_triton(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute ``merge_attention_states``; the heads of all tokens are rows of one matrix."""
+    num_tokens, num_heads, value_size = out_a.shape
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)
+    num_rows = num_tokens * num_heads
+    if num_rows == 0:
+        return out, lse
+    # Without elements of values there still is the logarithm.
+    tile = row_tile("merge_attention_states", out.device, max(1, value_size))
+    _merge[(tile.row_blocks(num_rows), max(1, tile.column_blocks(value_size)))](
+        out_a, lse_a, out_b, lse_b, out, lse, num_rows, out_a.stride(0), lse_a.stride(0),
+        out_b.stride(0), lse_b.stride(0),
+        NUM_HEADS=num_heads, VALUE_SIZE=value_size, **tile.options,
+    )  # fmt: skip
+    return out, lse
+
+
 class _Tile(NamedTuple):
-    """What a program treats at once, and how it is compiled.
+    """Queries and keys of one program and turn, and how it is compiled.
 
     ``front`` and ``rest``, powers of two, cover the elements of a query: one power of two would be
     a third too many for the 192 of latent attention.
@@ -105,39 +110,30 @@ def _tile(device: torch.device, head_size: int, value_size: int, element_bytes: 
     wide = "_float32" if element_bytes == 4 else ""
     parameters = parameters_for(f"ragged_attention{wide}", device)
     blocks = parameters.blocks
-    covering = max(_LEAST, triton.next_power_of_2(head_size))
-    front = max(_LEAST, covering // 2)
-    rest = max(_LEAST, triton.next_power_of_2(max(1, head_size - front)))
+    covering = max(LEAST_SIDE, triton.next_power_of_2(head_size))
+    front = max(LEAST_SIDE, covering // 2)
+    rest = max(LEAST_SIDE, triton.next_power_of_2(max(1, head_size - front)))
     if front + rest >= covering:
         front, rest = covering, 0
-    value_columns = max(_LEAST, triton.next_power_of_2(value_size))
+    value_columns = max(LEAST_SIDE, triton.next_power_of_2(value_size))
     row_bytes = max(front, value_columns) * element_bytes
-    queries = max(_LEAST, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
-    keys = max(_LEAST, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
+    queries = max(LEAST_SIDE, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
+    keys = max(LEAST_SIDE, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
     warps, stages = parameters.num_warps, parameters.num_stages
     return _Tile(queries, keys, front, rest, value_columns, warps, stages)
 
 
-def _result(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _result(query: Tensor, value: Tensor) -> Tensor:
     shape = (*query.shape[:2], value.shape[2])
     return torch.empty(shape, dtype=query.dtype, device=query.device)
 
 
 def _launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    starts: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
-    scale: float,
-    causal: bool,
-    window_tokens: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor,
+    lse: Tensor | None, starts: tuple[Tensor, Tensor], longest: tuple[int, int],
+    scale: float, causal: bool, window_tokens: int | None, softcap: float | None,
+    sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = query.shape
     value_size = value.shape[2]
     if num_tokens == 0:
@@ -148,65 +144,22 @@ def _launch(
     tile = _tile(query.device, head_size, value_size, query.element_size())
     query_blocks = -(-longest[0] // tile.queries)
     _attend[(num_heads * query_blocks * (starts[0].shape[0] - 1),)](
-        query,
-        key,
-        value,
-        out,
-        lse,
-        *starts,
-        sinks,
-        alibi_slopes,
-        scale,
-        window_tokens,
-        softcap,
-        query_blocks,
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        CAUSAL=causal,
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // key.shape[1],
-        HEAD_SIZE=head_size,
-        VALUE_SIZE=value_size,
-        FRONT=tile.front,
-        REST=tile.rest,
-        VALUE_COLUMNS=tile.value_columns,
-        QUERIES=tile.queries,
-        KEYS=tile.keys,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        query, key, value, out, lse, *starts, sinks, alibi_slopes, scale, window_tokens, softcap,
+        query_blocks, query.stride(0), key.stride(0), value.stride(0),
+        CAUSAL=causal, NUM_HEADS=num_heads, GROUP=num_heads // key.shape[1], HEAD_SIZE=head_size,
+        VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.rest, VALUE_COLUMNS=tile.value_columns,
+        QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit
 def _attend(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    query_starts,
-    key_starts,
-    sinks,
-    alibi_slopes,
-    scale,
-    window,
-    softcap,
-    query_blocks,
-    query_stride,
-    key_stride,
-    value_stride,
-    CAUSAL: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    FRONT: tl.constexpr,
-    REST: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    query, key, value, out, lse, query_starts, key_starts, sinks, alibi_slopes, scale, window,
+    softcap, query_blocks, query_stride, key_stride, value_stride,
+    CAUSAL: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, FRONT: tl.constexpr, REST: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     # Neighbours read the same keys: heads first, then the tiles of a sequence.
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
@@ -283,3 +236,103 @@ def _rows(
     else:
         tile = tl.load(source, mask=there[:, None] & (column < SIZE), other=0.0)
     return tile
+
+
+@triton.jit
+def _merge(
+    out_a, lse_a, out_b, lse_b, out, lse, num_rows, out_a_stride, lse_a_stride, out_b_stride,
+    lse_b_stride,
+    NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = row < num_rows
+    token = row // NUM_HEADS
+    head = row % NUM_HEADS
+    # Not converted: float32 or wider already, and so is what they are multiplied with.
+    a = tl.load(lse_a + token * lse_a_stride + head, mask=there, other=0.0)
+    b = tl.load(lse_b + token * lse_b_stride + head, mask=there, other=0.0)
+    largest = tl.maximum(a, b)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    weight_a = tl.exp(a - largest)
+    weight_b = tl.exp(b - largest)
+    total = weight_a + weight_b  # 0 without keys, else at least 1
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, largest + tl.log(total), mask=there)
+
+    element = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = there & (element < VALUE_SIZE)
+    source = head * VALUE_SIZE + element
+    side_a = tl.load(out_a + token * out_a_stride + source, mask=inside, other=0.0)
+    side_b = tl.load(out_b + token * out_b_stride + source, mask=inside, other=0.0)
+    mixed = weight_a * side_a.to(tl.float32) + weight_b * side_b.to(tl.float32)
+    mixed = mixed / tl.maximum(total, 1.0)
+    tl.store(out + row * VALUE_SIZE + element, mixed.to(out.dtype.element_ty), mask=inside)
+
+
+def _build(
+    label: str,
+    heads: tuple[int, int, int, int],
+    *,
+    kernel: str = "ragged_attention_triton",
+    dtype: torch.dtype = BF16,
+    causal: bool = True,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+    **features: bool,
+) -> Build:
+    """Return a build of four sequences, 4096 tokens together.
+
+    Args:
+        heads: heads, kv heads, sizes of a query and of a value.
+        features: sinks, alibi.
+    """
+    num_heads, kv_heads, head_size, value_size = heads
+    sinks, alibi = features.get("sinks", False), features.get("alibi", False)
+    arguments = given(
+        (dtype, 4096, num_heads, head_size),
+        *((dtype, 4096, kv_heads, size) for size in (head_size, value_size)),
+        *((INT64, 5), (INT64, 5), 4096, 4096, head_size**-0.5, causal, window_tokens, softcap),
+        *((dtype, num_heads) if sinks else None, (FP32, num_heads) if alibi else None),
+    )
+    names = ("num_heads", "num_kv_heads", "head_size", "value_size")
+    dims: dict[str, Any] = {
+        **dict(zip(names, heads, strict=True)),
+        "causal": causal,
+        "windowed": window_tokens is not None,
+        "softcapped": softcap is not None,
+        "sinks": sinks,
+        "alibi": alibi,
+    }
+    return Build(kernel, label, arguments, dtype_name(dtype), dims, matrix=dtype is not FP32)
+
+
+_OUT, _LSE = (BF16, 64, 128, 128), (FP32, 64, 128)
+
+BUILDS = (
+    _build("causal, 32 and 8 heads of 128", (32, 8, 128, 128)),
+    _build("causal, 32 and 8 heads of 64", (32, 8, 64, 64)),
+    _build("causal, 16 and 8 heads of 256", (16, 8, 256, 256)),
+    _build("encoder, 16 heads of 80, float16", (16, 16, 80, 80), dtype=FP16, causal=False),
+    _build(
+        "window and softcap, 16 and 8 heads of 256",
+        (16, 8, 256, 256),
+        window_tokens=4096,
+        softcap=50.0,
+    ),
+    _build(
+        "window and sinks, 64 and 8 heads of 64", (64, 8, 64, 64), window_tokens=128, sinks=True
+    ),
+    _build("ALiBi, 32 heads of 128", (32, 32, 128, 128), alibi=True),
+    _build("causal, 8 heads of 64, float32", (8, 8, 64, 64), dtype=FP32),
+    _build(
+        "latent, 128 heads of 192 and 128",
+        (128, 128, 192, 128),
+        kernel="ragged_attention_with_lse_triton",
+    ),
+    Build(
+        "merge_attention_states_triton",
+        "128 heads of 128",
+        given(_OUT, _LSE, _OUT, _LSE),
+        dims={"num_heads": 128, "value_size": 128},
+    ),
+)

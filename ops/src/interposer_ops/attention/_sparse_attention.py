@@ -7,26 +7,27 @@ longest sequence, P pages, S page size, L tokens of the longest sequence.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import cached, positions_of
+from interposer_ops.attention._padded_attention import cached, positions_of
 
 _CASES = "interposer_ops.attention._sparse_attention_cases"
 
 
 @standard_op("indexer_scores", cases=_CASES, tolerance=Tolerance(roundings=1))
 def indexer_scores(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
     max_seq_tokens: int,
-    key_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    key_scales: Tensor | None = None,
+) -> Tensor:
     """Score every token that a token may attend to by the heads of an indexer.
 
     score = sum over heads of weight * max(q k, 0) * key scale, in float32 or wider, for keys up to
@@ -63,7 +64,7 @@ def indexer_scores(
 
 
 @standard_op("indexer_topk", cases=_CASES, batched=("scores",))
-def indexer_topk(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+def indexer_topk(scores: Tensor, top_k: int) -> Tensor:
     """Return where the ``top_k`` largest scores of each row stand, in ascending order.
 
     A score of -inf is never among them: rows with fewer others end in -1. Of scores that are equal

@@ -6,15 +6,22 @@ the longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_pruning import combined
-from interposer_ops.attention._paged_attention_cases import cache_dtype_name
-from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, paged
+from interposer_ops._case_combinations import few_changes
+from interposer_ops.attention._sequences_cases import (
+    LENGTHS,
+    Lengths,
+    Options,
+    dtype_name,
+    paged,
+    random_query,
+    random_scale,
+    sampled_lengths,
+    sampled_storage,
+)
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, uniform
 from interposer_testing.workload import typical_sequences
 
@@ -26,7 +33,7 @@ _HEADS = {
     "size 128": (4, 128),
     "64 heads": (64, 16),
 }
-_FEATURES: dict[str, dict[str, Any]] = {
+_FEATURES: dict[str, Options] = {
     "": {},
     "positive weights": {"least_weight": 0.0},
     "zero weights": {"weight_peak": 0.0},
@@ -70,17 +77,15 @@ indexer_scores_cases = CaseSpace(
         "row": ("",),
     },
     alone={"batch": ("no sequences",)},
-    valid=combined(_AXES, _PAIRED),
+    valid=few_changes(_AXES, _PAIRED),
 )
 """Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
 
 
 def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return a typical step over a cache of shuffled pages."""
-    name = str(dims["cache_dtype"])
-    lengths = Lengths(typical_sequences(num_tokens), int(dims["page_size"]))
     heads = int(dims["num_heads"]), int(dims["head_size"])
-    options = {"cache_dtype": getattr(torch, name), "scaled": name != cache_dtype_name(dtype)}
+    lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
     generator = torch.Generator().manual_seed(seed)
     return _scores_case(lengths, heads, options, dtype, generator, f"{num_tokens} tokens")
 
@@ -88,22 +93,22 @@ def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 def _scores_case(
     lengths: Lengths,
     sizes: tuple[int, int],
-    options: Mapping[str, Any],
+    options: Options,
     dtype: torch.dtype,
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
     heads, head_size = sizes
     batch = paged(lengths, generator)
-    most, heaviest = options.get("query_peak", 1.0), options.get("weight_peak", 1.0)
+    heaviest = options.get("weight_peak", 1.0)
     lightest = options.get("least_weight", -heaviest)
-    query = uniform((lengths.num_tokens, heads, head_size), dtype, generator, -most, most)
+    query = random_query((lengths.num_tokens, heads, head_size), options, dtype, generator)
     weights = uniform(query.shape[:2], torch.float32, generator, lightest, heaviest)
     scales, stored_dtype = None, options.get("cache_dtype", dtype)
     stored = uniform((len(batch.slots), head_size), torch.float32, generator)
     factors = torch.ones(len(batch.slots))
-    if options.get("scaled"):  # numbers up to 1 then fill the range of 8 bits
-        factors = uniform(factors.shape, torch.float32, generator, 0.004, 0.02)
+    if options.get("scaled"):
+        factors = random_scale(factors.shape, options, generator)
         scales = batch.filled(factors)
     keys = (stored / factors[:, None]).to(stored_dtype)
     arguments = {
@@ -118,7 +123,7 @@ def _scores_case(
         "num_heads": heads,
         "head_size": head_size,
         "page_size": lengths.page_size,
-        "cache_dtype": cache_dtype_name(stored_dtype),
+        "cache_dtype": dtype_name(stored_dtype),
     }
     # A product is a sum of D terms, a score one of I weighted products.
     product = longest_row(query) * longest_row(keys.float() * factors[:, None])
@@ -169,7 +174,7 @@ indexer_topk_cases = CaseSpace(
     strided={"scores": "outer"},
     crossed={"row": ("", "odd"), "top_k": ("", "top 64"), "visible": ("", "holes")},
     alone={"row": ("no rows",)},
-    valid=combined(
+    valid=few_changes(
         _TOPK_AXES, {"row": ("odd", "after a power of two"), "top_k": ("top one", "top 64")}
     ),
 )
@@ -206,7 +211,7 @@ def _topk_case(
     return Case(label, {"scores": _decided(scores, top_k), "top_k": top_k}, {"top_k": top_k})
 
 
-def _decided(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+def _decided(scores: Tensor, top_k: int) -> Tensor:
     """Return ``scores`` with those lowered that equal the smallest chosen one, but are not."""
     if not scores.numel() or top_k >= scores.shape[1]:
         return scores

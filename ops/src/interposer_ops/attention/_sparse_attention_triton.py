@@ -7,31 +7,29 @@ the longest sequence.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
-from interposer_ops.attention._sequences_triton import context_of, sequence_of
+from interposer_ops.attention._attention_tiles_triton import LEAST_SIDE, context_of, sequence_of
+from interposer_ops.caches._kv_cache_triton import stored_as
 
-_LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the second axis of a grid
 
 
 @triton_kernel("indexer_scores", judge="judge_fp8")
 def indexer_scores_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_tokens: int,
-    key_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, weights: Tensor, page_table: Tensor,
+    query_starts: Tensor, seq_lens: Tensor, max_seq_tokens: int,
+    key_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``indexer_scores``; heads are the rows of a tile, a key is scaled at the end."""
     num_tokens, num_heads, head_size = query.shape
     shape = num_tokens, max_seq_tokens
@@ -42,36 +40,17 @@ def indexer_scores_triton(
     key_blocks = -(-max_seq_tokens // tile.keys)
     for first in range(0, num_tokens, _MOST_PROGRAMS):
         _score[(key_blocks, min(_MOST_PROGRAMS, num_tokens - first))](
-            query,
-            keys,
-            weights,
-            page_table,
-            query_starts,
-            seq_lens,
-            key_scales,
-            scores,
-            first,
-            max_seq_tokens,
-            page_table.shape[0],
-            query.stride(0),
-            keys.stride(0),
-            weights.stride(0),
-            page_table.stride(0),
-            0 if key_scales is None else key_scales.stride(0),
-            NUM_HEADS=num_heads,
-            HEAD_SIZE=head_size,
-            PAGE_SIZE=keys.shape[1],
-            HEADS=tile.heads,
-            KEYS=tile.keys,
-            STEP=tile.step,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+            query, keys, weights, page_table, query_starts, seq_lens, key_scales, scores, first,
+            max_seq_tokens, page_table.shape[0], query.stride(0), keys.stride(0), weights.stride(0),
+            page_table.stride(0), 0 if key_scales is None else key_scales.stride(0),
+            NUM_HEADS=num_heads, HEAD_SIZE=head_size, PAGE_SIZE=keys.shape[1], HEADS=tile.heads,
+            KEYS=tile.keys, STEP=tile.step, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return scores
 
 
 class _Tile(NamedTuple):
-    """What a program treats at once, ``step`` elements of a head at a time."""
+    """The heads and keys of one program, which takes ``step`` elements of a head at a time."""
 
     heads: int
     keys: int
@@ -90,9 +69,9 @@ def _tile(device: torch.device, dtype: torch.dtype, num_heads: int, head_size: i
     parameters = parameters_for(name, device)
     blocks = parameters.blocks
     return _Tile(
-        min(blocks["heads"], max(_LEAST, triton.next_power_of_2(num_heads))),
+        min(blocks["heads"], max(LEAST_SIDE, triton.next_power_of_2(num_heads))),
         blocks["keys"],
-        min(blocks["step"], max(_LEAST, triton.next_power_of_2(head_size))),
+        min(blocks["step"], max(LEAST_SIDE, triton.next_power_of_2(head_size))),
         parameters.num_warps,
         parameters.num_stages,
     )
@@ -100,29 +79,12 @@ def _tile(device: torch.device, dtype: torch.dtype, num_heads: int, head_size: i
 
 @triton.jit
 def _score(
-    query,
-    keys,
-    weights,
-    page_table,
-    query_starts,
-    seq_lens,
-    key_scales,
-    scores,
-    first_token,
-    max_seq_tokens,
-    num_sequences,
-    query_stride,
-    page_stride,
-    weights_stride,
-    table_stride,
+    query, keys, weights, page_table, query_starts, seq_lens, key_scales, scores, first_token,
+    max_seq_tokens, num_sequences, query_stride, page_stride, weights_stride, table_stride,
     scales_stride,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEYS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    KEYS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     token = first_token + tl.program_id(1).to(tl.int64)
     position = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     target = scores + token * max_seq_tokens + position
@@ -158,3 +120,26 @@ def _score(
     if key_scales is not None:
         total *= tl.load(key_scales + page * scales_stride + slot, mask=seen, other=0.0)
     tl.store(target, tl.where(seen, total, float("-inf")), mask=inside)
+
+
+def _scored(dtype: torch.dtype, cache_dtype: torch.dtype, *scales: Any) -> Callable[..., Any]:
+    """Return a step of 32 sequences, with the indexer of DeepSeek-V3.2."""
+    query, keys, weights = (dtype, 32, 64, 128), (cache_dtype, 4096, 64, 128), (FP32, 32, 64)
+    return given(query, keys, weights, (INT64, 32, 128), (INT64, 33), (INT64, 32), 8192, *scales)
+
+
+BUILDS = (
+    Build(
+        "indexer_scores_triton", "bfloat16, 64 heads of 128", _scored(BF16, BF16, None), matrix=True
+    ),
+    Build(
+        "indexer_scores_triton", "float32, 64 heads of 128", _scored(FP32, FP32, None), "float32"
+    ),
+    Build(
+        "indexer_scores_triton",
+        "float8_e4m3fn keys, 64 heads of 128",
+        _scored(BF16, E4M3, (FP32, 4096, 64)),
+        matrix=True,
+        **stored_as(E4M3),
+    ),
+)

@@ -11,43 +11,41 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_ops.caches._cache_writer import CacheWriter
-    from interposer_ops.caches._fp8_cache import gather_cache_fp8, reshape_and_cache_fp8
-    from interposer_ops.caches._int8_cache import gather_cache_int8, reshape_and_cache_int8
     from interposer_ops.caches._kv_cache import (
         copy_pages,
+        cumulated,
         gather_cache,
+        read_slots,
         reshape_and_cache,
         slots_of_positions,
+        write_latent_cache,
     )
-    from interposer_ops.caches._mla_cache import write_latent_cache
-    from interposer_ops.caches._paged_slots import cumulated, read_slots
+    from interposer_ops.caches._quantized_cache import (
+        gather_cache_fp8,
+        gather_cache_int8,
+        reshape_and_cache_fp8,
+        reshape_and_cache_int8,
+    )
 
+# fmt: off
 __all__ = [
-    "CacheWriter",
-    "copy_pages",
-    "cumulated",
-    "gather_cache",
-    "gather_cache_fp8",
-    "gather_cache_int8",
-    "read_slots",
-    "reshape_and_cache",
-    "reshape_and_cache_fp8",
-    "reshape_and_cache_int8",
-    "slots_of_positions",
-    "write_latent_cache",
+    "CacheWriter", "copy_pages", "cumulated", "gather_cache", "gather_cache_fp8",
+    "gather_cache_int8", "read_slots", "reshape_and_cache", "reshape_and_cache_fp8",
+    "reshape_and_cache_int8", "slots_of_positions", "write_latent_cache",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.caches._cache_writer": "CacheWriter",
-        "interposer_ops.caches._fp8_cache": "gather_cache_fp8 reshape_and_cache_fp8",
-        "interposer_ops.caches._int8_cache": "gather_cache_int8 reshape_and_cache_int8",
         "interposer_ops.caches._kv_cache": (
-            "copy_pages gather_cache reshape_and_cache slots_of_positions"
+            "copy_pages cumulated gather_cache read_slots reshape_and_cache slots_of_positions "
+            "write_latent_cache"
         ),
-        "interposer_ops.caches._mla_cache": "write_latent_cache",
-        "interposer_ops.caches._paged_slots": "cumulated read_slots",
+        "interposer_ops.caches._quantized_cache": (
+            "gather_cache_fp8 gather_cache_int8 reshape_and_cache_fp8 reshape_and_cache_int8"
+        ),
     },
 )
 

@@ -1,12 +1,13 @@
 """Writing to, reading from and copying within a paged cache.
 
 Dimensions: T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P
-pages, S page size, C copies.
+pages, S page size, C copies or latent size, R rotated size, L cached tokens that are read.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -23,11 +24,7 @@ _CASES = "interposer_ops.caches._kv_cache_cases"
     batched=("key", "value", "slots"),
 )
 def reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
     """Store each token's key and value in its slot.
 
@@ -49,12 +46,8 @@ def reshape_and_cache(
 
 @standard_op("gather_cache", cases=_CASES, tolerance=Tolerance(roundings=0))
 def gather_cache(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    num_tokens: int,
-) -> torch.Tensor:
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
+) -> Tensor:
     """Return tokens of the cache one sequence after the other, zeros after the last one.
 
     Of sequence b these are the tokens at the positions from ``starts[b]`` on, ``seq_lens[b]`` in
@@ -79,12 +72,7 @@ def gather_cache(
     mutates=("key_cache", "value_cache"),
     tolerance=Tolerance(roundings=0),
 )
-def copy_pages(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
-) -> None:
+def copy_pages(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy whole pages of keys and values, as when a sequence is forked.
 
     Args:
@@ -105,8 +93,8 @@ def copy_pages(
     batched=("sequences", "positions"),
 )
 def slots_of_positions(
-    page_table: torch.Tensor, sequences: torch.Tensor, positions: torch.Tensor, page_size: int
-) -> torch.Tensor:
+    page_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int
+) -> Tensor:
     """Return the slot of every token: page * S + offset of its position within its sequence.
 
     Args:
@@ -121,13 +109,32 @@ def slots_of_positions(
     return pages * page_size + positions % page_size
 
 
+@standard_op(
+    "write_latent_cache",
+    cases=_CASES,
+    batch_invariant=True,
+    mutates=("cache",),
+    tolerance=Tolerance(roundings=0),
+    batched=("latent", "rope_key", "slots"),
+)
+def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store each token's latent vector, and its rotated key behind it, in its slot.
+
+    Args:
+        latent: ``[T, C]``, any float dtype; rows may skip memory.
+        rope_key: ``[T, R]``, dtype of ``latent``; rows may skip memory.
+        cache: ``[P, S, C + R]``, dtype of ``latent``, written in place; pages may skip memory.
+        slots: ``[T]`` int64, page * S + offset, distinct.
+    Dims: latent_size, rotary_size, page_size.
+    Source: arXiv:2405.04434 (multi-head latent attention).
+    """
+    page_size = cache.shape[1]
+    cache[slots // page_size, slots % page_size] = torch.cat((latent, rope_key), dim=-1)
+
+
 def gathered_rows(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    num_tokens: int,
-) -> torch.Tensor:
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
+) -> Tensor:
     """Return what the op ``gather_cache`` does."""
     num_sequences, most_pages = page_table.shape
     if not num_sequences or not most_pages:
@@ -140,3 +147,41 @@ def gathered_rows(
     page = page_table[sequence, (position // cache.shape[1]).clamp(max=most_pages - 1)]
     stored = cache[page, position % cache.shape[1]]
     return torch.where((found < num_sequences)[:, None, None], stored, torch.zeros_like(stored))
+
+
+def cumulated(lengths: Tensor) -> Tensor:
+    """Return ``[B + 1]`` int32 starts of parts of ``lengths`` ``[B]``, and where the last ends."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def read_slots(
+    page_table: Tensor,
+    firsts: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    page_rows: int | None = None,
+) -> Tensor:
+    """Return ``[L]`` int64 slots of each sequence's tokens from ``firsts`` on.
+
+    It waits for the device once, to know how many there are.
+
+    Args:
+        page_table: ``[B, M]``.
+        firsts, lengths: ``[B]``.
+        page_rows: from one page to the next; the page size unless pages lie apart in memory.
+    """
+    rows, positions = read_positions(firsts, lengths, int(lengths.sum()))
+    pages = page_table[rows, positions // page_size].long()
+    return pages * (page_rows or page_size) + positions % page_size
+
+
+def read_positions(firsts: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence and the position in it, ``[L]`` each, of ``lengths`` from ``firsts`` on.
+
+    Args:
+        total: L, the sum of ``lengths``.
+    """
+    rows = torch.arange(len(lengths), device=lengths.device)
+    rows = rows.repeat_interleave(lengths.long(), output_size=total)
+    begins = lengths.long().cumsum(0) - lengths
+    return rows, torch.arange(total, device=lengths.device) - (begins - firsts)[rows]

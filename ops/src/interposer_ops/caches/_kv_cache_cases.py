@@ -1,19 +1,21 @@
 """Cases of the paged cache.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
-sequence, P pages, S page size.
+sequence, P pages, S page size, C latent size, R rotary size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.caches._paging_cases import SPARE_PAGES, attention_dims, caches, scattered
-from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_testing.cases import Axis, CaseSpace, Point, Special, Strides, normal
 from interposer_testing.workload import typical_sequences
 
-FP8 = torch.float8_e4m3fn
 HEADS = {  # K, D
     "": (2, 64),
     "head size 128 of one kv head": (1, 128),
@@ -34,24 +36,26 @@ BATCHES = {
     "some without a token": ((0, 0), (3, 6), (7, 0), (0, 5), (0, 0)),
     "no sequences": (),
 }
+SPARE = {"": 0, "rows beyond the tokens": 5}
+SPECIALS: tuple[Special, ...] = ("infinities", "NaN", "subnormals", "negative zeros")
+WRITTEN: dict[str, Strides] = {
+    **dict.fromkeys(("key", "value", "key_cache", "value_cache"), "outer"),
+    "slots": "offset",
+}
+GATHERED: dict[str, Strides] = {
+    **{"cache": "outer", "page_table": "rows"},
+    **dict.fromkeys(("seq_lens", "starts"), "offset"),
+}
+_COPIED = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 def _reshape_and_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     (kv_heads, head_size), page_size = point["heads"], point["page size"]
-    tokens = point["tokens"]
-    num_pages = max(6, -(-(tokens or 0) // page_size))
-    num_slots = num_pages * page_size
-    shape = (num_slots if tokens is None else tokens, kv_heads, head_size)
-    keys, values = caches((num_pages, page_size, kv_heads, head_size), dtype, paired=False)
-    arguments = {
-        "key": normal(shape, dtype, generator),
-        "value": normal(shape, dtype, generator),
-        "key_cache": keys,
-        "value_cache": values,
-        "slots": torch.randperm(num_slots, generator=generator)[: shape[0]],
-    }
+    num_pages, slots = random_slots(point["tokens"], page_size, generator)
+    shape = (len(slots), kv_heads, head_size)
+    key, value = (normal(shape, dtype, generator) for _ in range(2))
     dims = attention_dims(2 * kv_heads, kv_heads, head_size, page_size)
-    return Case("", arguments, dims, reduction=0)
+    return _write_case(key, value, slots, num_pages, dims)
 
 
 reshape_and_cache_cases = CaseSpace(
@@ -59,17 +63,8 @@ reshape_and_cache_cases = CaseSpace(
     Axis("tokens", TOKENS),
     Axis("heads", HEADS),
     Axis("page size", PAGE_SIZES),
-    strided={
-        "key": "outer",
-        "value": "outer",
-        "key_cache": "outer",
-        "value_cache": "outer",
-        "slots": "offset",
-    },
-    special={
-        "key": ("infinities", "NaN", "subnormals", "negative zeros"),
-        "value": ("infinities", "NaN", "subnormals", "negative zeros"),
-    },
+    strided=WRITTEN,
+    special={"key": SPECIALS, "value": SPECIALS},
     crossed={
         "tokens": ("many tokens",),
         "heads": ("", "odd sizes"),
@@ -83,29 +78,25 @@ reshape_and_cache_cases = CaseSpace(
 def reshape_and_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return keys that were rotated and values cut out of the projection, for a typical step."""
     generator = torch.Generator().manual_seed(seed)
-    heads, kv_heads = int(dims["num_heads"]), int(dims["num_kv_heads"])
-    head_size, page_size = int(dims["head_size"]), int(dims["page_size"])
+    names = ("num_heads", "num_kv_heads", "head_size", "page_size")
+    heads, kv_heads, head_size, page_size = (int(dims[name]) for name in names)
     num_pages, slots = step_slots(num_tokens, page_size, generator)
-    shape = (num_pages, page_size, kv_heads, head_size)
-    keys, values = caches(shape, dtype, paired=False)
     projection = normal((num_tokens, heads + 2 * kv_heads, head_size), dtype, generator)
     _, key, value = projection.split((heads, kv_heads, kv_heads), dim=1)
-    arguments = {
-        "key": key.contiguous(),
-        "value": value,
-        "key_cache": keys,
-        "value_cache": values,
-        "slots": slots,
-    }
-    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+    label = f"{num_tokens} tokens"
+    return _write_case(key.contiguous(), value, slots, num_pages, dims, label)
+
+
+def _write_case(
+    key: Tensor, value: Tensor, slots: Tensor, num_pages: int, dims: Dims, label: str = ""
+) -> Case:
+    keys, values = caches((num_pages, int(dims["page_size"]), *key.shape[1:]), key.dtype)
+    written = {"key_cache": keys, "value_cache": values, "slots": slots}
+    return Case(label, {"key": key, "value": value, **written}, dims, reduction=0)
 
 
 def _gather_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    kv_heads, head_size = point["heads"]
-    shape = (point["page size"], kv_heads, head_size)
-    arguments = gathering(point["batch"], point["spare"], shape, dtype, generator)
-    dims = cache_dims(kv_heads, head_size, point["page size"])
-    return Case("", arguments, dims, reduction=0)
+    return Case("", gathering(point, dtype, generator), point_dims(point), reduction=0)
 
 
 gather_cache_cases = CaseSpace(
@@ -113,9 +104,9 @@ gather_cache_cases = CaseSpace(
     Axis("batch", BATCHES),
     Axis("heads", {label: HEADS[label] for label in ("", "odd sizes")}),
     Axis("page size", PAGE_SIZES),
-    Axis("spare", {"": 0, "rows beyond the tokens": 5}),
-    dtypes=(torch.float32, torch.bfloat16, torch.float16, FP8),
-    strided={"cache": "outer", "page_table": "rows", "seq_lens": "offset", "starts": "offset"},
+    Axis("spare", SPARE),
+    dtypes=_COPIED,
+    strided=GATHERED,
     crossed={"batch": ("chunks",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
     # Without sequences nothing but zeros, which no heads and no pages tell from one another.
     valid=lambda point, _: (
@@ -134,13 +125,12 @@ def gather_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
 
 
 def _copy_pages(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    kv_heads, head_size = point["heads"]
     num_sources, num_targets = point["copies"]
-    shape = (num_sources + num_targets + 2, point["page size"], kv_heads, head_size)
+    shape = (num_sources + num_targets + 2, point["page size"], *point["heads"])
     pages = torch.randperm(shape[0], generator=generator)
     sources, targets = pages[:num_sources], pages[num_sources : num_sources + num_targets]
     repeats = -(-num_targets // max(num_sources, 1))
-    keys, values = caches(shape, dtype, paired=False)
+    keys, values = caches(shape, dtype)
     for cache in (keys, values):
         cache[sources] = normal((num_sources, *shape[1:]), dtype, generator)
     arguments = {
@@ -149,8 +139,7 @@ def _copy_pages(point: Point, dtype: torch.dtype, generator: torch.Generator) ->
         "sources": sources.repeat(repeats)[:num_targets],
         "targets": targets,
     }
-    dims = cache_dims(kv_heads, head_size, point["page size"])
-    return Case("", arguments, dims, reduction=0)
+    return Case("", arguments, point_dims(point), reduction=0)
 
 
 copy_pages_cases = CaseSpace(
@@ -158,12 +147,10 @@ copy_pages_cases = CaseSpace(
     Axis("copies", {"several": (5, 5), "one": (1, 1), "forked": (2, 5), "none": (2, 0)}),
     Axis("heads", HEADS),
     Axis("page size", PAGE_SIZES),
-    dtypes=(torch.float32, torch.bfloat16, torch.float16, FP8),
+    dtypes=_COPIED,
     strided={
-        "key_cache": "outer",
-        "value_cache": "outer",
-        "sources": "offset",
-        "targets": "offset",
+        **dict.fromkeys(("key_cache", "value_cache"), "outer"),
+        **dict.fromkeys(("sources", "targets"), "offset"),
     },
     crossed={"copies": ("forked",), "heads": ("", "odd sizes"), "page size": ("", "page of one")},
     alone={"copies": ("none",)},
@@ -218,14 +205,76 @@ def slots_of_positions_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, s
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
-def cache_dims(kv_heads: int, head_size: int, page_size: int) -> dict[str, int | str | bool]:
-    """Return what ops on a cache alone are asked for by."""
-    return {"num_kv_heads": kv_heads, "head_size": head_size, "page_size": page_size}
+_LATENT_SIZES = {  # C, R
+    "": (128, 64),
+    "of DeepSeek-V3": (512, 64),
+    "odd sizes": (37, 6),
+    "small": (16, 2),
+    "rotated part wider": (16, 64),
+}
 
 
-def step_slots(
-    num_tokens: int, page_size: int, generator: torch.Generator
-) -> tuple[int, torch.Tensor]:
+def _write_latent_cache(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (latent_size, rotary_size), page_size = point["sizes"], point["page size"]
+    num_pages, slots = random_slots(point["tokens"], page_size, generator)
+    latent = normal((len(slots), latent_size), dtype, generator)
+    rope_key = normal((len(slots), rotary_size), dtype, generator)
+    dims = {"latent_size": latent_size, "rotary_size": rotary_size, "page_size": page_size}
+    return _latent_case(latent, rope_key, num_pages, slots, dims, "")
+
+
+write_latent_cache_cases = CaseSpace(
+    _write_latent_cache,
+    Axis("tokens", TOKENS),
+    Axis("sizes", _LATENT_SIZES),
+    Axis("page size", {**PAGE_SIZES, "page of 64": 64}),
+    strided={"latent": "rows", "rope_key": "rows", "cache": "outer", "slots": "offset"},
+    special={"latent": SPECIALS, "rope_key": SPECIALS},
+    crossed={
+        "tokens": ("many tokens",),
+        "sizes": ("", "odd sizes"),
+        "page size": ("", "page of one"),
+    },
+    alone={"tokens": ("no tokens",)},
+)
+"""Tokens for scattered slots; slots that get no token hold NaN and must keep it."""
+
+
+def write_latent_cache_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return a latent part that was normalised and a part cut out of the projection."""
+    generator = torch.Generator().manual_seed(seed)
+    latent_size, rotary_size = int(dims["latent_size"]), int(dims["rotary_size"])
+    num_pages, slots = step_slots(num_tokens, int(dims["page_size"]), generator)
+    projection = normal((num_tokens, latent_size + rotary_size), dtype, generator)
+    latent, rope_key = projection.split((latent_size, rotary_size), dim=1)
+    label = f"{num_tokens} tokens"
+    return _latent_case(latent.contiguous(), rope_key, num_pages, slots, dims, label)
+
+
+def _latent_case(
+    latent: Tensor, rope_key: Tensor, num_pages: int, slots: Tensor, dims: Dims, label: str
+) -> Case:
+    shape = (num_pages, int(dims["page_size"]), latent.shape[1] + rope_key.shape[1])
+    cache = latent.new_full(shape, torch.nan)
+    arguments = {"latent": latent, "rope_key": rope_key, "cache": cache, "slots": slots}
+    return Case(label, arguments, dims, reduction=0)
+
+
+def point_dims(point: Point) -> dict[str, Any]:
+    """Return the dims of ops on a cache alone."""
+    kv_heads, head_size = point["heads"]
+    return {"num_kv_heads": kv_heads, "head_size": head_size, "page_size": point["page size"]}
+
+
+def random_slots(
+    num_tokens: int | None, page_size: int, generator: torch.Generator, least_pages: int = 6
+) -> tuple[int, Tensor]:
+    """Return the number of pages, and the slots of tokens that lie anywhere; all for None."""
+    num_pages = max(least_pages, -(-(num_tokens or 0) // page_size))
+    return num_pages, torch.randperm(num_pages * page_size, generator=generator)[:num_tokens]
+
+
+def step_slots(num_tokens: int, page_size: int, generator: torch.Generator) -> tuple[int, Tensor]:
     """Return the number of pages, and the slots of the new tokens of a typical step."""
     sequences = typical_sequences(num_tokens)
     table, cached = scattered([tokens for tokens, _ in sequences], page_size, generator)
@@ -234,18 +283,31 @@ def step_slots(
     return table.numel() + SPARE_PAGES, torch.cat(newest)
 
 
-def gathering(
+def gathering(point: Point, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
+    """Return the arguments of ``gather_cache`` for a cache of ``dtype``."""
+    shape = (point["page size"], *point["heads"])
+    return _gathering(point["batch"], point["spare"], shape, dtype, generator)
+
+
+def typical_gathering(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """Return the arguments of ``gather_cache`` for one sequence."""
+    shape = (int(dims["page_size"]), int(dims["num_kv_heads"]), int(dims["head_size"]))
+    return _gathering(((0, num_tokens),), 0, shape, dtype, generator)
+
+
+def _gathering(
     batch: tuple[tuple[int, int], ...],
     spare: int,
-    page_shape: tuple[int, int, int],
+    page_shape: tuple[int, ...],
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> dict[str, object]:
-    """Return the arguments of ``gather_cache`` for chunks of (first position, tokens)."""
+) -> dict[str, Any]:
+    """Return the arguments for chunks of (first position, tokens)."""
     page_size = page_shape[0]
     table, slots = scattered([start + length for start, length in batch], page_size, generator)
-    shape = (table.numel() + SPARE_PAGES, *page_shape)
-    cache, _ = caches(shape, dtype, paired=False)
+    cache, _ = caches((table.numel() + SPARE_PAGES, *page_shape), dtype)
     begin, deviation = 0, 1.0 if dtype.is_floating_point else 40.0
     for start, length in batch:
         read = slots[begin + start : begin + start + length]
@@ -260,11 +322,3 @@ def gathering(
         "starts": torch.tensor([start for start, _ in batch], dtype=torch.int64),
         "num_tokens": int(lengths.sum()) + spare,
     }
-
-
-def typical_gathering(
-    dtype: torch.dtype, dims: Dims, num_tokens: int, generator: torch.Generator
-) -> dict[str, object]:
-    """Return the arguments of ``gather_cache`` for one sequence."""
-    shape = (int(dims["page_size"]), int(dims["num_kv_heads"]), int(dims["head_size"]))
-    return gathering(((0, num_tokens),), 0, shape, dtype, generator)

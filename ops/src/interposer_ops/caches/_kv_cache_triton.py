@@ -2,27 +2,25 @@
 """Writing to, reading from and copying within a paged cache.
 
 T tokens, K kv heads, D head size, B sequences, M pages of the longest sequence, P pages, S page
-size, C copies.
+size, C copies or latent size, R rotary size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, E5M2, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import COPIED, triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import row_tile
-from interposer_ops._triton.small_floats import (
-    Fp8Format,
-    clamped,
-    fp8_format,
-    fp8_memory,
-    to_fp8,
-)
+from interposer_ops._triton.small_floats import Fp8Format, clamped, fp8_format, fp8_memory, to_fp8
 
 _UNSCALED = Fp8Format(0, 0, False, 0.0)  # nothing is rounded, so no figure of it is read
 # Copied as whole numbers, whatever they stand for: every GPU knows these.
@@ -31,27 +29,19 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton_kernel("reshape_and_cache")
 def reshape_and_cache_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor,
+) -> None:  # fmt: skip
     """Compute ``reshape_and_cache``."""
     _store(key, value, key_cache, value_cache, slots, None, None, _UNSCALED)
 
 
 @triton_kernel("reshape_and_cache_fp8")
 def reshape_and_cache_fp8_triton(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    key_scale: torch.Tensor,
-    value_scale: torch.Tensor,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor, key_scale: Tensor, value_scale: Tensor,
     cache_dtype: torch.dtype,
-) -> None:
+) -> None:  # fmt: skip
     """Compute ``reshape_and_cache_fp8``."""
     keys, values = fp8_memory(key_cache), fp8_memory(value_cache)
     _store(key, value, keys, values, slots, key_scale, value_scale, fp8_format(cache_dtype))
@@ -59,12 +49,9 @@ def reshape_and_cache_fp8_triton(
 
 @triton_kernel("gather_cache", dtypes=COPIED)
 def gather_cache_triton(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
     num_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``gather_cache``."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=cache.dtype, device=cache.device)
@@ -74,14 +61,9 @@ def gather_cache_triton(
 
 @triton_kernel("gather_cache_fp8", judge="judge_fp8")
 def gather_cache_fp8_triton(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    scale: torch.Tensor,
-    num_tokens: int,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
+    scale: Tensor, num_tokens: int, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``gather_cache_fp8``."""
     shape = (num_tokens, *cache.shape[2:])
     out = torch.empty(shape, dtype=out_dtype, device=cache.device)
@@ -91,10 +73,7 @@ def gather_cache_fp8_triton(
 
 @triton_kernel("copy_pages", dtypes=COPIED)
 def copy_pages_triton(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    sources: torch.Tensor,
-    targets: torch.Tensor,
+    key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor
 ) -> None:
     """Compute ``copy_pages``; a page is a row."""
     num_copies, width = sources.shape[0], math.prod(key_cache.shape[1:])
@@ -102,33 +81,39 @@ def copy_pages_triton(
         return
     tile = row_tile("copy_pages", key_cache.device, width)
     _copy[(tile.row_blocks(num_copies), tile.column_blocks(width))](
-        _bits(key_cache),
-        _bits(value_cache),
-        sources,
-        targets,
-        num_copies,
-        key_cache.stride(0),
+        _bits(key_cache), _bits(value_cache), sources, targets, num_copies, key_cache.stride(0),
         value_cache.stride(0),
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        WIDTH=width, **tile.options,
+    )  # fmt: skip
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+@triton_kernel("write_latent_cache")
+def write_latent_cache_triton(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor
+) -> None:
+    """Compute ``write_latent_cache``: the bits of both parts are copied as they are."""
+    num_tokens, latent_size = latent.shape
+    rotary_size = rope_key.shape[1]
+    if num_tokens == 0 or latent_size + rotary_size == 0:
+        return
+    tile = row_tile("write_latent_cache", latent.device, max(1, latent_size))
+    _store_latents[(tile.row_blocks(num_tokens),)](
+        latent, rope_key, cache, slots, num_tokens, latent.stride(0), rope_key.stride(0),
+        cache.stride(0),
+        PAGE_SIZE=cache.shape[1], LATENT_SIZE=latent_size, ROTARY_SIZE=rotary_size,
+        ROTARY_COLUMNS=min(tile.columns, triton.next_power_of_2(max(1, rotary_size))),
+        **tile.options,
+    )  # fmt: skip
+
+
+def _bits(x: Tensor) -> Tensor:
     return x.view(_BITS[x.element_size()])
 
 
 def _gather(
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    starts: torch.Tensor,
-    scale: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
+    cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor,
+    scale: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = out.shape
     width = num_heads * head_size
     if num_tokens == 0 or width == 0:
@@ -139,95 +124,40 @@ def _gather(
     # Each row of a program is compared with so many; programs of narrow rows have many of them.
     sequences = parameters_for("gather_cache", cache.device).blocks["sequences"]
     _gather_rows[(tile.row_blocks(num_tokens), tile.column_blocks(width))](
-        cache,
-        page_table,
-        seq_lens,
-        starts,
-        scale,
-        out,
-        num_tokens,
-        num_sequences,
-        cache.stride(0),
+        cache, page_table, seq_lens, starts, scale, out, num_tokens, num_sequences, cache.stride(0),
         page_table.stride(0),
-        PER_HEAD=scale is not None and scale.shape[0] > 1,
-        PAGE_SIZE=cache.shape[1],
-        HEAD_SIZE=head_size,
-        WIDTH=width,
-        SEQUENCES=min(sequences, tile.columns),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        PER_HEAD=scale is not None and scale.shape[0] > 1, PAGE_SIZE=cache.shape[1],
+        HEAD_SIZE=head_size, WIDTH=width, SEQUENCES=min(sequences, tile.columns), **tile.options,
+    )  # fmt: skip
 
 
 def _store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+    slots: Tensor, key_scale: Tensor | None, value_scale: Tensor | None,
     stored: Fp8Format,
-) -> None:
+) -> None:  # fmt: skip
     num_tokens, num_heads, head_size = key.shape
     if num_tokens == 0:
         return
     tile = row_tile("reshape_and_cache", key.device, head_size)
     _store_rows[(tile.row_blocks(num_tokens * num_heads),)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slots,
-        key_scale,
-        value_scale,
-        stored.largest,
-        num_tokens,
-        key.stride(0),
-        value.stride(0),
-        key_cache.stride(0),
-        value_cache.stride(0),
-        MANTISSA=stored.mantissa,
-        BIAS=stored.bias,
-        UNSIGNED_ZERO=stored.unsigned_zero,
-        PER_HEAD=key_scale is not None and key_scale.shape[0] > 1,
-        PAGE_SIZE=key_cache.shape[1],
-        NUM_HEADS=num_heads,
-        HEAD_SIZE=head_size,
-        COLUMNS=triton.next_power_of_2(head_size),
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        key, value, key_cache, value_cache, slots, key_scale, value_scale, stored.largest,
+        num_tokens, key.stride(0), value.stride(0), key_cache.stride(0), value_cache.stride(0),
+        MANTISSA=stored.mantissa, BIAS=stored.bias, UNSIGNED_ZERO=stored.unsigned_zero,
+        PER_HEAD=key_scale is not None and key_scale.shape[0] > 1, PAGE_SIZE=key_cache.shape[1],
+        NUM_HEADS=num_heads, HEAD_SIZE=head_size, COLUMNS=triton.next_power_of_2(head_size),
+        ROWS=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_rows(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slots,
-    key_scale,
-    value_scale,
-    largest,
-    num_tokens,
-    key_stride,
-    value_stride,
-    key_page_stride,
-    value_page_stride,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    key, value, key_cache, value_cache, slots, key_scale, value_scale, largest, num_tokens,
+    key_stride, value_stride, key_page_stride, value_page_stride,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr, UNSIGNED_ZERO: tl.constexpr, PER_HEAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token = row // NUM_HEADS
     head = row % NUM_HEADS
@@ -259,24 +189,11 @@ def _scaled(x, scale, head, there, largest, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def _gather_rows(
-    cache,
-    page_table,
-    seq_lens,
-    starts,
-    scale,
-    out,
-    num_tokens,
-    num_sequences,
-    page_stride,
+    cache, page_table, seq_lens, starts, scale, out, num_tokens, num_sequences, page_stride,
     table_stride,
-    PER_HEAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    PER_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    SEQUENCES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     # The sequence of a row: how many end before it, and where the last of these did.
     sequence = tl.zeros([ROWS], tl.int64)
@@ -309,17 +226,9 @@ def _gather_rows(
 
 @triton.jit
 def _copy(
-    key_cache,
-    value_cache,
-    sources,
-    targets,
-    num_copies,
-    key_stride,
-    value_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    key_cache, value_cache, sources, targets, num_copies, key_stride, value_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     copy = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (copy < num_copies) & (column < WIDTH)
@@ -329,3 +238,91 @@ def _copy(
     v = tl.load(value_cache + source * value_stride + column, mask=inside)
     tl.store(key_cache + target * key_stride + column, k, mask=inside)
     tl.store(value_cache + target * value_stride + column, v, mask=inside)
+
+
+@triton.jit
+def _store_latents(
+    latent, rope_key, cache, slots, num_tokens, latent_stride, rope_key_stride, page_stride,
+    PAGE_SIZE: tl.constexpr, LATENT_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROTARY_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    there = token < num_tokens
+    slot = tl.load(slots + token, mask=there, other=0)
+    row = cache + (slot // PAGE_SIZE) * page_stride
+    row += (slot % PAGE_SIZE) * (LATENT_SIZE + ROTARY_SIZE)
+    _copy_row(latent + token * latent_stride, row, there, LATENT_SIZE, COLUMNS)
+    rope_key += token * rope_key_stride
+    _copy_row(rope_key, row + LATENT_SIZE, there, ROTARY_SIZE, ROTARY_COLUMNS)
+
+
+@triton.jit
+def _copy_row(source, target, there, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    for start in range(0, SIZE, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = there & (column < SIZE)
+        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
+
+
+def stored_as(dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a build states of a cache of ``dtype``: no triton reads e4m3 before sm_89."""
+    without = {"sm_75", "sm_80"} if dtype == E4M3 else set[str]()
+    return {"dims": {"cache_dtype": dtype_name(dtype)}, "without": frozenset(without)}
+
+
+_CACHE = (100, 16, 8, 128)
+_SEQUENCES = ((INT64, 32, 64), (INT64, 32), (INT64, 32))  # page table, lengths, starts
+_PAGES = ((INT64, 32), (INT64, 32))  # sources, targets
+
+
+def _written(dtype: torch.dtype, *scales: Any) -> Callable[..., Any]:
+    key, cache = (BF16, 64, 8, 128), (dtype, *_CACHE)
+    return given(key, key, cache, cache, (INT64, 64), *scales)
+
+
+def _written_fp8(dtype: torch.dtype) -> Build:
+    scale, name = (FP32, 8), dtype_name(dtype)
+    return Build(
+        "reshape_and_cache_fp8_triton",
+        f"{name}, 8 heads of 128",
+        _written(dtype, scale, scale, dtype),
+        dims={"cache_dtype": name},
+    )
+
+
+BUILDS = (
+    Build("reshape_and_cache_triton", "8 heads of 128", _written(BF16)),
+    _written_fp8(E4M3),
+    _written_fp8(E5M2),
+    Build("gather_cache_triton", "8 heads of 128", given((BF16, *_CACHE), *_SEQUENCES, 2048)),
+    Build(
+        "gather_cache_triton",
+        "float8_e4m3fn",
+        given((E4M3, *_CACHE), *_SEQUENCES, 2048),
+        "float8_e4m3fn",
+    ),
+    Build(
+        "gather_cache_fp8_triton",
+        "float8_e4m3fn, a scale of each head",
+        given((E4M3, *_CACHE), *_SEQUENCES, (FP32, 8), 2048, BF16),
+        **stored_as(E4M3),
+    ),
+    Build(
+        "gather_cache_fp8_triton",
+        "float8_e5m2, one scale",
+        given((E5M2, *_CACHE), *_SEQUENCES, (FP32, 1), 2048, BF16),
+        **stored_as(E5M2),
+    ),
+    Build("copy_pages_triton", "8 heads of 128", given((BF16, *_CACHE), (BF16, *_CACHE), *_PAGES)),
+    Build(
+        "copy_pages_triton",
+        "float8_e4m3fn",
+        given((E4M3, *_CACHE), (E4M3, *_CACHE), *_PAGES),
+        "float8_e4m3fn",
+    ),
+    Build(
+        "write_latent_cache_triton",
+        "512 + 64 wide",
+        given((BF16, 64, 512), (BF16, 64, 64), (BF16, 4096, 64, 576), (INT64, 64)),
+    ),
+)

@@ -7,33 +7,22 @@ size.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 SPARE_PAGES = 3
 
 
 def attention_dims(
-    heads: int,
-    kv_heads: int,
-    head_size: int,
-    page_size: int,
-    *,
-    windowed: bool = False,
-    softcapped: bool = False,
+    heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> dict[str, int | bool]:
-    """Return the dims of an ``AttentionSpec`` with these facts."""
-    return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_size": head_size,
-        "page_size": page_size,
-        "windowed": windowed,
-        "softcapped": softcapped,
-    }
+    """Return the dims of an ``AttentionSpec`` of these sizes, without a window and a softcap."""
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size}
+    return {**sizes, "page_size": page_size, "windowed": False, "softcapped": False}
 
 
 def scattered(
     seq_lens: list[int], page_size: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return a page table ``[B, M]`` of shuffled pages and the slots of all cached tokens.
 
     Every entry has a page of its own, so that entries beyond a sequence's pages name pages that
@@ -50,19 +39,13 @@ def scattered(
     return table, torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
 
-def caches(
-    shape: tuple[int, ...], dtype: torch.dtype, *, paired: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return caches of NaN, ``[P, S, K, D]``; paired ones alternate in memory page by page.
-
-    Whole numbers, of which none is NaN, are -128.
-    """
-    pair = (shape[0], 2, *shape[1:]) if paired else (2, *shape)
+def caches(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return caches ``[P, S, K, D]`` of NaN, or of -128 where integers have none."""
     nothing = torch.nan if dtype.is_floating_point else -128.0
-    keys, values = torch.full(pair, nothing).to(dtype).unbind(1 if paired else 0)
+    keys, values = torch.full((2, *shape), nothing).to(dtype)
     return keys, values
 
 
-def starts_of(lengths: list[int]) -> torch.Tensor:
+def starts_of(lengths: list[int]) -> Tensor:
     """Return where every sequence starts, ``[B + 1]`` int64, the total last."""
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -20,19 +20,12 @@ if TYPE_CHECKING:
         w8a16_linear_sample,
     )
 
+# fmt: off
 __all__ = [
-    "TOKENS",
-    "bias_of",
-    "bounded_case",
-    "linear_case",
-    "normal_numbers",
-    "routed",
-    "sampled_case",
-    "shape_of",
-    "spread",
-    "w4a16_linear_sample",
-    "w8a16_linear_sample",
+    "TOKENS", "bias_of", "bounded_case", "linear_case", "normal_numbers", "routed",
+    "sampled_case", "shape_of", "spread", "w4a16_linear_sample", "w8a16_linear_sample",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

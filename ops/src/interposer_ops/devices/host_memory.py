@@ -25,6 +25,7 @@ from pathlib import Path
 from threading import Lock
 
 import torch
+from torch import Tensor
 
 from interposer import Verdict
 from interposer.errors import ConfigError
@@ -50,7 +51,7 @@ _LINE_BYTES = 64
 _Map = tuple[mmap.mmap, int]  # and the offset of what is used of it
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) -> Tensor:
     """Return new memory without content, in huge pages where the system gives them on request.
 
     From 256 KiB on, it lies outside the heap: there, what stays would keep what is freed around it,
@@ -69,7 +70,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, *, lasting: bool = False) ->
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+def cache_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """Return memory of ``device`` for a KV cache; on the host, lasting memory of ``empty``."""
     if torch.device(device).type == "cpu":
         return empty(shape, dtype, lasting=True)
@@ -93,7 +94,7 @@ def reused() -> Iterator[None]:
         spare.close()
 
 
-def require_pinned(tensor: torch.Tensor) -> None:
+def require_pinned(tensor: Tensor) -> None:
     """Return if a device can be given an address of ``tensor``.
 
     Raises: ConfigError: it is no page-locked memory of the host.
@@ -155,7 +156,7 @@ def _can_share() -> bool:
     return 0 < _requested_bytes() <= _SHARED_MAP_BYTES
 
 
-def _mapped(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _mapped(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes, spare = count * dtype.itemsize, _spare.get()
     found = None if spare is None else spare.take(num_bytes)
     memory, start = found or _new_map(num_bytes)
@@ -180,7 +181,7 @@ def _new_map(num_bytes: int) -> _Map:
     return memory, start
 
 
-def _shared(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _shared(count: int, dtype: torch.dtype) -> Tensor:
     num_bytes = count * dtype.itemsize
     memory, start = _shared_maps.take(num_bytes)
     kept = memoryview(memory)[start : start + num_bytes]

@@ -1,12 +1,21 @@
-"""Cases of table lookup. T tokens, V rows of the table, H hidden size."""
+"""Cases of lookup in tables, plain and of integers.
+
+T tokens, V rows of the table, H hidden size, G numbers per scale.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
-from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_ops._case_numbers import codes_of, normal_numbers
+from interposer_ops.quantizers._small_floats import pack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, normal, uniform
 
 _TABLES = {  # V, H
     "": (200, 128),
@@ -15,41 +24,38 @@ _TABLES = {  # V, H
     "wide": (31, 1025),
     "many rows": (5000, 16),
 }
+_W4_TABLES = {  # V, H, G
+    "groups of 32": (200, 128, 32),
+    "groups of 128": (70, 256, 128),
+    "one scale per row": (64, 96, 96),
+    "one pair": (1, 2, 2),
+    "odd groups": (31, 90, 15),
+    "wide": (9, 1032, 24),
+    "many rows": (5000, 16, 8),
+}
+_W8_TABLES = {  # None for as many numbers as H whose scales are [V]
+    "groups of 32": (200, 128, 32),
+    "one scale per row": (70, 256, 256),
+    "a row of scales": (48, 64, None),
+    "odd sizes": (37, 127, 127),
+    "one number": (1, 1, 1),
+    "odd groups": (31, 75, 15),
+    "wide": (9, 1032, 24),
+    "many rows": (5000, 16, 8),
+}
 _PARTS = 4  # of a table that is shared out
 
 
-def _one(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.tensor([rows // 2])
-
-
-def _many(rows: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(rows, (65,), generator=generator)
-
-
-def _edges(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.tensor([0, rows - 1])
-
-
-def _repeated(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.full((9,), rows - 1)
-
-
-def _descending(rows: int, _: torch.Generator) -> torch.Tensor:
-    return torch.arange(min(rows, 17)).flip(0)
-
-
-def _none(_: int, __: torch.Generator) -> torch.Tensor:
-    return torch.zeros(0, dtype=torch.int64)
-
-
-TOKENS = {
-    "many tokens": _many,
-    "one token": _one,
-    "first and last row": _edges,
-    "one token repeated": _repeated,
-    "descending": _descending,
-    "no tokens": _none,
+_Drawn = Callable[[int, torch.Generator], Tensor]
+TOKENS: dict[str, _Drawn] = {
+    "many tokens": lambda rows, generator: torch.randint(rows, (65,), generator=generator),
+    "one token": lambda rows, _: torch.tensor([rows // 2]),
+    "first and last row": lambda rows, _: torch.tensor([0, rows - 1]),
+    "one token repeated": lambda rows, _: torch.full((9,), rows - 1),
+    "descending": lambda rows, _: torch.arange(min(rows, 17)).flip(0),
+    "no tokens": lambda _, __: torch.zeros(0, dtype=torch.int64),
 }
+"""Token ids of a vocabulary of so many rows."""
 
 
 def _embedding(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -97,8 +103,7 @@ def _vocab_parallel(point: Point, dtype: torch.dtype, generator: torch.Generator
     here = token_ids[(token_ids >= first_row) & (token_ids < first_row + rows)] - first_row
     weight = _read_rows(here, rows, hidden_size, dtype, generator)
     arguments = {"token_ids": token_ids, "weight": weight, "first_row": first_row}
-    dims = {"vocab_size": rows, "hidden_size": hidden_size}
-    return Case("", arguments, dims, reduction=0)
+    return Case("", arguments, {"vocab_size": rows, "hidden_size": hidden_size}, reduction=0)
 
 
 vocab_parallel_embedding_cases = CaseSpace(
@@ -108,11 +113,7 @@ vocab_parallel_embedding_cases = CaseSpace(
     Axis("table", _TABLES),
     Axis("part", {"second part": 1, "first part": 0, "last part": _PARTS - 1}),
     strided={"token_ids": "outer", "weight": "offset"},
-    crossed={
-        "tokens": ("many tokens",),
-        "table": ("", "odd width"),
-        "part": ("second part",),
-    },
+    crossed={"tokens": ("many tokens",), "table": ("", "odd width"), "part": ("second part",)},
     alone={"tokens": ("no tokens",)},
     valid=lambda point, _: not point["edges"] or point.labels["tokens"] == "many tokens",
 )
@@ -131,16 +132,106 @@ def vocab_parallel_embedding_sample(
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 
-def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _table(dims: Dims, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     shape = (int(dims["vocab_size"]), int(dims["hidden_size"]))
     return normal_numbers(shape, dtype, generator)
 
 
 def _read_rows(
-    read: torch.Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+    read: Tensor, rows: int, width: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     """Return a table of NaN but for the rows ``read``."""
     weight = torch.full((rows, width), torch.nan, dtype=dtype)
     distinct = read.unique()
     weight[distinct] = normal((len(distinct), width), dtype, generator)
     return weight
+
+
+def _quantized_arguments(
+    token_ids: Tensor,
+    sizes: tuple[int, int, int | None],
+    bits: int,
+    asymmetric: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
+    rows, width, group = sizes
+    num_groups = width // (group or width)
+    scale = torch.full((rows, num_groups), torch.nan)
+    read = token_ids.unique()
+    scale[read] = uniform((len(read), num_groups), torch.float32, generator, 0.01, 0.04)
+    codes = codes_of(bits, (rows, width), generator)
+    zero_points = codes_of(bits, (rows, num_groups), generator) if asymmetric else None
+    return {
+        "token_ids": token_ids,
+        "weight": pack_nibbles(codes) if bits == 4 else codes,
+        "scale": scale if group else scale.squeeze(1),
+        "zero_points": zero_points,
+        "out_dtype": dtype,
+    }
+
+
+def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator, *, bits: int) -> Case:
+    rows, width, group = sizes = point["table"]
+    token_ids = point["tokens"](rows, generator)
+    asymmetric = point["zero points"]
+    arguments = _quantized_arguments(token_ids, sizes, bits, asymmetric, dtype, generator)
+    dims = {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "group_size": group or width,
+        "num_groups": width // (group or width),
+        "asymmetric": asymmetric,
+    }
+    return Case("", arguments, dims, reduction=0)
+
+
+def _quantized_space(
+    bits: int, tables: Mapping[str, tuple[int, int, int | None]], crossed: tuple[str, ...]
+) -> CaseSpace:
+    return CaseSpace(
+        partial(_quantized, bits=bits),
+        Axis("tokens", TOKENS),
+        Axis("table", tables),
+        Axis("zero points", {"": False, "zero points": True}),
+        strided={
+            "token_ids": "outer",
+            "weight": "offset",
+            "scale": "offset",
+            "zero_points": "offset",
+        },
+        crossed={
+            "tokens": ("many tokens", "first and last row"),
+            "table": crossed,
+            "zero points": ("zero points",),
+        },
+        alone={"tokens": ("no tokens",)},
+        # The only row is the first, the last and the one that is repeated.
+        valid=lambda point, _: (
+            point.labels["table"] not in ("one pair", "one number")
+            or point.labels["tokens"] in ("one token", "one token repeated")
+        ),
+    )
+
+
+# One, many, repeated and no tokens, sizes of groups, zero points or none.
+w4a16_embedding_cases = _quantized_space(4, _W4_TABLES, ("groups of 32", "odd groups"))
+w8a16_embedding_cases = _quantized_space(8, _W8_TABLES, ("groups of 32", "odd sizes"))
+
+
+def _quantized_sample(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, bits: int
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = int(dims["vocab_size"]), int(dims["hidden_size"])
+    sizes = rows, width, int(dims["group_size"])
+    asymmetric = bool(dims["asymmetric"])
+    arguments = _quantized_arguments(torch.arange(rows), sizes, bits, asymmetric, dtype, generator)
+    arguments["token_ids"] = torch.randint(rows, (num_tokens,), generator=generator)
+    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
+
+
+# T tokens from anywhere in the vocabulary.
+w4a16_embedding_sample = partial(_quantized_sample, bits=4)
+w8a16_embedding_sample = partial(_quantized_sample, bits=8)

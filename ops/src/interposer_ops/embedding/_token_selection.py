@@ -5,16 +5,23 @@ Dimensions: T rows of all sequences, B sequences, L rows of the longest one.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.embedding._token_selection_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.embedding._token_selection_cases",
+    tolerance=Tolerance(roundings=0),
+)
 
 
-@standard_op("select_rows", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("indices",))
-def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+@_op("select_rows", batched=("indices",))
+def select_rows(x: Tensor, indices: Tensor) -> Tensor:
     """Return the rows of ``x`` at ``indices``, as of the last tokens of all sequences.
 
     Args:
@@ -26,8 +33,8 @@ def select_rows(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return x[indices]
 
 
-@standard_op("pad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
-def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tensor:
+@_op("pad_rows", sample=False)
+def pad_rows(x: Tensor, starts: Tensor, max_rows: int) -> Tensor:
     """Give every sequence L rows of its own, zeros behind those that it has.
 
     Args:
@@ -45,8 +52,8 @@ def pad_rows(x: torch.Tensor, starts: torch.Tensor, max_rows: int) -> torch.Tens
     return torch.where(kept, rows, torch.zeros_like(rows))
 
 
-@standard_op("unpad_rows", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
-def unpad_rows(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> torch.Tensor:
+@_op("unpad_rows", sample=False)
+def unpad_rows(padded: Tensor, starts: Tensor, num_rows: int) -> Tensor:
     """Put the rows of sequences one after the other, zeros behind the last: undo ``pad_rows``.
 
     Args:
@@ -67,6 +74,6 @@ def unpad_rows(padded: torch.Tensor, starts: torch.Tensor, num_rows: int) -> tor
     return torch.where(_as_rows(found < num_sequences, rows), rows, torch.zeros_like(rows))
 
 
-def _as_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _as_rows(mask: Tensor, rows: Tensor) -> Tensor:
     """Return ``mask`` with as many dimensions as ``rows``."""
     return mask.view(*mask.shape, *(1,) * (rows.ndim - mask.ndim))

@@ -6,6 +6,7 @@ Dimensions: T rows of all sequences, B sequences, L rows of the longest one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -37,8 +38,6 @@ _SEQUENCES = {
     "some empty": [0, 4, 0, 0, 2, 0],
     "none": [],
 }
-# Rows of x behind those of all sequences, and rows beyond the longest sequence.
-_SPARE = {"": 0, "spare rows": 3}
 
 
 def _select_rows(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -55,10 +54,7 @@ select_rows_cases = CaseSpace(
     Axis("row", _ROWS),
     strided={"x": "rows", "indices": "offset"},
     special={"x": ("infinities", "subnormals", "negative zeros")},
-    crossed={
-        "chosen": ("first and last", "descending"),
-        "row": ("", "odd width", "heads"),
-    },
+    crossed={"chosen": ("first and last", "descending"), "row": ("", "odd width", "heads")},
     alone={"chosen": ("none",)},
 )
 """Rows in any order, also repeated; rows that are not chosen are NaN."""
@@ -75,11 +71,8 @@ def select_rows_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
 def _pad_rows(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     lengths = point["sequences"]
     x = normal((sum(lengths) + point["rows"], *point["row"]), dtype, generator)
-    arguments = {
-        "x": x,
-        "starts": starts_of(lengths),
-        "max_rows": max(lengths, default=0) + point["longest"],
-    }
+    max_rows = max(lengths, default=0) + point["longest"]
+    arguments = {"x": x, "starts": starts_of(lengths), "max_rows": max_rows}
     return Case("", arguments, _dims(point), reduction=0)
 
 
@@ -89,40 +82,37 @@ def _unpad_rows(point: Point, dtype: torch.dtype, generator: torch.Generator) ->
     padded = torch.full((len(lengths), longest, *point["row"]), torch.nan, dtype=dtype)
     for row, length in enumerate(lengths):
         padded[row, :length] = normal((length, *point["row"]), dtype, generator)
-    arguments = {
-        "padded": padded,
-        "starts": starts_of(lengths),
-        "num_rows": sum(lengths) + point["rows"],
-    }
+    num_rows = sum(lengths) + point["rows"]
+    arguments = {"padded": padded, "starts": starts_of(lengths), "num_rows": num_rows}
     return Case("", arguments, _dims(point), reduction=0)
 
 
-_AXES = (
-    Axis("sequences", _SEQUENCES),
-    Axis("row", _ROWS),
-    Axis("rows", _SPARE),
-    Axis("longest", {"": 0, "longer than any": 2}),
-)
-_CROSSED = {"sequences": ("several", "some empty"), "row": ("", "odd width", "heads")}
+def _of_sequences(
+    build: Callable[[Point, torch.dtype, torch.Generator], Case], name: str
+) -> CaseSpace:
+    return CaseSpace(
+        build,
+        Axis("sequences", _SEQUENCES),
+        Axis("row", _ROWS),
+        # Rows of x behind those of all sequences, and rows beyond the longest sequence.
+        Axis("rows", {"": 0, "spare rows": 3}),
+        Axis("longest", {"": 0, "longer than any": 2}),
+        strided={name: "rows", "starts": "offset"},
+        special={name: ("infinities", "NaN", "subnormals", "negative zeros")},
+        crossed={
+            "sequences": ("several", "some empty"),
+            "row": ("", "odd width", "heads"),
+            "rows": ("",),
+            "longest": ("",),
+        },
+        alone={"sequences": ("none",)},
+    )
 
-pad_rows_cases = CaseSpace(
-    _pad_rows,
-    *_AXES,
-    strided={"x": "rows", "starts": "offset"},
-    special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
-    crossed={**_CROSSED, "rows": ("",), "longest": ("",)},
-    alone={"sequences": ("none",)},
-)
+
+pad_rows_cases = _of_sequences(_pad_rows, "x")
 """Sequences of several lengths, also empty; rows that belong to none."""
 
-unpad_rows_cases = CaseSpace(
-    _unpad_rows,
-    *_AXES,
-    strided={"padded": "rows", "starts": "offset"},
-    special={"padded": ("infinities", "NaN", "subnormals", "negative zeros")},
-    crossed={**_CROSSED, "rows": ("",), "longest": ("",)},
-    alone={"sequences": ("none",)},
-)
+unpad_rows_cases = _of_sequences(_unpad_rows, "padded")
 """The sequences of ``pad_rows``; padding is NaN."""
 
 

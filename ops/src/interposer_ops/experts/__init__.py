@@ -31,24 +31,14 @@ if TYPE_CHECKING:
         fused_experts_mxfp4_in_turn,
     )
 
+# fmt: off
 __all__ = [
-    "SWIGLU_ALPHA",
-    "SWIGLU_LIMIT",
-    "activated",
-    "fused_experts",
-    "fused_experts_fp8",
-    "fused_experts_in_turn",
-    "fused_experts_mxfp4",
-    "fused_experts_mxfp4_in_turn",
-    "fused_experts_w4a16",
-    "grouped_topk",
-    "moe_align_blocks",
-    "moe_permute",
-    "moe_sum",
-    "moe_unpermute",
-    "topk_sigmoid",
-    "topk_softmax",
+    "SWIGLU_ALPHA", "SWIGLU_LIMIT", "activated", "fused_experts", "fused_experts_fp8",
+    "fused_experts_in_turn", "fused_experts_mxfp4", "fused_experts_mxfp4_in_turn",
+    "fused_experts_w4a16", "grouped_topk", "moe_align_blocks", "moe_permute", "moe_sum",
+    "moe_unpermute", "topk_sigmoid", "topk_softmax",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 class Errors:
@@ -16,16 +17,16 @@ class Errors:
 
     def __init__(self) -> None:
         self._rounded = self._added = 0.0
-        self._points: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._points: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def note(
         self,
-        numbers: torch.Tensor,
+        numbers: Tensor,
         roundings: int,
         length: int = 1,
-        terms: torch.Tensor | None = None,
-        held: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        terms: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> Tensor:
         """Return ``numbers``, from here on with errors.
 
         Args:
@@ -44,7 +45,7 @@ class Errors:
         )
         return numbers + error
 
-    def show(self, results: torch.Tensor) -> None:
+    def show(self, results: Tensor) -> None:
         """Find the bounds for ``results``, one number after the other."""
         errors = [error for error, _, _ in self._points]
         rounded = added = torch.zeros(results.numel(), dtype=results.dtype)

@@ -11,24 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Case, Dims
 from interposer_ops.experts._expert_permutation_cases import random_experts
 from interposer_testing.cases import Point, peak
 
-# Sizes that groups and blocks divide: T, H, I, E, K.
-EVEN_SHAPES = {
-    "many tokens": (9, 64, 32, 6, 2),
-    "one token": (1, 64, 64, 4, 2),
-    "all experts": (3, 32, 64, 3, 3),
-    "no tokens": (0, 64, 32, 4, 2),
-}
-ACTIVATIONS = {"": "silu", "gelu": "gelu", "swiglu_oai": "swiglu_oai"}
-RANKS = {"": "none", "other ranks": "some", "all on other ranks": "all"}
-
 Shape = tuple[int, int, int, int, int]
-Weights = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
+Weights = tuple[dict[str, Any], Tensor, Tensor]
 
 
 def shape_of(dims: Dims, num_tokens: int) -> Shape:
@@ -38,7 +29,7 @@ def shape_of(dims: Dims, num_tokens: int) -> Shape:
     return num_tokens, hidden, inner, num_experts, top_k
 
 
-def routed(point: Point, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def routed(point: Point, generator: torch.Generator) -> dict[str, Tensor]:
     """Return weights, which don't add up to 1, and ids, of which some may be -1."""
     tokens, _, _, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
@@ -58,16 +49,14 @@ def evenly_routed(dims: Dims, num_tokens: int, generator: torch.Generator) -> di
     }
 
 
-def spread(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def spread(matrices: Tensor, scales: Tensor) -> Tensor:
     """Return matrices times scales that are repeated to their size."""
     rows = matrices.shape[1] // scales.shape[1]
     columns = matrices.shape[2] // scales.shape[2]
     return matrices * scales.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
 
 
-def bounded_case(
-    arguments: dict[str, Any], gate_up: torch.Tensor, down: torch.Tensor, dims: Dims
-) -> Case:
+def bounded_case(arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims: Dims) -> Case:
     """Return the case with its bounds; experts that no token chose become NaN after that."""
     num_experts, hidden, inner = down.shape
     bounds = _bounds(arguments, gate_up, down)
@@ -92,11 +81,7 @@ def bounded_case(
 
 
 def sampled_case(
-    arguments: dict[str, Any],
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    dims: Dims,
-    num_tokens: int,
+    arguments: dict[str, Any], gate_up: Tensor, down: Tensor, dims: Dims, num_tokens: int
 ) -> Case:
     """Return a sample for tuning with its bounds."""
     return Case(f"{num_tokens} tokens", arguments, dims, **_bounds(arguments, gate_up, down))
@@ -108,9 +93,7 @@ _SLOPE = 1.13
 _LENGTHS = 12.0**0.5
 
 
-def _bounds(
-    arguments: Mapping[str, Any], gate_up: torch.Tensor, down: torch.Tensor
-) -> dict[str, Any]:
+def _bounds(arguments: Mapping[str, Any], gate_up: Tensor, down: Tensor) -> dict[str, Any]:
     """Return how far float32 sums, and h and y in the dtype of x, may move the result.
 
     A gate that is off by d moves h by at most slope * |u| d, and an u by d moves it by |act(g)| d,
@@ -132,7 +115,7 @@ def _bounds(
     x, ids = arguments["x"].double(), arguments["expert_ids"]
     weights = arguments["weights"].double() * (ids >= 0)
     facts = torch.finfo(arguments["x"].dtype)
-    totals: dict[str, torch.Tensor] = defaultdict(lambda: x.new_zeros(len(x), down.shape[1]))
+    totals: dict[str, Tensor] = defaultdict(lambda: x.new_zeros(len(x), down.shape[1]))
     for expert in ids[ids >= 0].unique().tolist():
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         first, second = gate_up[expert].double(), down[expert].double()
@@ -171,13 +154,13 @@ def _bounds(
     }
 
 
-def _power_below(sizes: torch.Tensor, facts: torch.finfo) -> torch.Tensor:
+def _power_below(sizes: Tensor, facts: torch.finfo) -> Tensor:
     """Return the largest powers of two not above ``sizes``, or where subnormal numbers end."""
     # A number is its mantissa, of at least a half, times a power of two.
     return torch.exp2(sizes.clamp(min=facts.smallest_normal).frexp().exponent.double()) / 2
 
 
-def _activated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)

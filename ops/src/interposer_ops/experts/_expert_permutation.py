@@ -9,6 +9,7 @@ stands for one that another rank holds: its slot is left out.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -18,8 +19,8 @@ _CASES = "interposer_ops.experts._expert_permutation_cases"
 
 @standard_op("moe_align_blocks", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
 def moe_align_blocks(
-    expert_ids: torch.Tensor, num_experts: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    expert_ids: Tensor, num_experts: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the slots by expert into blocks that belong to one expert each.
 
     The slots of an expert stand in their own order, from the beginning of a block on, and the
@@ -56,9 +57,7 @@ def moe_align_blocks(
 
 
 @standard_op("moe_permute", cases=_CASES, tolerance=Tolerance(roundings=0))
-def moe_permute(
-    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the row of every slot's token into the order of the experts.
 
     The rows of an expert stand in the order of their slots. Behind those of the last expert come
@@ -84,9 +83,7 @@ def moe_permute(
 
 
 @standard_op("moe_unpermute", cases=_CASES, tolerance=Tolerance(roundings=1))
-def moe_unpermute(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """Add up the rows of each token's slots, each times its weight.
 
     y[t] = sum_k weights[t, k] * rows[positions[t, k]], in float32 or wider, and rounded once.
@@ -108,7 +105,7 @@ def moe_unpermute(
 
 
 @standard_op("moe_sum", cases=_CASES, tolerance=Tolerance(roundings=1), batched=("x",))
-def moe_sum(x: torch.Tensor) -> torch.Tensor:
+def moe_sum(x: Tensor) -> Tensor:
     """Add up what the experts of each token return, in float32 or wider.
 
     Args:
@@ -120,9 +117,7 @@ def moe_sum(x: torch.Tensor) -> torch.Tensor:
     return x.to(wide).sum(1).to(x.dtype)
 
 
-def _grouped(
-    expert_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _grouped(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the slots in order of their experts, these experts, and each expert's slots.
 
     Slots that are left out come last, with E for an expert.
@@ -134,5 +129,5 @@ def _grouped(
     return order, experts, counts
 
 
-def _padded(values: torch.Tensor, last: int) -> torch.Tensor:
+def _padded(values: Tensor, last: int) -> Tensor:
     return torch.cat((values, values.new_full((1,), last)))

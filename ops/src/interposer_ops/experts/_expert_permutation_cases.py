@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -25,15 +26,13 @@ _CROSSED = {"shape": ("many tokens", "a warp and one"), "spread": ("",), "width"
 _ALONE = {"shape": ("no tokens",)}
 
 
-def random_experts(
-    tokens: int, num_experts: int, top_k: int, generator: torch.Generator
-) -> torch.Tensor:
+def random_experts(tokens: int, num_experts: int, top_k: int, generator: torch.Generator) -> Tensor:
     """Return ``[T, K]`` int32, different experts for every token."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return order[:, :top_k].to(torch.int32).contiguous()
 
 
-def _experts(point: Point, generator: torch.Generator) -> torch.Tensor:
+def _experts(point: Point, generator: torch.Generator) -> Tensor:
     """Return the ids that ``point`` asks for, some of them -1."""
     tokens, num_experts, top_k = point["shape"]
     ids = random_experts(tokens, num_experts, top_k, generator)
@@ -74,12 +73,8 @@ moe_align_blocks_cases = CaseSpace(
 
 def _permute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, num_experts, _ = point["shape"]
-    arguments = {
-        "x": normal((tokens, point["width"]), dtype, generator),
-        "expert_ids": _experts(point, generator).to(point["ids"]),
-        "num_experts": num_experts,
-    }
-    return _permute_case(arguments)
+    x = normal((tokens, point["width"]), dtype, generator)
+    return _permute_case(x, _experts(point, generator).to(point["ids"]), num_experts)
 
 
 moe_permute_cases = CaseSpace(
@@ -129,7 +124,7 @@ moe_unpermute_cases = CaseSpace(
 def _sum(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, top_k = point["shape"]
     x = normal((tokens, top_k, point["width"]), dtype, generator, point["scale"])
-    return _sum_case({"x": x})
+    return _sum_case(x)
 
 
 moe_sum_cases = CaseSpace(
@@ -163,12 +158,9 @@ def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     """Return T rows of hidden states and evenly spread experts."""
     generator = torch.Generator().manual_seed(seed)
     num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
-    arguments = {
-        "x": normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator),
-        "expert_ids": random_experts(num_tokens, num_experts, top_k, generator),
-        "num_experts": num_experts,
-    }
-    return _permute_case(arguments, f"{num_tokens} tokens")
+    x = normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
+    expert_ids = random_experts(num_tokens, num_experts, top_k, generator)
+    return _permute_case(x, expert_ids, num_experts, f"{num_tokens} tokens")
 
 
 def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
@@ -188,7 +180,7 @@ def moe_sum_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -
     """Return K rows for each of T tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["top_k"]), int(dims["hidden_size"]))
-    return _sum_case({"x": normal_numbers(shape, dtype, generator)}, f"{num_tokens} tokens")
+    return _sum_case(normal_numbers(shape, dtype, generator), f"{num_tokens} tokens")
 
 
 def _differs(point: Point) -> bool:
@@ -202,31 +194,21 @@ def _differs(point: Point) -> bool:
     return not (spread == "same" and tokens == 1)
 
 
-def _permute_case(arguments: dict[str, object], label: str = "") -> Case:
-    x, ids = arguments["x"], arguments["expert_ids"]
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(ids, torch.Tensor)
-    dims = {"hidden_size": x.shape[1], "top_k": ids.shape[1]}
-    return Case(label, arguments, {**dims, "num_experts": _count(arguments)}, reduction=0)
+def _permute_case(x: Tensor, expert_ids: Tensor, num_experts: int, label: str = "") -> Case:
+    arguments = {"x": x, "expert_ids": expert_ids, "num_experts": num_experts}
+    dims = {"hidden_size": x.shape[1], "top_k": expert_ids.shape[1], "num_experts": num_experts}
+    return Case(label, arguments, dims, reduction=0)
 
 
-def _count(arguments: dict[str, object]) -> int:
-    count = arguments["num_experts"]
-    assert isinstance(count, int)
-    return count
-
-
-def _unpermute_case(arguments: dict[str, torch.Tensor], label: str = "") -> Case:
+def _unpermute_case(arguments: dict[str, Tensor], label: str = "") -> Case:
     rows, weights = arguments["rows"], arguments["weights"]
-    top_k = weights.shape[1]
-    magnitude = peak(rows) * (peak(weights.float().sum(-1)))
+    top_k, magnitude = weights.shape[1], peak(rows) * peak(weights.float().sum(-1))
     dims = {"hidden_size": rows.shape[1], "top_k": top_k}
     return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
 
 
-def _sum_case(arguments: dict[str, torch.Tensor], label: str = "") -> Case:
-    x = arguments["x"]
+def _sum_case(x: Tensor, label: str = "") -> Case:
     _, top_k, width = x.shape
     magnitude = peak(x.float().abs().sum(1))
     dims = {"hidden_size": width, "top_k": top_k}
-    return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
+    return Case(label, {"x": x}, dims, reduction=top_k, magnitude=magnitude)

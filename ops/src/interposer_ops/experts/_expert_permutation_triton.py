@@ -13,7 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP32, INT32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
@@ -21,8 +23,8 @@ from interposer_ops._triton.rows import as_rows, row_tile
 
 @triton_kernel("moe_align_blocks", dtypes=("int32", "int64"))
 def moe_align_blocks_triton(
-    expert_ids: torch.Tensor, num_experts: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    expert_ids: Tensor, num_experts: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``moe_align_blocks``."""
     num_slots, device = expert_ids.numel(), expert_ids.device
     num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
@@ -37,8 +39,8 @@ def moe_align_blocks_triton(
 
 @triton_kernel("moe_permute")
 def moe_permute_triton(
-    x: torch.Tensor, expert_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, expert_ids: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``moe_permute``: blocks of one slot leave no place empty between two experts."""
     (_, top_k), device = expert_ids.shape, x.device
     num_slots, width = expert_ids.numel(), x.shape[1]
@@ -54,25 +56,14 @@ def moe_permute_triton(
         source = as_rows(x)
         tile = row_tile("moe_permute", device, width)
         _copy_rows[(tile.row_blocks(num_slots), tile.column_blocks(width))](
-            source,
-            slots,
-            rows,
-            num_slots,
-            source.stride(0),
-            WIDTH=width,
-            TOP_K=top_k,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+            source, slots, rows, num_slots, source.stride(0),
+            WIDTH=width, TOP_K=top_k, **tile.options,
+        )  # fmt: skip
     return rows, positions, starts
 
 
 @triton_kernel("moe_unpermute")
-def moe_unpermute_triton(
-    rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """Compute ``moe_unpermute``."""
     source = as_rows(rows)
     y = torch.empty((positions.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
@@ -81,7 +72,7 @@ def moe_unpermute_triton(
 
 
 @triton_kernel("moe_sum")
-def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
+def moe_sum_triton(x: Tensor) -> Tensor:
     """Compute ``moe_sum``."""
     if x.stride(2) != 1 and x.shape[2] > 1:
         x = x.contiguous()
@@ -90,9 +81,7 @@ def moe_sum_triton(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def sum_of_slots(
-    rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def sum_of_slots(rows: Tensor, expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the experts of each token return, added up, each times its weight.
 
     Args:
@@ -109,15 +98,10 @@ def sum_of_slots(
 
 
 def _sort(
-    expert_ids: torch.Tensor,
-    num_experts: int,
-    block_size: int,
-    slots: torch.Tensor,
-    num_padded: torch.Tensor,
-    block_experts: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-) -> None:
+    expert_ids: Tensor, num_experts: int, block_size: int, slots: Tensor,
+    num_padded: Tensor, block_experts: Tensor | None = None,
+    positions: Tensor | None = None, starts: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write ``slots`` and ``num_padded`` of ``moe_align_blocks``, and what else is given.
 
     Args:
@@ -136,31 +120,18 @@ def _sort(
     )
     # Behind the programs of the experts come those that fill what no expert has.
     _place[(num_experts + triton.cdiv(slots.numel(), chunk),)](
-        ids,
-        counts,
-        slots,
-        num_padded,
-        block_experts,
-        positions,
-        starts,
-        num_slots,
-        slots.numel(),
+        ids, counts, slots, num_padded, block_experts, positions, starts, num_slots, slots.numel(),
         ids.stride(0),
-        TOP_K=top_k,
-        NUM_EXPERTS=num_experts,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        BLOCK=block_size,
-        PADDING=triton.next_power_of_2(block_size),
-        CHUNK=chunk,
-        **options,
-    )
+        TOP_K=top_k, NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts),
+        BLOCK=block_size, PADDING=triton.next_power_of_2(block_size), CHUNK=chunk, **options,
+    )  # fmt: skip
 
 
 def _add_up(
-    rows: torch.Tensor,
-    positions: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    y: torch.Tensor,
+    rows: Tensor,
+    positions: Tensor | None,
+    weights: Tensor | None,
+    y: Tensor,
     strides: tuple[int, int],
     top_k: int = 0,
     *,
@@ -180,22 +151,11 @@ def _add_up(
     factors = None if weights is None else as_rows(weights)
     tile = row_tile("moe_sum", y.device, width)
     _sum_rows[(tile.row_blocks(num_tokens), tile.column_blocks(width))](
-        rows,
-        places,
-        factors,
-        y,
-        num_tokens,
-        *strides,
-        0 if places is None else places.stride(0),
+        rows, places, factors, y, num_tokens, *strides, 0 if places is None else places.stride(0),
         0 if factors is None else factors.stride(0),
-        WIDTH=width,
-        TOP_K=top_k if positions is None else positions.shape[1],
-        GATHERED=gathered,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        WIDTH=width, TOP_K=top_k if positions is None else positions.shape[1], GATHERED=gathered,
+        **tile.options,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,23 +177,10 @@ def _count(ids, counts, num_slots, stride, TOP_K: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def _place(
-    ids,
-    counts,
-    slots,
-    num_padded,
-    block_experts,
-    positions,
-    starts,
-    num_slots,
-    num_places,
-    stride,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDING: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ids, counts, slots, num_padded, block_experts, positions, starts, num_slots, num_places, stride,
+    TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    PADDING: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
@@ -278,16 +225,9 @@ def _place(
 
 @triton.jit
 def _copy_rows(
-    x,
-    slots,
-    rows,
-    num_slots,
-    stride,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, slots, rows, num_slots, stride,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_slots) & (column < WIDTH)
@@ -299,21 +239,11 @@ def _copy_rows(
 
 @triton.jit
 def _sum_rows(
-    rows,
-    positions,
-    weights,
-    y,
-    num_tokens,
-    token_stride,
-    row_stride,
-    position_stride,
+    rows, positions, weights, y, num_tokens, token_stride, row_stride, position_stride,
     weight_stride,
-    WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATHERED: tl.constexpr,
-    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, TOP_K: tl.constexpr, GATHERED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     token = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = token < num_tokens
@@ -334,3 +264,18 @@ def _sum_rows(
         total += value
     inside = there & (column < WIDTH)
     tl.store(y + token * WIDTH + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+_FEW, _MANY = (INT32, 64, 6), (INT32, 4096, 6)  # choices of a step that decodes, and prefills
+
+BUILDS = (
+    Build("moe_sum_triton", "2 rows of 4096", given((BF16, 64, 2, 4096))),
+    Build("moe_sum_triton", "6 rows of 2048", given((BF16, 4096, 6, 2048))),
+    Build("moe_permute_triton", "6 of 64 experts, 2048 wide", given((BF16, 64, 2048), _FEW, 64)),
+    Build(
+        "moe_unpermute_triton",
+        "6 rows of 2048",
+        given((BF16, 4096 * 6, 2048), _MANY, (FP32, 4096, 6)),
+    ),
+    Build("moe_align_blocks_triton", "6 of 64 experts", given(_MANY, 64, 64), "int32"),
+)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer_ops._triton.parameters import architecture, per_device
 
@@ -16,7 +17,7 @@ _BITS = {
 }
 
 
-def seen(stored: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, str]:
+def seen(stored: Tensor, scale: Tensor | None) -> tuple[Tensor, str]:
     """Return weights as the kernel takes them, and the form that they are stored in.
 
     ``plain`` are numbers that triton converts; ``int4`` two integers to a byte, ``e2m1`` two codes
@@ -57,15 +58,9 @@ def expert_tile(num_blocks, NUM_TILES: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def load_weights(
-    row,
-    known,
-    begin,
-    start,
-    dtype: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUP: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    row, known, begin, start,
+    dtype: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Return the weights ``[rows, STEP]`` of a step in ``dtype``, which holds them exactly.
 
     Args:
@@ -122,15 +117,9 @@ def _number(packed, FRACTION: tl.constexpr, FACTOR: tl.constexpr, NAN_BITS: tl.c
 
 @triton.jit
 def scaled(
-    total,
-    scale,
-    column,
-    known,
-    group,
-    SCALE_ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    total, scale, column, known, group,
+    SCALE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Return sums of one group of the inputs times its scale of every column."""
     place = column // (OUTPUTS // SCALE_ROWS) * GROUPS + group
     if scale.dtype.element_ty == tl.uint8:

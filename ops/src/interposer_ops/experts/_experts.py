@@ -8,6 +8,7 @@ it contributes nothing, and its weight is not read.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -15,8 +16,7 @@ from interposer.errors import RequestError
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_EXPERTS_CASES = "interposer_ops.experts._experts_cases"
-_EXPERTS_MXFP4_CASES = "interposer_ops.experts._experts_mxfp4_cases"
+_CASES = "interposer_ops.experts._experts_cases"
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
@@ -24,21 +24,21 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 @standard_op(
     "fused_experts",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     constants=("gate_up", "gate_up_bias", "down", "down_bias"),
     tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Send each token through its experts and add up what they return, times its weights.
 
     [g, u] = gate_up[e] x + gate_up_bias[e]; h = act(g, u)
@@ -81,22 +81,22 @@ def fused_experts(
 
 @standard_op(
     "fused_experts_fp8",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
     tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_fp8(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Send each token through experts whose weights are 8-bit floats with scales.
 
     ``fused_experts`` of the products of weights and scales, which are not rounded; activations
@@ -109,9 +109,7 @@ def fused_experts_fp8(
         gate_up_scale: ``[E, R, C]`` float32, R a divisor of 2 I and C of H.
         down: ``[E, H, I]``, an 8-bit float dtype.
         down_scale: ``[E, R, C]`` float32, R a divisor of H and C of I.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
         ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
@@ -127,22 +125,22 @@ def fused_experts_fp8(
 
 @standard_op(
     "fused_experts_w4a16",
-    cases=_EXPERTS_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "down", "down_scale"),
     tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_w4a16(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Send each token through experts whose weights are 4-bit integers with a scale per group.
 
     ``fused_experts`` of w = (q - 8) * scale, which is not rounded. A byte holds two q of one
@@ -154,9 +152,7 @@ def fused_experts_w4a16(
         gate_up_scale: ``[E, 2 I, H / group]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / group]``, dtype of ``x``.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, group_size.
     Raises: RequestError: ``activation`` is none of the three.
@@ -170,24 +166,24 @@ def fused_experts_w4a16(
 
 @standard_op(
     "fused_experts_mxfp4",
-    cases=_EXPERTS_MXFP4_CASES,
+    cases=_CASES,
     emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
     tolerance=Tolerance(roundings=2),
     batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_mxfp4(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Send each token through experts whose weights are MXFP4.
 
     ``fused_experts`` of w = e2m1(q) * 2^(scale - 127), which is not rounded; activations are not
@@ -202,9 +198,7 @@ def fused_experts_mxfp4(
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / 32]`` uint8.
         down_bias: ``[E, H]``, dtype of ``x``.
-        weights: ``[T, K]`` float32.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1.
-        activation: as in ``fused_experts``.
+        weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
     Raises: RequestError: ``activation`` is none of the three.
@@ -225,15 +219,15 @@ def fused_experts_mxfp4(
 
 
 def _mixture(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``fused_experts`` of the weights ``[T, K, ...]`` that each slot has for itself."""
     projected = (gate_up @ x.to(gate_up.dtype)[:, None, :, None]).squeeze(-1)
     if gate_up_bias is not None:
@@ -248,7 +242,7 @@ def _mixture(
     return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
 
 
-def activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(projected: Tensor, activation: str) -> Tensor:
     """Return act(g, u) of ``fused_experts`` for ``[..., 2 I]``, gates first.
 
     Raises: RequestError: ``activation`` is none of the three.
@@ -266,20 +260,20 @@ def activated(projected: torch.Tensor, activation: str) -> torch.Tensor:
     raise RequestError(f"No activation {activation!r} of experts; try {known}")
 
 
-def _scaled(matrices: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _scaled(matrices: Tensor, scales: Tensor) -> Tensor:
     """Multiply ``[T, K, M, N]`` by ``[T, K, R, C]``, each scale for its share of a matrix."""
     rows, columns = scales.shape[-2:]
     shares = matrices.unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-    result: torch.Tensor = (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    result: Tensor = (shares * scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     return result
 
 
-def _unpacked(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the integers of the low and high halves of each byte, around 0."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(dtype) - 8
 
 
-def _microscaled(packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _microscaled(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return e2m1 numbers, two to a byte, times powers of two for 32 of them each."""
     codes = decode_e2m1(unpack_nibbles(packed), dtype)
     return _scaled(codes, decode_e8m0(scales, dtype))

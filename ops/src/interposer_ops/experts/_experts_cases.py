@@ -1,17 +1,19 @@
-"""Cases of experts. T tokens, H hidden size, E experts, I intermediate size, K chosen experts."""
+"""Cases of experts. T tokens, H hidden size, E experts, I intermediate size, K chosen experts.
+
+Experts that no token chose are NaN, or their scales are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.experts._expert_bounds_cases import (
-    ACTIVATIONS,
-    EVEN_SHAPES,
-    RANKS,
     Shape,
     Weights,
     bounded_case,
@@ -21,7 +23,8 @@ from interposer_ops.experts._expert_bounds_cases import (
     shape_of,
     spread,
 )
-from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal
+from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides
 
 # T, H, I, E, K.
 _SHAPES = {
@@ -33,37 +36,48 @@ _SHAPES = {
     "one expert": (4, 16, 16, 1, 1),
     "no tokens": (0, 16, 16, 4, 2),
 }
-_STRIDED: dict[str, Strides] = {"x": "rows"}
+# Sizes that groups and blocks divide.
+_EVEN_SHAPES = {
+    "many tokens": (9, 64, 32, 6, 2),
+    "one token": (1, 64, 64, 4, 2),
+    "all experts": (3, 32, 64, 3, 3),
+    "no tokens": (0, 64, 32, 4, 2),
+}
+# Powers of two that the scales of a matrix in MXFP4 differ by.
+_EXPONENTS = {"": 3, "equal": 1, "far apart": 12}
+_ACTIVATION = Axis("activation", {"": "silu", "gelu": "gelu", "swiglu_oai": "swiglu_oai"})
+_RANKS = Axis("ranks", {"": "none", "other ranks": "some", "all on other ranks": "all"})
+_BIAS = Axis("bias", {"": False, "biases": True})
+# Far from 0 the clamps of swiglu_oai act, and a sigmoid is 0 or 1.
+_SCALE = Axis("scale", {"": 1.0, "large": 8.0})
+_SCALED: dict[str, Strides] = {
+    "x": "rows",
+    **dict.fromkeys(("gate_up_scale", "down_scale"), "offset"),
+}
+_ALONE = {"shape": ("no tokens",), "ranks": ("all on other ranks",)}
+_ORDER = ("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
+
+Stored = tuple[Tensor, Tensor | None, Tensor]
+Store = Callable[[int, int, int], Stored]
+"""Returns weights ``[E, outputs, inputs]`` as they are stored, their scales, and in float32."""
+
+
+def _is_plain_if_large(point: Point) -> bool:
+    return not (point["scale"] != 1.0 and (point["bias"] or point["ranks"] != "none"))
 
 
 def _experts(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    tokens, hidden, inner, num_experts, _ = point["shape"]
-    gate_up = normal((num_experts, 2 * inner, hidden), dtype, generator, hidden**-0.5)
-    down = normal((num_experts, hidden, inner), dtype, generator, inner**-0.5)
-    arguments = {
-        # Far from 0 the clamps of swiglu_oai act, and a sigmoid is 0 or 1.
-        "x": normal((tokens, hidden), dtype, generator, point["scale"]),
-        "gate_up": gate_up,
-        "gate_up_bias": None,
-        "down": down,
-        "down_bias": None,
-        **routed(point, generator),
-        "activation": point["activation"],
-    }
-    if point["bias"]:
-        arguments["gate_up_bias"] = normal((num_experts, 2 * inner), dtype, generator)
-        arguments["down_bias"] = normal((num_experts, hidden), dtype, generator)
-    return bounded_case(arguments, gate_up, down, {"biased": point["bias"]})
+    return _case(point, _weights(point["shape"], _plain(dtype, generator)), {}, dtype, generator)
 
 
 fused_experts_cases = CaseSpace(
     _experts,
     Axis("shape", _SHAPES),
-    Axis("activation", ACTIVATIONS),
-    Axis("bias", {"": False, "biases": True}),
-    Axis("ranks", RANKS),
-    Axis("scale", {"": 1.0, "large": 8.0}),
-    strided={**_STRIDED, "weights": "rows", "expert_ids": "rows", "down": "offset"},
+    _ACTIVATION,
+    _BIAS,
+    _RANKS,
+    _SCALE,
+    strided={"x": "rows", "weights": "rows", "expert_ids": "rows", "down": "offset"},
     special={"x": ("NaN", "negative zeros", "subnormals")},
     crossed={
         "shape": ("many tokens", "odd sizes"),
@@ -71,178 +85,211 @@ fused_experts_cases = CaseSpace(
         "ranks": ("",),
         "scale": ("",),
     },
-    alone={"shape": ("no tokens",), "ranks": ("all on other ranks",)},
-    valid=lambda point, _: (
-        not (point["scale"] != 1.0 and (point["bias"] or point["ranks"] != "none"))
-    ),
+    alone=_ALONE,
+    valid=lambda point, _: _is_plain_if_large(point),
 )
-"""Each activation at ordinary and large numbers, biases, and experts of other ranks.
-
-Experts that no token chose are NaN.
-"""
+"""Each activation at ordinary and large numbers, biases, and experts of other ranks."""
 
 
 def _fp8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    tokens, hidden, _, _, _ = point["shape"]
-    arguments, first, second = _fp8_weights(
-        point["shape"], point["granularity"], point["format"], generator
-    )
-    arguments = {
-        "x": normal((tokens, hidden), dtype, generator),
-        **arguments,
-        **routed(point, generator),
-        "activation": point["activation"],
-    }
-    return bounded_case(arguments, first, second, _fp8_dims(point["granularity"], arguments))
-
-
-def _fp8_dims(granularity: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    weight, scale = arguments["gate_up"], arguments["gate_up_scale"]
-    dims = {
-        "granularity": granularity,
-        "weight_dtype": str(weight.dtype).removeprefix("torch."),
-    }
-    if granularity != "block":
-        return dims
-    rows, columns = weight.shape[1] // scale.shape[1], weight.shape[2] // scale.shape[2]
-    return {**dims, "block_rows": rows, "block_columns": columns}
+    granularity = point["granularity"]
+    weights = _weights(point["shape"], _floats8(granularity, point["format"], generator))
+    weight, scale = weights[0]["gate_up"], weights[0]["gate_up_scale"]
+    dims = {"granularity": granularity, "weight_dtype": str(weight.dtype).removeprefix("torch.")}
+    if granularity == "block":
+        dims["block_rows"] = weight.shape[1] // scale.shape[1]
+        dims["block_columns"] = weight.shape[2] // scale.shape[2]
+    return _case(point, weights, dims, dtype, generator)
 
 
 fused_experts_fp8_cases = CaseSpace(
     _fp8,
-    Axis("shape", EVEN_SHAPES),
+    Axis("shape", _EVEN_SHAPES),
     Axis("granularity", {"": "tensor", "channels": "channel", "blocks": "block"}),
     Axis("format", {"": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}),
-    Axis("activation", ACTIVATIONS),
-    Axis("ranks", RANKS),
-    strided={**_STRIDED, "gate_up_scale": "offset", "down_scale": "offset"},
+    _ACTIVATION,
+    _RANKS,
+    strided=_SCALED,
     crossed={"shape": ("many tokens",), "activation": ("",), "ranks": ("",)},
-    alone={"shape": ("no tokens",), "ranks": ("all on other ranks",)},
+    alone=_ALONE,
     valid=lambda point, _: not (point["activation"] == "gelu" and point["ranks"] != "none"),
 )
 """Each granularity of the scales, which differ by powers of two and more, in both formats."""
 
 
 def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    tokens, hidden, _, _, _ = point["shape"]
-    arguments, first, second = _int4_weights(point["shape"], point["group"], dtype, generator)
-    arguments = {
-        "x": normal((tokens, hidden), dtype, generator),
-        **arguments,
-        **routed(point, generator),
-        "activation": point["activation"],
-    }
-    return bounded_case(arguments, first, second, {"group_size": point["group"]})
+    weights = _weights(point["shape"], _integers4(point["group"], dtype, generator))
+    return _case(point, weights, {"group_size": point["group"]}, dtype, generator)
 
 
 fused_experts_w4a16_cases = CaseSpace(
     _w4a16,
-    Axis("shape", {**EVEN_SHAPES, "wide": (2, 128, 128, 3, 2)}),
+    Axis("shape", {**_EVEN_SHAPES, "wide": (2, 128, 128, 3, 2)}),
     Axis("group", {"": 32, "groups of 16": 16, "groups of 8": 8}),
-    Axis("activation", ACTIVATIONS),
-    Axis("ranks", RANKS),
-    strided={**_STRIDED, "gate_up_scale": "offset", "down_scale": "offset"},
+    _ACTIVATION,
+    _RANKS,
+    strided=_SCALED,
     crossed={"shape": ("many tokens", "wide"), "activation": ("",), "ranks": ("",)},
-    alone={"shape": ("no tokens",), "ranks": ("all on other ranks",)},
+    alone=_ALONE,
 )
 """Groups of several sizes, all sixteen values, scales that differ from group to group."""
+
+
+def _mxfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    weights = _weights(point["shape"], _floats4(point["exponents"], generator))
+    return _case(point, weights, {}, dtype, generator)
+
+
+fused_experts_mxfp4_cases = CaseSpace(
+    _mxfp4,
+    Axis("shape", {**_EVEN_SHAPES, "wide": (2, 160, 96, 3, 2)}),
+    Axis("exponents", _EXPONENTS),
+    _BIAS,
+    _ACTIVATION,
+    _RANKS,
+    _SCALE,
+    strided={"x": "rows", "gate_up_scale": "offset", "down": "offset"},
+    crossed={
+        "shape": ("many tokens",),
+        "exponents": ("",),
+        "bias": ("biases",),
+        "activation": ("",),
+        "ranks": ("",),
+        "scale": ("",),
+    },
+    alone=_ALONE,
+    valid=lambda point, _: (
+        _is_plain_if_large(point)
+        and not (point.labels["exponents"] and (point["scale"] != 1.0 or point["ranks"] != "none"))
+    ),
+)
+"""All codes, scales that are equal, near or far apart, and biases."""
 
 
 def fused_experts_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of hidden states that spread evenly over the experts."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner = int(dims["hidden_size"]), int(dims["intermediate_size"])
-    num_experts = int(dims["num_experts"])
-    first = normal_numbers((num_experts, 2 * inner, hidden), dtype, generator, hidden**-0.5)
-    second = normal_numbers((num_experts, hidden, inner), dtype, generator, inner**-0.5)
-    biases: dict[str, torch.Tensor | None] = {"gate_up": None, "down": None}
-    if dims["biased"]:
-        biases["gate_up"] = normal_numbers((num_experts, 2 * inner), dtype, generator)
-        biases["down"] = normal_numbers((num_experts, hidden), dtype, generator)
-    arguments = {
-        "x": normal_numbers((num_tokens, hidden), dtype, generator),
-        "gate_up": first,
-        "gate_up_bias": biases["gate_up"],
-        "down": second,
-        "down_bias": biases["down"],
-        **evenly_routed(dims, num_tokens, generator),
-    }
-    return sampled_case(arguments, first, second, dims, num_tokens)
+    return _sample(_plain(dtype, generator), dtype, dims, num_tokens, generator)
 
 
 def fused_experts_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of hidden states that spread evenly over experts in e4m3."""
     generator = torch.Generator().manual_seed(seed)
-    weights, first, second = _fp8_weights(
-        shape_of(dims, num_tokens), str(dims["granularity"]), torch.float8_e4m3fn, generator
-    )
-    x = normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
-    arguments = {"x": x, **weights, **evenly_routed(dims, num_tokens, generator)}
-    return sampled_case(arguments, first, second, dims, num_tokens)
+    store = _floats8(str(dims["granularity"]), torch.float8_e4m3fn, generator)
+    return _sample(store, dtype, dims, num_tokens, generator)
 
 
 def fused_experts_w4a16_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of hidden states that spread evenly over experts in int4."""
     generator = torch.Generator().manual_seed(seed)
-    weights, first, second = _int4_weights(
-        shape_of(dims, num_tokens), int(dims["group_size"]), dtype, generator
-    )
-    x = normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
-    arguments = {"x": x, **weights, **evenly_routed(dims, num_tokens, generator)}
+    store = _integers4(int(dims["group_size"]), dtype, generator)
+    return _sample(store, dtype, dims, num_tokens, generator)
+
+
+def fused_experts_mxfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of hidden states that spread evenly over experts in MXFP4."""
+    generator = torch.Generator().manual_seed(seed)
+    return _sample(_floats4(_EXPONENTS[""], generator), dtype, dims, num_tokens, generator)
+
+
+def _case(
+    point: Point, weights: Weights, dims: Dims, dtype: torch.dtype, generator: torch.Generator
+) -> Case:
+    arguments, first, second = weights
+    if "bias" in point.values:
+        arguments = _biased(arguments, point["bias"], dtype, generator)
+        dims = {**dims, "biased": point["bias"]}
+    shape, deviation = (point["shape"][0], first.shape[2]), point.values.get("scale", 1.0)
+    arguments = {
+        "x": normal_numbers(shape, dtype, generator, deviation),
+        **arguments,
+        **routed(point, generator),
+        "activation": point["activation"],
+    }
+    return bounded_case(arguments, first, second, dims)
+
+
+def _sample(
+    store: Store, dtype: torch.dtype, dims: Dims, num_tokens: int, generator: torch.Generator
+) -> Case:
+    arguments, first, second = _weights(shape_of(dims, num_tokens), store)
+    if "biased" in dims:
+        arguments = _biased(arguments, bool(dims["biased"]), dtype, generator)
+    x = normal_numbers((num_tokens, first.shape[2]), dtype, generator)
+    arguments = {"x": x, **arguments, **evenly_routed(dims, num_tokens, generator)}
     return sampled_case(arguments, first, second, dims, num_tokens)
 
 
-def _fp8_weights(
-    shape: Shape, granularity: str, dtype: torch.dtype, generator: torch.Generator
-) -> Weights:
-    """Return the arguments of 8-bit weights, and the matrices that they stand for, in float32."""
+def _biased(
+    arguments: dict[str, Any], biased: bool, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    """Return the arguments of both projections with biases, or None for these, in their order."""
+    for name in ("gate_up", "down"):
+        shape = tuple(arguments[name].shape[:2])
+        bias = normal_numbers(shape, dtype, generator) if biased else None
+        arguments[f"{name}_bias"] = bias
+    return {name: arguments[name] for name in _ORDER if name in arguments}
 
-    def quantized(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+
+def _weights(shape: Shape, store: Store) -> Weights:
+    """Return the arguments of weights, and the matrices that they stand for, in float32."""
+    _, hidden, inner, num_experts, _ = shape
+    arguments, matrices = dict[str, Any](), []
+    for name, outputs, inputs in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        arguments[name], scale, matrix = store(num_experts, outputs, inputs)
+        if scale is not None:
+            arguments[f"{name}_scale"] = scale
+        matrices.append(matrix)
+    return arguments, matrices[0], matrices[1]
+
+
+def _plain(dtype: torch.dtype, generator: torch.Generator) -> Store:
+    def store(num_experts: int, outputs: int, inputs: int) -> Stored:
+        matrices = normal_numbers((num_experts, outputs, inputs), dtype, generator, inputs**-0.5)
+        return matrices, None, matrices
+
+    return store
+
+
+def _floats8(granularity: str, dtype: torch.dtype, generator: torch.Generator) -> Store:
+    def store(num_experts: int, outputs: int, inputs: int) -> Stored:
         scale_shape = {
             "tensor": (num_experts, 1, 1),
-            "channel": (num_experts, rows, 1),
+            "channel": (num_experts, outputs, 1),
             # A quarter of the rows, so that blocks are no squares.
-            "block": (num_experts, 4, columns // 16),
+            "block": (num_experts, 4, inputs // 16),
         }[granularity]
-        scales = columns**-0.5 * (0.5 + torch.rand(scale_shape, generator=generator))
-        numbers = normal_numbers((num_experts, rows, columns), torch.float32, generator)
-        return numbers.to(dtype), scales
+        scales = inputs**-0.5 * (0.5 + torch.rand(scale_shape, generator=generator))
+        numbers = normal_numbers((num_experts, outputs, inputs), torch.float32, generator)
+        stored = numbers.to(dtype)
+        return stored, scales, spread(stored.float(), scales)
 
-    _, hidden, inner, num_experts, _ = shape
-    first, first_scale = quantized(2 * inner, hidden)
-    second, second_scale = quantized(hidden, inner)
-    arguments = {
-        "gate_up": first,
-        "gate_up_scale": first_scale,
-        "down": second,
-        "down_scale": second_scale,
-    }
-    matrices = (spread(first.float(), first_scale), spread(second.float(), second_scale))
-    return arguments, *matrices
+    return store
 
 
-def _int4_weights(
-    shape: Shape, group_size: int, dtype: torch.dtype, generator: torch.Generator
-) -> Weights:
-    """Return the arguments of 4-bit weights, and the matrices that they stand for, in float32."""
-
-    def quantized(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        integers = torch.randint(16, (num_experts, rows, columns), generator=generator)
+def _integers4(group_size: int, dtype: torch.dtype, generator: torch.Generator) -> Store:
+    def store(num_experts: int, outputs: int, inputs: int) -> Stored:
+        integers = torch.randint(16, (num_experts, outputs, inputs), generator=generator)
         # The deviation of sixteen even steps is 4.6.
-        groups = (num_experts, rows, columns // group_size)
-        scales = columns**-0.5 / 4.6 * (0.5 + torch.rand(groups, generator=generator))
+        groups = (num_experts, outputs, inputs // group_size)
+        scales = inputs**-0.5 / 4.6 * (0.5 + torch.rand(groups, generator=generator))
         stored = scales.to(dtype)
-        low, high = integers[..., ::2], integers[..., 1::2]
-        packed = (low | high << 4).to(torch.uint8)
+        packed = (integers[..., ::2] | integers[..., 1::2] << 4).to(torch.uint8)
         return packed, stored, spread(integers.float() - 8, stored.float())
 
-    _, hidden, inner, num_experts, _ = shape
-    first, first_scale, gate_up = quantized(2 * inner, hidden)
-    second, second_scale, down = quantized(hidden, inner)
-    arguments = {
-        "gate_up": first,
-        "gate_up_scale": first_scale,
-        "down": second,
-        "down_scale": second_scale,
-    }
-    return arguments, gate_up, down
+    return store
+
+
+def _floats4(num_exponents: int, generator: torch.Generator) -> Store:
+    def store(num_experts: int, outputs: int, inputs: int) -> Stored:
+        shape = (num_experts, outputs, inputs // 2)
+        packed = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        # Codes deviate by 2.9, so that sums deviate by about one where scales are the largest.
+        largest = 127 - 2 - (inputs - 1).bit_length() // 2
+        least = largest - num_exponents + 1
+        blocks = (num_experts, outputs, inputs // 32)
+        scales = torch.randint(least, largest + 1, blocks, dtype=torch.uint8, generator=generator)
+        codes = decode_e2m1(unpack_nibbles(packed), torch.float32)
+        return packed, scales, spread(codes, decode_e8m0(scales, torch.float32))
+
+    return store

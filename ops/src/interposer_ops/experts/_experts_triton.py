@@ -9,14 +9,28 @@ depend on the number of tokens, and a row of a tile not on its neighbours.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from interposer import Dim
+from interposer import Dim, Dims
 from interposer.errors import RequestError
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    FP32,
+    INT32,
+    UINT8,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import Parameters, parameters_for
 from interposer_ops._triton.rows import as_rows
@@ -34,15 +48,10 @@ _ACTIVATIONS = ("silu", "gelu", "swiglu_oai")
 
 @triton_kernel("fused_experts")
 def fused_experts_triton(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+    down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts``."""
     first = _Matrices(gate_up, None, gate_up_bias)
     second = _Matrices(down, None, down_bias)
@@ -51,15 +60,9 @@ def fused_experts_triton(
 
 @triton_kernel("fused_experts_fp8")
 def fused_experts_fp8_triton(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
+    down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_fp8``: 8-bit floats are numbers of every dtype of ``x``."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
     return _mixture("fused_experts_fp8", x, first, second, weights, expert_ids, activation)
@@ -67,15 +70,9 @@ def fused_experts_fp8_triton(
 
 @triton_kernel("fused_experts_w4a16", dims={"group_size": Dim(multiple_of=2)})
 def fused_experts_w4a16_triton(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor, down: Tensor,
+    down_scale: Tensor, weights: Tensor, expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_w4a16``: integers are multiplied, and sums of a group scaled."""
     first, second = _Matrices(gate_up, gate_up_scale, None), _Matrices(down, down_scale, None)
     return _mixture("fused_experts_w4a16", x, first, second, weights, expert_ids, activation)
@@ -83,17 +80,11 @@ def fused_experts_w4a16_triton(
 
 @triton_kernel("fused_experts_mxfp4")
 def fused_experts_mxfp4_triton(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor, gate_up: Tensor, gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None, down: Tensor, down_scale: Tensor,
+    down_bias: Tensor | None, weights: Tensor, expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``fused_experts_mxfp4``: codes are multiplied, and sums of a block scaled."""
     first = _Matrices(gate_up, gate_up_scale, gate_up_bias)
     second = _Matrices(down, down_scale, down_bias)
@@ -109,28 +100,23 @@ class _Matrices(NamedTuple):
         bias: ``[E, outputs]``.
     """
 
-    stored: torch.Tensor
-    scale: torch.Tensor | None
-    bias: torch.Tensor | None
+    stored: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
 
 
 class _Blocks(NamedTuple):
     """The slots by expert, of ``moe_align_blocks_triton``."""
 
-    slots: torch.Tensor
-    experts: torch.Tensor
+    slots: Tensor
+    experts: Tensor
     num_slots: int
 
 
 def _mixture(
-    kernel: str,
-    x: torch.Tensor,
-    first: _Matrices,
-    second: _Matrices,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+    kernel: str, x: Tensor, first: _Matrices, second: _Matrices, weights: Tensor,
+    expert_ids: Tensor, activation: str,
+) -> Tensor:  # fmt: skip
     if activation not in _ACTIVATIONS:
         known = " or ".join(map(repr, _ACTIVATIONS))
         raise RequestError(f"No activation {activation!r} of experts; try {known}")
@@ -153,15 +139,9 @@ def _mixture(
 
 
 def _project(
-    x: torch.Tensor,
-    matrices: _Matrices,
-    blocks: _Blocks,
-    y: torch.Tensor,
-    parameters: Parameters,
-    columns: int,
-    share: int,
-    activation: str,
-) -> None:
+    x: Tensor, matrices: _Matrices, blocks: _Blocks, y: Tensor, parameters: Parameters,
+    columns: int, share: int, activation: str,
+) -> None:  # fmt: skip
     """Write the rows ``y`` of all slots.
 
     Args:
@@ -180,62 +160,24 @@ def _project(
     num_tiles = triton.cdiv(width, columns)
     num_blocks = blocks.experts.numel()
     _multiply[(num_blocks * num_tiles,)](
-        x,
-        stored,
-        scale,
-        bias,
-        y,
-        blocks.slots,
-        blocks.experts,
-        num_blocks,
-        blocks.num_slots,
+        x, stored, scale, bias, y, blocks.slots, blocks.experts, num_blocks, blocks.num_slots,
         x.stride(0),
-        ACTIVATION=activation,
-        FORM=form,
-        SHARE=share,
-        WIDTH=width,
-        OUTPUTS=stored.shape[1],
-        DEPTH=depth,
-        SCALE_ROWS=scale_rows,
-        GROUPS=groups,
-        GROUP=group,
-        ROWS=parameters.blocks["rows"],
-        COLUMNS=columns,
-        STEP=step,
-        STEPS=triton.cdiv(group, step),
+        ACTIVATION=activation, FORM=form, SHARE=share, WIDTH=width, OUTPUTS=stored.shape[1],
+        DEPTH=depth, SCALE_ROWS=scale_rows, GROUPS=groups, GROUP=group,
+        ROWS=parameters.blocks["rows"], COLUMNS=columns, STEP=step, STEPS=triton.cdiv(group, step),
         BAND=parameters.blocks["band"],
-        num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
-    )
+        num_warps=parameters.num_warps, num_stages=parameters.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
-    x,
-    stored,
-    scale,
-    bias,
-    y,
-    slots,
-    experts,
-    num_blocks,
-    num_slots,
-    x_stride,
-    ACTIVATION: tl.constexpr,
-    FORM: tl.constexpr,
-    SHARE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
-    BAND: tl.constexpr,
-):
+    x, stored, scale, bias, y, slots, experts, num_blocks, num_slots, x_stride,
+    ACTIVATION: tl.constexpr, FORM: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    STEPS: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
     block, tile = expert_tile(num_blocks, (WIDTH + COLUMNS - 1) // COLUMNS, BAND)
     expert = tl.load(experts + block).to(tl.int64)
     if expert < 0:
@@ -264,14 +206,7 @@ def _multiply(
         read = there if GROUP % STEP == 0 else there & (inner < GROUP)
         value = tl.load(x + group * GROUP + inner, mask=read, other=0.0)
         weight = load_weights(
-            row,
-            known[:, None],
-            group * GROUP,
-            start,
-            value.dtype,
-            FORM,
-            GROUP,
-            STEP,
+            row, known[:, None], group * GROUP, start, value.dtype, FORM, GROUP, STEP
         )
         if ACTIVATION != "":
             other = load_weights(
@@ -307,3 +242,95 @@ def _multiply(
         total = activated(total, up, ACTIVATION)
     target = y + slot * WIDTH + column[None, :]
     tl.store(target, total.to(y.dtype.element_ty), mask=there & known[None, :])
+
+
+class _Model(NamedTuple):
+    """Sizes of a model's experts."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+
+
+_MIXTRAL, _GPT_OSS = _Model(8, 4096, 14336, 2), _Model(32, 2880, 2880, 4)
+_DEEPSEEK = _Model(64, 2048, 1408, 6)
+_FEW, _MANY = 64, 4096  # tokens of a step that decodes, and of one that prefills
+
+
+def _build(
+    op: str, label: str, model: _Model, count: int, dtype: torch.dtype = BF16, *,
+    stored: torch.dtype | None = None, scale: torch.dtype = FP32, block: tuple[int, int] = (1, 0),
+    biased: bool | None = None, activation: str = "silu", dims: Dims | None = None,
+) -> Build:  # fmt: skip
+    """Return a build of a mixture.
+
+    Args:
+        stored: of the weights, two of which lie in a byte; without, plain weights of ``dtype``.
+        block: outputs and inputs that have a scale; all inputs for 0.
+        biased: None where the op has no biases.
+    """
+    experts, hidden, inner, top_k = model
+    bias: dict[bool | None, Any] = {None: (), False: (None,)}
+    arguments: list[Any] = [(dtype, count, hidden)]
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        packing = 2 if stored == UINT8 else 1
+        arguments.append((stored or dtype, experts, outputs, inputs // packing))
+        if stored:
+            columns = inputs // block[1] if block[1] else 1
+            arguments.append((scale, experts, outputs // block[0], columns))
+        arguments += bias.get(biased, ((dtype, experts, outputs),))
+    arguments += [(FP32, count, top_k), (INT32, count, top_k), activation]
+    return Build(
+        f"{op}_triton", label, given(*arguments), dtype_name(dtype), dims or {},
+        matrix=dtype != FP32,
+    )  # fmt: skip
+
+
+_plain = partial(_build, "fused_experts")
+_fp8 = partial(_build, "fused_experts_fp8")
+_w4 = partial(_build, "fused_experts_w4a16", stored=UINT8)
+_mxfp4 = partial(
+    _build, "fused_experts_mxfp4", stored=UINT8, scale=UINT8, block=(1, 32), biased=True,
+    activation="swiglu_oai",
+)  # fmt: skip
+_GROUPS: dict[str, Any] = {"scale": BF16, "block": (1, 128), "dims": {"group_size": 128}}
+_GROUPS_32: dict[str, Any] = {"scale": FP16, "block": (1, 32), "dims": {"group_size": 32}}
+_BLOCKS: dict[str, Any] = {"block": (128, 128)}
+
+BUILDS = (
+    _plain("64 tokens, 8 of 4096 x 14336", _MIXTRAL, _FEW, biased=False),
+    _plain("4096 tokens, 8 of 4096 x 14336", _MIXTRAL, _MANY, biased=False),
+    _plain("64 tokens, 64 of 2048 x 1408", _DEEPSEEK, _FEW, biased=False),
+    _plain("4096 tokens, 64 of 2048 x 1408", _DEEPSEEK, _MANY, biased=False),
+    _plain(
+        *("swiglu_oai with biases, 32 of 2880 x 2880", _GPT_OSS, _FEW),
+        biased=True,
+        activation="swiglu_oai",
+    ),
+    _plain(
+        *("float16, gelu, 8 of 4096 x 14336", _MIXTRAL, _MANY, FP16),
+        biased=False,
+        activation="gelu",
+    ),
+    _plain("float32, 8 of 4096 x 14336", _MIXTRAL, _MANY, FP32, biased=False),
+    _fp8(
+        "float8_e4m3fn, 4096 tokens, 8 of 4096 x 14336, per channel", _MIXTRAL, _MANY, stored=E4M3
+    ),
+    _fp8(
+        *("float8_e4m3fn, 64 tokens, 64 of 2048 x 1408, blocks of 128", _DEEPSEEK, _FEW),
+        stored=E4M3,
+        **_BLOCKS,
+    ),
+    _fp8(
+        *("float8_e5m2, 4096 tokens, 64 of 2048 x 1408, blocks of 128", _DEEPSEEK, _MANY),
+        stored=E5M2,
+        **_BLOCKS,
+    ),
+    _w4("4096 tokens, 8 of 4096 x 14336, groups of 128", _MIXTRAL, _MANY, **_GROUPS),
+    _w4("64 tokens, 64 of 2048 x 1408, groups of 128", _DEEPSEEK, _FEW, **_GROUPS),
+    _w4("float16, 64 tokens, 64 of 2048 x 1408, groups of 32", _DEEPSEEK, _FEW, FP16, **_GROUPS_32),
+    _mxfp4("64 tokens, 32 of 2880 x 2880", _GPT_OSS, _FEW),
+    _mxfp4("4096 tokens, 32 of 2880 x 2880", _GPT_OSS, _MANY),
+    _mxfp4("float16, 64 tokens, 32 of 2880 x 2880", _GPT_OSS, _FEW, FP16),
+)

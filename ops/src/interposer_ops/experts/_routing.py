@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer.errors import RequestError
@@ -14,9 +15,7 @@ _LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
 
 
 @standard_op("topk_softmax", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits",))
-def topk_softmax(
-    logits: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest logits, weighted by their softmax over all experts.
 
     The logits themselves are compared, so that no rounding decides; the lowest id comes first
@@ -44,8 +43,8 @@ def topk_softmax(
     batched=("logits",),
 )
 def topk_sigmoid(
-    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest biased sigmoids, weighted by the sigmoids alone.
 
     The bias, which balances the load, decides which experts are chosen and in which order they
@@ -77,15 +76,15 @@ def topk_sigmoid(
     batched=("logits",),
 )
 def grouped_topk(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
+    logits: Tensor,
+    bias: Tensor | None,
     num_groups: int,
     top_groups: int,
     top_k: int,
     scoring: str,
     renormalize: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Choose the best groups of experts first, then the best experts of these groups.
 
     Experts are compared by score plus bias, or by their logits where there is no bias. A group
@@ -119,7 +118,7 @@ def grouped_topk(
     return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
 
 
-def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+def _scores(logits: Tensor, scoring: str) -> Tensor:
     match scoring:
         case "softmax":
             return logits.softmax(-1)
@@ -128,15 +127,13 @@ def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
 
 
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+def _best(scores: Tensor, count: int) -> Tensor:
     """Return the indices of the largest values of each row, the lowest first among equals."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :count].contiguous()
 
 
-def _weights(
-    scores: torch.Tensor, ids: torch.Tensor, renormalize: bool, scale: float
-) -> torch.Tensor:
+def _weights(scores: Tensor, ids: Tensor, renormalize: bool, scale: float) -> Tensor:
     weights = scores.gather(-1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)

@@ -9,16 +9,21 @@ otherwise sigmoids and softmaxes of zeros with biases that are multiples of 1/8.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops.sampling._margins_cases import clear_rows
+from interposer_ops.sampling._logits_cases import clear_rows
 from interposer_testing.cases import Axis, CaseSpace, Point
 
 _STEP = 1 / 32
 _MARGIN = 1e-5  # of scores that are rounded by about 1e-7
+
+Draw = Callable[[int], Tensor]
+"""Returns so many rows of logits."""
 
 # T, E, K.
 _SHAPES = {
@@ -54,7 +59,7 @@ _BIAS = {"": None, "bias": torch.float32, "bias like logits": "own"}
 
 def _topk_softmax(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, num_experts, top_k = point["shape"]
-    logits = _logits(point, tokens, num_experts, top_k, dtype, generator)
+    logits = _logits(point, num_experts, top_k, dtype, generator, tokens)
     arguments = {"logits": logits, "top_k": top_k, "renormalize": point["weights"]}
     return _softmax_case(arguments)
 
@@ -77,23 +82,8 @@ topk_softmax_cases = CaseSpace(
 def _topk_sigmoid(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, num_experts, top_k = point["shape"]
     bias = _bias(point, num_experts, dtype, generator)
-
-    def draw(rows: int) -> torch.Tensor:
-        return _logits(point, rows, num_experts, top_k, dtype, generator)
-
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
-        if bias is None or point["logits"] is None:
-            return torch.ones(len(logits), dtype=torch.bool)
-        return _is_clear(logits.double().sigmoid() + bias, top_k)
-
-    arguments = {
-        "logits": clear_rows(draw, is_clear, tokens),
-        "bias": bias,
-        "top_k": top_k,
-        "renormalize": point["weights"],
-        "scale": _SCALES[point["weights"]],
-    }
-    return _sigmoid_case(arguments)
+    draw = partial(_logits, point, num_experts, top_k, dtype, generator)
+    return _sigmoid_case(draw, tokens, bias, top_k, point["weights"], point["logits"] is None)
 
 
 topk_sigmoid_cases = CaseSpace(
@@ -111,30 +101,11 @@ topk_sigmoid_cases = CaseSpace(
 
 
 def _grouped_topk(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    tokens, num_experts, num_groups, top_groups, top_k = point["shape"]
+    tokens, num_experts, *groups = point["shape"]
     bias = _bias(point, num_experts, dtype, generator)
-
-    def draw(rows: int) -> torch.Tensor:
-        return _logits(point, rows, num_experts, top_k, dtype, generator)
-
-    arguments: dict[str, Any] = {
-        "logits": draw(0),
-        "bias": bias,
-        "num_groups": num_groups,
-        "top_groups": top_groups,
-        "top_k": top_k,
-        "scoring": point["scoring"],
-        "renormalize": point["weights"],
-        "scale": _SCALES[point["weights"]],
-    }
-
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
-        if bias is None or point["logits"] is None:
-            return torch.ones(len(logits), dtype=torch.bool)
-        return _is_clear_grouped(**{**arguments, "logits": logits})
-
-    arguments["logits"] = clear_rows(draw, is_clear, tokens)
-    return _grouped_case(arguments)
+    draw = partial(_logits, point, num_experts, groups[-1], dtype, generator)
+    options = point["scoring"], point["weights"], point["logits"] is None
+    return _grouped_case(draw, tokens, bias, groups, *options)
 
 
 grouped_topk_cases = CaseSpace(
@@ -157,71 +128,41 @@ grouped_topk_cases = CaseSpace(
 
 def topk_softmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of clear logits."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = _distinct(num_tokens, int(dims["num_experts"]), _STEP, generator).to(dtype)
-    arguments = {"logits": logits, "top_k": int(dims["top_k"]), "renormalize": True}
+    draw, _ = _sampled(dtype, dims, seed)
+    arguments = {"logits": draw(num_tokens), "top_k": int(dims["top_k"]), "renormalize": True}
     return _softmax_case(arguments, f"{num_tokens} tokens")
 
 
 def topk_sigmoid_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of clear logits, with the bias that the dims state."""
-    generator = torch.Generator().manual_seed(seed)
-    num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
-    bias = 0.1 * torch.randn(num_experts, generator=generator) if dims["biased"] else None
-
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
-        return _is_clear(logits.double().sigmoid() + (0.0 if bias is None else bias), top_k)
-
-    arguments = {
-        "logits": clear_rows(_sampled(num_experts, dtype, generator), is_clear, num_tokens),
-        "bias": bias,
-        "top_k": top_k,
-        "renormalize": True,
-        "scale": 2.5,
-    }
-    return _sigmoid_case(arguments, f"{num_tokens} tokens")
+    draw, bias = _sampled(dtype, dims, seed)
+    top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
+    return _sigmoid_case(draw, num_tokens, bias, top_k, True, False, label)
 
 
 def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of clear logits, with the bias that the dims state."""
-    generator = torch.Generator().manual_seed(seed)
-    num_experts = int(dims["num_experts"])
-    bias = 0.1 * torch.randn(num_experts, generator=generator) if dims["biased"] else None
-    draw = _sampled(num_experts, dtype, generator)
-    arguments: dict[str, Any] = {
-        "logits": draw(0),
-        "bias": bias,
-        "num_groups": int(dims["num_groups"]),
-        "top_groups": int(dims["top_groups"]),
-        "top_k": int(dims["top_k"]),
-        "scoring": str(dims["scoring"]),
-        "renormalize": True,
-        "scale": 2.5,
-    }
-
-    def is_clear(logits: torch.Tensor) -> torch.Tensor:
-        if bias is None:
-            return torch.ones(len(logits), dtype=torch.bool)
-        return _is_clear_grouped(**{**arguments, "logits": logits})
-
-    arguments["logits"] = clear_rows(draw, is_clear, num_tokens)
-    return _grouped_case(arguments, f"{num_tokens} tokens")
+    draw, bias = _sampled(dtype, dims, seed)
+    groups = [int(dims[name]) for name in ("num_groups", "top_groups", "top_k")]
+    scoring, label = str(dims["scoring"]), f"{num_tokens} tokens"
+    return _grouped_case(draw, num_tokens, bias, groups, scoring, True, False, label)
 
 
-def _sampled(
-    num_experts: int, dtype: torch.dtype, generator: torch.Generator
-) -> Callable[[int], torch.Tensor]:
-    return lambda rows: _distinct(rows, num_experts, _STEP, generator).to(dtype)
+def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, Tensor | None]:
+    """Return what draws rows of clear logits, and the bias that the dims state."""
+    generator, num_experts = torch.Generator().manual_seed(seed), int(dims["num_experts"])
+    bias = 0.1 * torch.randn(num_experts, generator=generator) if dims.get("biased") else None
+    return lambda rows: _distinct(rows, num_experts, _STEP, generator).to(dtype), bias
 
 
 def _logits(
     point: Point,
-    tokens: int,
     num_experts: int,
     top_k: int,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+    tokens: int,
+) -> Tensor:
     """Return rows ``[T, E]`` of the kind that ``point`` asks for."""
     step = point["logits"]
     if step is None:
@@ -237,9 +178,7 @@ def _logits(
     return logits.to(dtype)
 
 
-def _distinct(
-    tokens: int, num_experts: int, step: float, generator: torch.Generator
-) -> torch.Tensor:
+def _distinct(tokens: int, num_experts: int, step: float, generator: torch.Generator) -> Tensor:
     """Return rows of different multiples of ``step`` around 0, which every dtype holds exactly."""
     order = torch.rand(tokens, num_experts, generator=generator).argsort(-1)
     return (order - num_experts // 2) * step
@@ -247,7 +186,7 @@ def _distinct(
 
 def _bias(
     point: Point, num_experts: int, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return a bias that changes the choice: of the size of the scores' differences, or tied."""
     if point["bias"] is None:
         return None
@@ -257,21 +196,15 @@ def _bias(
     return (0.1 * torch.randn(num_experts, generator=generator)).to(own)
 
 
-def _is_clear(compared: torch.Tensor, top_k: int) -> torch.Tensor:
+def _is_clear(compared: Tensor, top_k: int) -> Tensor:
     """Say of each row whether its K + 1 largest values differ by more than the margin."""
     best = compared.topk(min(top_k + 1, compared.shape[-1]), -1).values
     return (best[:, :-1] - best[:, 1:] > _MARGIN).all(-1)
 
 
 def _is_clear_grouped(
-    logits: torch.Tensor,
-    bias: torch.Tensor,
-    num_groups: int,
-    top_groups: int,
-    top_k: int,
-    scoring: str,
-    **_: Any,
-) -> torch.Tensor:
+    logits: Tensor, bias: Tensor, num_groups: int, top_groups: int, top_k: int, scoring: str
+) -> Tensor:
     """Say of each row whether its groups, and the experts of the chosen ones, are clear."""
     wide = logits.double()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
@@ -293,22 +226,49 @@ def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
     return Case(label, arguments, dims, reduction=num_experts)
 
 
-def _sigmoid_case(arguments: dict[str, Any], label: str = "") -> Case:
-    top_k = arguments["top_k"]
-    dims = {
-        "num_experts": arguments["logits"].shape[1],
-        "top_k": top_k,
-        "biased": arguments["bias"] is not None,
-    }
-    return Case(label, arguments, dims, reduction=10 + top_k, magnitude=arguments["scale"])
+def _sigmoid_case(
+    draw: Draw,
+    num_tokens: int,
+    bias: Tensor | None,
+    top_k: int,
+    renormalize: bool,
+    is_tied: bool,
+    label: str = "",
+) -> Case:
+    def is_clear(logits: Tensor) -> Tensor:
+        if bias is None or is_tied:
+            return torch.ones(len(logits), dtype=torch.bool)
+        return _is_clear(logits.double().sigmoid() + bias, top_k)
+
+    logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
+    weights = {"top_k": top_k, "renormalize": renormalize, "scale": scale}
+    dims = {"num_experts": logits.shape[1], "top_k": top_k, "biased": bias is not None}
+    arguments = {"logits": logits, "bias": bias, **weights}
+    return Case(label, arguments, dims, reduction=10 + top_k, magnitude=scale)
 
 
-def _grouped_case(arguments: dict[str, Any], label: str = "") -> Case:
-    names = ("num_groups", "top_groups", "top_k", "scoring")
-    dims = {name: arguments[name] for name in names}
-    dims |= {
-        "num_experts": arguments["logits"].shape[1],
-        "biased": arguments["bias"] is not None,
-    }
-    summed = dims["num_experts"] if arguments["scoring"] == "softmax" else 10 + dims["top_k"]
-    return Case(label, arguments, dims, reduction=summed, magnitude=arguments["scale"])
+def _grouped_case(
+    draw: Draw,
+    num_tokens: int,
+    bias: Tensor | None,
+    groups: list[int],
+    scoring: str,
+    renormalize: bool,
+    is_tied: bool,
+    label: str = "",
+) -> Case:
+    num_groups, top_groups, top_k = groups
+    sizes = {"num_groups": num_groups, "top_groups": top_groups, "top_k": top_k}
+    options: dict[str, Any] = {**sizes, "scoring": scoring}
+
+    def is_clear(logits: Tensor) -> Tensor:
+        if bias is None or is_tied:
+            return torch.ones(len(logits), dtype=torch.bool)
+        return _is_clear_grouped(logits, bias, num_groups, top_groups, top_k, scoring)
+
+    logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
+    weights = {"renormalize": renormalize, "scale": scale}
+    arguments = {"logits": logits, "bias": bias, **options, **weights}
+    dims: Dims = {**options, "num_experts": logits.shape[1], "biased": bias is not None}
+    summed = logits.shape[1] if scoring == "softmax" else 10 + top_k
+    return Case(label, arguments, dims, reduction=summed, magnitude=scale)

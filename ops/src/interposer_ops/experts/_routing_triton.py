@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer.errors import RequestError
+from interposer_ops._triton.build import BF16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 
@@ -19,32 +21,24 @@ _SCORINGS = ("softmax", "sigmoid")
 
 
 @triton_kernel("topk_softmax")
-def topk_softmax_triton(
-    logits: torch.Tensor, top_k: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax_triton(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Compute ``topk_softmax``."""
     return _routed(logits, None, 1, 1, top_k, "softmax", renormalize, 1.0)
 
 
 @triton_kernel("topk_sigmoid")
 def topk_sigmoid_triton(
-    logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, renormalize: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``topk_sigmoid``."""
     return _routed(logits, bias, 1, 1, top_k, "sigmoid", renormalize, scale)
 
 
 @triton_kernel("grouped_topk")
 def grouped_topk_triton(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor | None, num_groups: int, top_groups: int, top_k: int,
+    scoring: str, renormalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``grouped_topk``; where all groups are chosen from, they are not compared."""
     if scoring not in _SCORINGS:
         raise RequestError(f"No scoring {scoring!r} of experts; try 'softmax' or 'sigmoid'")
@@ -52,15 +46,9 @@ def grouped_topk_triton(
 
 
 def _routed(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    num_groups: int,
-    top_groups: int,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, bias: Tensor | None, num_groups: int, top_groups: int, top_k: int,
+    scoring: str, renormalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
@@ -73,49 +61,21 @@ def _routed(
     groups, members = (triton.next_power_of_2(size) for size in (num_groups, group_size))
     tile = row_tile("routing", logits.device, groups * members)
     _route[(tile.row_blocks(num_tokens),)](
-        rows,
-        bias,
-        weights,
-        ids,
-        num_tokens,
-        rows.stride(0),
-        float(scale),
-        NUM_GROUPS=num_groups,
-        GROUP_SIZE=group_size,
-        TOP_GROUPS=top_groups,
-        TOP_K=top_k,
-        SCORING=scoring,
-        RENORMALIZE=renormalize,
-        ROWS=tile.rows,
-        GROUPS=groups,
-        MEMBERS=members,
-        CHOSEN=triton.next_power_of_2(top_k),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, bias, weights, ids, num_tokens, rows.stride(0), float(scale),
+        NUM_GROUPS=num_groups, GROUP_SIZE=group_size, TOP_GROUPS=top_groups, TOP_K=top_k,
+        SCORING=scoring, RENORMALIZE=renormalize, ROWS=tile.rows, GROUPS=groups, MEMBERS=members,
+        CHOSEN=triton.next_power_of_2(top_k), num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return weights, ids
 
 
 @triton.jit
 def _route(
-    logits,
-    bias,
-    weights,
-    ids,
-    num_tokens,
-    stride,
-    scale,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SCORING: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-):
+    logits, bias, weights, ids, num_tokens, stride, scale,
+    NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     there = row < num_tokens
     # Groups start at multiples of a power of two, so that a tile may be viewed as groups.
@@ -180,11 +140,8 @@ def _route(
 @triton.jit
 def _strongest(
     strength,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Return 1 for the strongest groups of each row, the lowest first among equals, else 0."""
     group = tl.arange(0, GROUPS)[None, :]
     chosen = tl.zeros((ROWS, GROUPS), tl.int32)
@@ -195,3 +152,28 @@ def _strongest(
         index = tl.min(tl.where(left & (value == best), group, GROUPS), 1)[:, None]
         chosen = tl.where(group == index, 1, chosen)
     return chosen
+
+
+_LOGITS, _BIAS = (FP32, 64, 256), (FP32, 256)
+
+BUILDS = (
+    Build("topk_softmax_triton", "2 of 8", given((BF16, 64, 8), 2, True)),
+    Build("topk_softmax_triton", "8 of 128", given((BF16, 64, 128), 8, True)),
+    Build(
+        "topk_sigmoid_triton",
+        "8 of 256 with a bias",
+        given(_LOGITS, _BIAS, 8, True, 2.5),
+        "float32",
+    ),
+    Build(
+        "grouped_topk_triton",
+        "8 of 256 in 8 groups",
+        given(_LOGITS, _BIAS, 8, 4, 8, "sigmoid", True, 2.5),
+        "float32",
+    ),
+    Build(
+        "grouped_topk_triton",
+        "6 of 160 in 8 groups",
+        given((BF16, 64, 160), None, 8, 3, 6, "softmax", False, 16.0),
+    ),
+)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Requires
@@ -28,76 +29,74 @@ _in_turn = partial(
     properties=frozenset({"deterministic", "opaque"}),
 )
 
-Project = Callable[[int, torch.Tensor], torch.Tensor]
+Project = Callable[[int, Tensor], Tensor]
 """Returns the projection ``[S, outputs]`` of rows ``[S, inputs]`` by one expert."""
 
 
 @_in_turn("fused_experts")
 def fused_experts_in_turn(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``fused_experts``."""
     wide = torch.promote_types(x.dtype, torch.float32)
 
-    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return functional.linear(rows, gate_up[expert].to(wide), _of(gate_up_bias, expert, wide))
+    def projects(matrices: Tensor, bias: Tensor | None) -> Project:
+        return lambda expert, rows: functional.linear(
+            rows, matrices[expert].to(wide), _of(bias, expert, wide)
+        )
 
-    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        return functional.linear(rows, down[expert].to(wide), _of(down_bias, expert, wide))
-
-    return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
+    both = projects(gate_up, gate_up_bias), projects(down, down_bias)
+    return _mixture(x, *both, len(gate_up), weights, expert_ids, activation)
 
 
 @_in_turn("fused_experts_mxfp4")
 def fused_experts_mxfp4_in_turn(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down: torch.Tensor,
-    down_scale: torch.Tensor,
-    down_bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``fused_experts_mxfp4``; pairs of codes are looked up by their byte."""
     wide = torch.promote_types(x.dtype, torch.float32)
     every = torch.arange(256, dtype=torch.uint8, device=x.device)
     pairs = decode_e2m1(unpack_nibbles(every[:, None]), wide)
 
-    def matrix(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        codes = pairs.index_select(0, packed.flatten().int())
-        blocks = codes.view(*scales.shape, MX_BLOCK_SIZE)
-        return blocks.mul_(decode_e8m0(scales, wide)[..., None]).view(len(packed), -1)
+    def projects(packed: Tensor, scales: Tensor, bias: Tensor | None) -> Project:
+        def project(expert: int, rows: Tensor) -> Tensor:
+            codes = pairs.index_select(0, packed[expert].flatten().int())
+            blocks = codes.view(*scales.shape[1:], MX_BLOCK_SIZE)
+            blocks.mul_(decode_e8m0(scales[expert], wide)[..., None])
+            return functional.linear(rows, blocks.flatten(1), _of(bias, expert, wide))
 
-    def first(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        weight = matrix(gate_up[expert], gate_up_scale[expert])
-        return functional.linear(rows, weight, _of(gate_up_bias, expert, wide))
+        return project
 
-    def second(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        weight = matrix(down[expert], down_scale[expert])
-        return functional.linear(rows, weight, _of(down_bias, expert, wide))
-
+    first = projects(gate_up, gate_up_scale, gate_up_bias)
+    second = projects(down, down_scale, down_bias)
     return _mixture(x, first, second, len(gate_up), weights, expert_ids, activation)
 
 
 def _mixture(
-    x: torch.Tensor,
+    x: Tensor,
     first: Project,
     second: Project,
     num_experts: int,
-    weights: torch.Tensor,
-    expert_ids: torch.Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     wide, top_k = torch.promote_types(x.dtype, torch.float32), expert_ids.shape[1]
     ids = expert_ids.flatten()
     # Those of other ranks are -1 and come first.
@@ -116,5 +115,5 @@ def _mixture(
     return (returned.view(*expert_ids.shape, x.shape[1]) * factors).sum(1).to(x.dtype)
 
 
-def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+def _of(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias[expert].to(dtype)

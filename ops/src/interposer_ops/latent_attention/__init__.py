@@ -15,17 +15,18 @@ if TYPE_CHECKING:
         sparse_latent_attention,
     )
 
+# fmt: off
 __all__ = [
-    "latent_attention_decode",
-    "sparse_latent_attention",
+    "latent_attention_decode", "sparse_latent_attention",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.latent_attention._latent_attention": (
             "latent_attention_decode sparse_latent_attention"
-        ),
+        )
     },
 )
 

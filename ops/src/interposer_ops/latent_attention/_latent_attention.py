@@ -7,10 +7,11 @@ sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attend
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
-from interposer_ops.attention._dense_attention import attend, cached, padded, unpadded
+from interposer_ops.attention._padded_attention import cached, masked_attention, softmax_attention
 
 _CASES = "interposer_ops.latent_attention._latent_attention_cases"
 
@@ -23,16 +24,16 @@ _CASES = "interposer_ops.latent_attention._latent_attention_cases"
     ragged={"query": "query_starts"},
 )
 def latent_attention_decode(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
     max_query_tokens: int,
     latent_size: int,
     scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cache_scale: Tensor | None = None,
+) -> Tensor:
     """Attend causally from each sequence's newest tokens to its latent vectors in the cache.
 
     out = softmax(scale * q c^T + mask) c[:, :C], in float32 or wider: all heads share the cached
@@ -55,29 +56,23 @@ def latent_attention_decode(
     Source: arXiv:2405.04434.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys = cached(cache, page_table, seq_lens, wide)[:, :, None]  # [B, L, 1, C + R]
-    if cache_scale is not None:
-        keys = keys * cache_scale.to(wide)
-    offsets = torch.arange(max_query_tokens, device=query.device)
-    query_positions = (seq_lens - query_starts.diff())[:, None] + offsets  # [B, Q]
-    key_positions = torch.arange(keys.shape[1], device=query.device)
-    seen = torch.minimum(query_positions[:, :, None] + 1, seq_lens[:, None, None])
-    queries = padded(query.to(wide), query_starts, max_query_tokens)
-    mixed, _ = attend(queries, keys, keys[..., :latent_size], key_positions < seen, scale)
-    return unpadded(mixed, query_starts, query.shape[0]).to(query.dtype)
+    keys = cached(cache, page_table, seq_lens, wide, cache_scale)[:, :, None]  # [B, L, 1, C + R]
+    values = keys[..., :latent_size]
+    out, _ = masked_attention(query, keys, values, query_starts, seq_lens, max_query_tokens, scale)
+    return out
 
 
 @standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
 def sparse_latent_attention(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    sequences: torch.Tensor,
-    indices: torch.Tensor,
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    sequences: Tensor,
+    indices: Tensor,
     latent_size: int,
     scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cache_scale: Tensor | None = None,
+) -> Tensor:
     """Attend from each token to those latent vectors of its sequence that ``indices`` names.
 
     out = softmax(scale * q c^T) c[:, :C] over the named vectors, in float32 or wider. A token that
@@ -108,5 +103,6 @@ def sparse_latent_attention(
     keys = torch.where(named[..., None], keys, 0)[:, :, None]
     if cache_scale is not None:
         keys = keys * cache_scale.to(wide)
-    mixed, _ = attend(query[:, None].to(wide), keys, keys[..., :latent_size], named[:, None], scale)
-    return mixed[:, 0].to(query.dtype)
+    queries, values = query[:, None].to(wide), keys[..., :latent_size]
+    out, _ = softmax_attention(queries, keys, values, named[:, None], scale)
+    return out[:, 0].to(query.dtype)

@@ -6,17 +6,27 @@ X attended tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from interposer import Case, Dims
-from interposer_ops._case_pruning import combined
-from interposer_ops.attention._paged_attention_cases import cache_dtype_name
-from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, Paged, paged
-from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, peak, uniform
-from interposer_testing.workload import typical_sequences
+from interposer_ops._case_combinations import few_changes
+from interposer_ops.attention._sequences_cases import (
+    LENGTHS,
+    Lengths,
+    Options,
+    Paged,
+    bounded_case,
+    dtype_name,
+    paged,
+    random_query,
+    random_scale,
+    sampled_lengths,
+    sampled_storage,
+    score_scale,
+)
+from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
 # Heads, latent size, rotary size.
 _HEADS = {
@@ -28,7 +38,7 @@ _HEADS = {
     "latent size 256": (2, 256, 32),
     "latent size 512": (2, 512, 64),
 }
-_FEATURES: dict[str, dict[str, Any]] = {
+_FEATURES: dict[str, Options] = {
     "": {},
     "large scores": {"query_peak": 60.0},
     "e4m3 cache": {"cache_dtype": torch.float8_e4m3fn},
@@ -78,7 +88,7 @@ latent_attention_decode_cases = CaseSpace(
     strided=_STRIDED,
     crossed=_CROSSED,
     alone={"batch": ("no sequences",)},
-    valid=combined(_DECODE_AXES, _PAIRED, most=3),
+    valid=few_changes(_DECODE_AXES, _PAIRED, most=3),
 )
 """Batches over shuffled pages; slots that hold no token of a sequence are NaN."""
 
@@ -88,7 +98,9 @@ sparse_latent_attention_cases = CaseSpace(
     strided=_STRIDED,
     crossed={**_CROSSED, "feature": ("",), "named": ("", "gaps")},
     alone={"batch": ("no sequences",)},
-    valid=combined(_SPARSE_AXES, {**_PAIRED, "named": ("all named", "gaps", "none in some rows")}),
+    valid=few_changes(
+        _SPARSE_AXES, {**_PAIRED, "named": ("all named", "gaps", "none in some rows")}
+    ),
 )
 """The batches of decoding; of the sequence of each token some positions are named, or none."""
 
@@ -97,68 +109,50 @@ def latent_attention_decode_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return a typical step over a cache of shuffled pages."""
-    lengths, heads, options = _sampled(dtype, dims, num_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    return _decode_case(lengths, heads, options, dtype, generator, f"{num_tokens} tokens")
+    lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
+    generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
+    return _decode_case(lengths, _sizes(dims), options, dtype, generator, label)
 
 
 def sparse_latent_attention_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return a typical step in which every token names as many others as it may."""
-    lengths, heads, options = _sampled(dtype, dims, num_tokens)
-    generator = torch.Generator().manual_seed(seed)
-    named, label = (int(dims["top_k"]), 1.0, "ascending"), f"{num_tokens} tokens"
-    return _sparse_case(lengths, heads, options, named, dtype, generator, label)
+    lengths, options = sampled_lengths(dims, num_tokens), sampled_storage(dims, dtype)
+    named = (int(dims["top_k"]), 1.0, "ascending")
+    generator, label = torch.Generator().manual_seed(seed), f"{num_tokens} tokens"
+    return _sparse_case(lengths, _sizes(dims), options, named, dtype, generator, label)
 
 
-def _sampled(
-    dtype: torch.dtype, dims: Dims, num_tokens: int
-) -> tuple[Lengths, tuple[int, ...], dict[str, Any]]:
-    lengths = Lengths(typical_sequences(num_tokens), int(dims["page_size"]))
-    heads = tuple(int(dims[name]) for name in ("num_heads", "latent_size", "rotary_size"))
-    name = str(dims["cache_dtype"])
-    return (
-        lengths,
-        heads,
-        {
-            "cache_dtype": getattr(torch, name),
-            "scaled": name != cache_dtype_name(dtype),
-        },
-    )
+def _sizes(dims: Dims) -> tuple[int, ...]:
+    return tuple(int(dims[name]) for name in ("num_heads", "latent_size", "rotary_size"))
 
 
 def _decode_case(
     lengths: Lengths,
     sizes: tuple[int, ...],
-    options: Mapping[str, Any],
+    options: Options,
     dtype: torch.dtype,
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
     batch = paged(lengths, generator)
-    query, cache, scale = _tensors(batch, sizes, options, dtype, generator)
-    arguments = {
-        "query": query,
-        "cache": cache,
-        **batch.arguments,
-        "max_query_tokens": max((tokens for _, tokens in lengths.sequences), default=1),
-        **_constants(sizes, scale),
-    }
-    return _case(label, arguments, lengths, sizes)
+    tensors, constants = _tensors(batch, sizes, options, dtype, generator)
+    places = {**batch.arguments, "max_query_tokens": lengths.longest_query}
+    return _case(label, {**tensors, **places, **constants}, lengths, sizes, lengths.longest)
 
 
 def _sparse_case(
     lengths: Lengths,
     sizes: tuple[int, ...],
-    options: Mapping[str, Any],
+    options: Options,
     named: tuple[int, float, str],
     dtype: torch.dtype,
     generator: torch.Generator,
     label: str = "",
 ) -> Case:
     batch = paged(lengths, generator)
-    query, cache, scale = _tensors(batch, sizes, options, dtype, generator)
+    tensors, constants = _tensors(batch, sizes, options, dtype, generator)
     tokens = [
         (number, cached - queries + offset + 1)
         for number, (cached, queries) in enumerate(lengths.sequences)
@@ -174,72 +168,49 @@ def _sparse_case(
         indices[row, :count] = chosen.sort().values.int()
         if order == "shuffled":
             indices[row] = indices[row, torch.randperm(top_k, generator=generator)]
-    arguments = {
-        "query": query,
-        "cache": cache,
+    places = {
         "page_table": batch.arguments["page_table"],
         "sequences": torch.tensor([number for number, _ in tokens], dtype=torch.int64),
         "indices": indices,
-        **_constants(sizes, scale),
     }
-    case = _case(label, arguments, lengths, sizes)
-    return Case(
-        label,
-        arguments,
-        {**case.dims, "top_k": top_k},
-        reduction=sizes[1] + sizes[2] + top_k,
-        magnitude=case.magnitude,
-        rounded=case.rounded,
-    )
+    return _case(label, {**tensors, **places, **constants}, lengths, sizes, top_k, top_k=top_k)
 
 
 def _tensors(
     batch: Paged,
     sizes: tuple[int, ...],
-    options: Mapping[str, Any],
+    options: Options,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the query, the cache and its scale."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments that both ops begin with, and those that they end with."""
     heads, latent_size, rotary_size = sizes
-    width, most = latent_size + rotary_size, options.get("query_peak", 1.0)
-    query = uniform((batch.lengths.num_tokens, heads, width), dtype, generator, -most, most)
-    scale = None
-    if options.get("scaled"):  # numbers up to 1 then fill the range of 8 bits
-        scale = uniform((1,), torch.float32, generator, 0.004, 0.02)
+    width = latent_size + rotary_size
+    query = random_query((batch.lengths.num_tokens, heads, width), options, dtype, generator)
+    scale = random_scale((1,), options, generator) if options.get("scaled") else None
     stored = uniform((len(batch.slots), width), torch.float32, generator)
     stored = stored if scale is None else stored / scale
-    return query, batch.filled(stored.to(options.get("cache_dtype", dtype))), scale
-
-
-def _constants(sizes: tuple[int, ...], cache_scale: torch.Tensor | None) -> dict[str, Any]:
-    _, latent_size, rotary_size = sizes
-    # Three times the usual, so that random scores differ enough to matter.
-    scale = 3 * (latent_size + rotary_size) ** -0.5
-    return {"latent_size": latent_size, "scale": scale, "cache_scale": cache_scale}
+    cache = batch.filled(stored.to(options.get("cache_dtype", dtype)))
+    constants = {"latent_size": latent_size, "scale": score_scale(width), "cache_scale": scale}
+    return {"query": query, "cache": cache}, constants
 
 
 def _case(
-    label: str, arguments: Mapping[str, Any], lengths: Lengths, sizes: tuple[int, ...]
+    label: str,
+    arguments: dict[str, Any],
+    lengths: Lengths,
+    sizes: tuple[int, ...],
+    longest: int,
+    **dims: int,
 ) -> Case:
-    query, cache, factor = (arguments[name] for name in ("query", "cache", "cache_scale"))
-    heads, latent_size, rotary_size = sizes
-    dims: Dims = {
+    cache, (heads, latent_size, rotary_size) = arguments["cache"], sizes
+    stated: Dims = {
         "num_heads": heads,
         "latent_size": latent_size,
         "rotary_size": rotary_size,
         "page_size": lengths.page_size,
-        "cache_dtype": cache_dtype_name(cache.dtype),
+        "cache_dtype": dtype_name(cache.dtype),
+        **dims,
     }
-    # Scores stay in float32. The error of one is one of its weight, and weights act on values, as
-    # large as any sum of them that is stored: 1, or an eighth more where 8 bits rounded them up.
-    largest_value = 1.0 if cache.dtype == query.dtype else 1.125
-    largest_key = longest_row(cache.float().nan_to_num()) * (1 if factor is None else peak(factor))
-    return Case(
-        label,
-        arguments,
-        dims,
-        reduction=latent_size + rotary_size + lengths.longest,
-        magnitude=(1 + arguments["scale"] * longest_row(query) * largest_key) * largest_value,
-        rounded=largest_value,
-    )
+    scale, width = arguments["cache_scale"], latent_size + rotary_size
+    return bounded_case(label, arguments, stated, cache, longest, scale, width=width)

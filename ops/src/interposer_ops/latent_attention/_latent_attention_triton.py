@@ -11,34 +11,37 @@ Source: arXiv:2405.04434 (the attention); arXiv:2311.01282 (splits of a context)
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, E5M2, FP16, FP32, INT32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import row_tile
-from interposer_ops.attention._attention_tiles_triton import LOG2E, joined, quotient
-from interposer_ops.attention._sequences_triton import context_of, sequence_of
+from interposer_ops.attention._attention_tiles_triton import (
+    LEAST_SIDE,
+    LOG2E,
+    context_of,
+    joined,
+    quotient,
+    sequence_of,
+)
+from interposer_ops.caches._kv_cache_triton import stored_as
 
-_LEAST = 16  # of a side of the tiles that tl.dot multiplies
 _MOST_PROGRAMS = 65535  # along the last axis of a grid
 
 
 @triton_kernel("latent_attention_decode", judge="judge_fp8")
 def latent_attention_decode_triton(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    query_starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_query_tokens: int,
-    latent_size: int,
-    scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, cache: Tensor, page_table: Tensor, query_starts: Tensor,
+    seq_lens: Tensor, max_query_tokens: int, latent_size: int, scale: float,
+    cache_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``latent_attention_decode``; the page table's width says how many splits there are.
 
     Nothing is read back: programs of splits behind a context end at once.
@@ -50,27 +53,21 @@ def latent_attention_decode_triton(
 
 @triton_kernel("sparse_latent_attention", judge="judge_fp8")
 def sparse_latent_attention_triton(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    sequences: torch.Tensor,
-    indices: torch.Tensor,
-    latent_size: int,
-    scale: float,
-    cache_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: Tensor, cache: Tensor, page_table: Tensor, sequences: Tensor,
+    indices: Tensor, latent_size: int, scale: float, cache_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``sparse_latent_attention``: the names of a token are what is split."""
     places = None, None, sequences, indices
     longest = indices.shape[1]
     return _attended(query, cache, page_table, places, longest, latent_size, scale, cache_scale)
 
 
-_Places = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_Places = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """query_starts and seq_lens, or sequences and indices."""
 
 
 class _Tile(NamedTuple):
-    """What a program treats at once, and how it is compiled.
+    """Heads, tokens and elements of one program and turn, and how it is compiled.
 
     Where ``front`` covers a latent vector, it and the ``rest`` behind it are loaded once, and serve
     as keys and as values. Otherwise a vector is read in steps of ``front`` for the scores, then
@@ -97,15 +94,15 @@ def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, w
     """
     parameters = parameters_for(kernel, device)
     blocks = parameters.blocks
-    heads = max(_LEAST, blocks["least_heads"], triton.next_power_of_2(num_heads))
-    latent_columns = max(_LEAST, triton.next_power_of_2(latent_size))
+    heads = max(LEAST_SIDE, blocks["least_heads"], triton.next_power_of_2(num_heads))
+    latent_columns = max(LEAST_SIDE, triton.next_power_of_2(latent_size))
     front, values = (min(blocks[name], latent_columns) for name in ("front", "values"))
     rest = 0
     if front == values == latent_columns:
         if width > latent_size:
-            rest = max(_LEAST, triton.next_power_of_2(width - latent_size))
+            rest = max(LEAST_SIDE, triton.next_power_of_2(width - latent_size))
     else:
-        front = min(blocks["front"], max(_LEAST, triton.next_power_of_2(width)))
+        front = min(blocks["front"], max(LEAST_SIDE, triton.next_power_of_2(width)))
     return _Tile(
         min(heads, blocks["heads"]),
         blocks["tokens"],
@@ -126,15 +123,9 @@ def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
 
 
 def _attended(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    page_table: torch.Tensor,
-    places: _Places,
-    longest: int,
-    latent_size: int,
-    scale: float,
-    cache_scale: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, cache: Tensor, page_table: Tensor, places: _Places,
+    longest: int, latent_size: int, scale: float, cache_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the result for contexts, or names of a token, up to ``longest``.
 
     The block ``scratch`` bounds how many float32 numbers hold what the splits have mixed; where all
@@ -161,93 +152,31 @@ def _attended(
     for first in range(0, num_tokens, at_once):
         count = min(at_once, num_tokens - first)
         _attend[(value_blocks * head_blocks, num_splits, count)](
-            query,
-            cache,
-            page_table,
-            query_starts,
-            seq_lens,
-            sequences,
-            indices,
-            cache_scale,
-            mixed,
-            sums[0],
-            sums[1],
-            scale,
-            first,
-            longest,
-            page_table.shape[0],
-            query.stride(0),
-            cache.stride(0),
-            page_table.stride(0),
-            0 if indices is None else indices.stride(0),
-            NUM_HEADS=num_heads,
-            LATENT_SIZE=latent_size,
-            WIDTH=width,
-            PAGE_SIZE=cache.shape[1],
-            HEADS=tile.heads,
-            TOKENS=tile.tokens,
-            FRONT=tile.front,
-            REST=tile.rest,
-            VALUES=tile.values,
-            SPLIT=tile.split,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+            query, cache, page_table, query_starts, seq_lens, sequences, indices, cache_scale,
+            mixed, sums[0], sums[1], scale, first, longest, page_table.shape[0], query.stride(0),
+            cache.stride(0), page_table.stride(0), 0 if indices is None else indices.stride(0),
+            NUM_HEADS=num_heads, LATENT_SIZE=latent_size, WIDTH=width, PAGE_SIZE=cache.shape[1],
+            HEADS=tile.heads, TOKENS=tile.tokens, FRONT=tile.front, REST=tile.rest,
+            VALUES=tile.values, SPLIT=tile.split,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
         _merge[(merge.column_blocks(latent_size), merge.row_blocks(num_heads), count)](
-            mixed,
-            sums[0],
-            sums[1],
-            query_starts,
-            seq_lens,
-            cache_scale,
-            out,
-            first,
-            longest,
-            page_table.shape[0],
-            num_splits,
-            NUM_HEADS=num_heads,
-            LATENT_SIZE=latent_size,
-            SPLIT=tile.split,
-            ROWS=merge.rows,
-            COLUMNS=merge.columns,
-            num_warps=merge.num_warps,
-            num_stages=merge.num_stages,
-        )
+            mixed, sums[0], sums[1], query_starts, seq_lens, cache_scale, out, first, longest,
+            page_table.shape[0], num_splits,
+            NUM_HEADS=num_heads, LATENT_SIZE=latent_size, SPLIT=tile.split, **merge.options,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
 def _attend(
-    query,
-    cache,
-    page_table,
-    query_starts,
-    seq_lens,
-    sequences,
-    indices,
-    cache_scale,
-    mixed,
-    largest,
-    total,
-    scale,
-    first_token,
-    longest,
-    num_sequences,
-    query_stride,
-    page_stride,
-    table_stride,
-    indices_stride,
-    NUM_HEADS: tl.constexpr,
-    LATENT_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FRONT: tl.constexpr,
-    REST: tl.constexpr,
-    VALUES: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    query, cache, page_table, query_starts, seq_lens, sequences, indices, cache_scale, mixed,
+    largest, total, scale, first_token, longest, num_sequences, query_stride, page_stride,
+    table_stride, indices_stride,
+    NUM_HEADS: tl.constexpr, LATENT_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, FRONT: tl.constexpr,
+    REST: tl.constexpr, VALUES: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     # Neighbours read the same vectors.
     HEAD_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     WHOLE: tl.constexpr = FRONT >= LATENT_SIZE and VALUES >= LATENT_SIZE
@@ -324,23 +253,11 @@ def _rows(pointer, row, there, start, end, COLUMNS: tl.constexpr, like):
 
 @triton.jit
 def _merge(
-    mixed,
-    largest,
-    total,
-    query_starts,
-    seq_lens,
-    cache_scale,
-    out,
-    first_token,
-    longest,
-    num_sequences,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    LATENT_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
+    mixed, largest, total, query_starts, seq_lens, cache_scale, out, first_token, longest,
+    num_sequences, num_splits,
+    NUM_HEADS: tl.constexpr, LATENT_SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Merge the splits that a token has, in ascending order."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -372,3 +289,35 @@ def _merge(
         result *= tl.load(cache_scale)
     target = out + (token * NUM_HEADS + head)[:, None] * LATENT_SIZE + column
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)
+
+
+_SIZES = 512, (128 + 64) ** -0.5  # latent size and factor of the scores of DeepSeek-V3
+
+
+def _decoded(dtype: torch.dtype, heads: int, stored: torch.dtype, scale: Any) -> Callable[..., Any]:
+    query, cache = (dtype, 32, heads, 576), (stored, 4096, 64, 576)
+    return given(query, cache, (INT64, 32, 128), (INT64, 33), (INT64, 32), 1, *_SIZES, scale)
+
+
+def _chosen(dtype: torch.dtype, heads: int, stored: torch.dtype, scale: Any) -> Callable[..., Any]:
+    query, cache = (dtype, 32, heads, 576), (stored, 4096, 64, 576)
+    return given(query, cache, (INT64, 32, 128), (INT64, 32), (INT32, 32, 2048), *_SIZES, scale)
+
+
+def _builds(kernel: str, make: Callable[..., Callable[..., Any]]) -> tuple[Build, ...]:
+    """Return the builds for all heads of DeepSeek-V3, and for those of a rank."""
+    e4m3, e5m2 = make(BF16, 128, E4M3, (FP32, 1)), make(BF16, 16, E5M2, (FP32, 1))
+    return (
+        Build(kernel, "bfloat16, 128 heads", make(BF16, 128, BF16, None), matrix=True),
+        Build(kernel, "bfloat16, 16 heads", make(BF16, 16, BF16, None), matrix=True),
+        Build(kernel, "float16, 16 heads", make(FP16, 16, FP16, None), "float16", matrix=True),
+        Build(kernel, "float32, 16 heads", make(FP32, 16, FP32, None), "float32"),
+        Build(kernel, "float8_e4m3fn cache, 128 heads", e4m3, matrix=True, **stored_as(E4M3)),
+        Build(kernel, "float8_e5m2 cache, 16 heads", e5m2, matrix=True, **stored_as(E5M2)),
+    )
+
+
+BUILDS = (
+    *_builds("latent_attention_decode_triton", _decoded),
+    *_builds("sparse_latent_attention_triton", _chosen),
+)

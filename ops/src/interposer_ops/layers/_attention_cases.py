@@ -10,9 +10,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import AttentionBatch, AttentionSpec, Case, Site, Tolerance
-from interposer_ops.attention._paged_sequences_cases import LENGTHS, Lengths, paged
+from interposer_ops.attention._sequences_cases import LENGTHS, Lengths, paged
 from interposer_ops.caches._paging_cases import starts_of
 from interposer_ops.experts._error_propagation_cases import Errors
 from interposer_ops.layers.attention import Attention
@@ -28,16 +29,7 @@ def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
         ("chunk after a prefix", 3, 1, 4),
         ("page of 16", 2, 2, None),
     ):
-        spec = AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=32,
-            dtype=dtype,
-            cache_dtype=dtype,
-            page_size=LENGTHS[label].page_size,
-            scale=2 * 32**-0.5,
-            window_tokens=window,
-        )
+        spec = plain_spec((heads, kv_heads, 32), dtype, LENGTHS[label].page_size, window)
         step, errors = Step(LENGTHS[label], spec, generator), Errors()
         count = LENGTHS[label].num_tokens
         query, key, value = (
@@ -51,6 +43,26 @@ def attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             facts=Case("", {}, magnitude=errors.bound(dtype)),
             tolerance=Tolerance(roundings=1),
         )
+
+
+def plain_spec(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    page_size: int = 16,
+    window_tokens: int | None = None,
+) -> AttentionSpec:
+    """Return the spec of N heads, K kv heads of size D, whose scores are twice the usual ones."""
+    num_heads, num_kv_heads, size = heads
+    return AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=size,
+        dtype=dtype,
+        cache_dtype=dtype,
+        page_size=page_size,
+        scale=2 * size**-0.5,
+        window_tokens=window_tokens,
+    )
 
 
 def spec_at(spec: AttentionSpec, site: Site) -> AttentionSpec:
@@ -69,7 +81,7 @@ class Step:
         self.query, self.key = (normal(shape, spec.dtype, generator) for shape in shapes)
         self.value = normal(shapes[1], spec.dtype, generator)
 
-    def cache(self, layer: Attention, device: str) -> torch.Tensor:
+    def cache(self, layer: Attention, device: str) -> Tensor:
         """Return a cache of the layer's backend, to which the earlier tokens were written."""
         layout = layer.backend.kv_layout()
         (cache,) = layout.allocate(1, self.where.num_pages, device)
@@ -103,9 +115,7 @@ class Step:
         )
 
 
-def attended(
-    step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, errors: Errors
-) -> torch.Tensor:
+def attended(step: Step, query: Tensor, key: Tensor, value: Tensor, errors: Errors) -> Tensor:
     """Return the attention ``[T, N, D]`` of a step in float64, and tell ``errors`` of its numbers.
 
     Args:
@@ -125,12 +135,8 @@ def attended(
 
 
 def _attend(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    errors: Errors,
-) -> torch.Tensor:
+    spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, errors: Errors
+) -> Tensor:
     """Return the attention ``[T, N, D]`` of one sequence's queries to its ``[L, N, D]``."""
     length, count = len(keys), len(query)
     distance = torch.arange(length - count, length)[:, None] - torch.arange(length)

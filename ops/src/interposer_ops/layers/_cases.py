@@ -8,14 +8,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
-from interposer import AttentionSpec, Case, CustomOp, ExpertsSpec, Site, Tolerance
+from interposer import Case, CustomOp, ExpertsSpec, Site, Tolerance
 from interposer_ops.activations._activations import gelu_and_mul, silu_and_mul
+from interposer_ops.embedding._embedding import embedding
 from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
+from interposer_ops.layers._attention_cases import plain_spec
 from interposer_ops.layers.embedding import Embedding
-from interposer_ops.linear._linear import embedding, linear
+from interposer_ops.linear._linear import linear
 from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
 from interposer_ops.norms._norms_cases import norm_weight
 from interposer_ops.rotary._rotary import rotary_embedding
@@ -200,15 +203,7 @@ def self_attention_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             f"{num_tokens} tokens, {heads} heads of {size}{', norms' if normed else ''}"
             f"{', biases' if biased else ''}",
             {
-                "spec": AttentionSpec(
-                    num_heads=heads,
-                    num_kv_heads=kv_heads,
-                    head_size=size,
-                    dtype=dtype,
-                    cache_dtype=dtype,
-                    page_size=16,
-                    scale=size**-0.5,
-                ),
+                "spec": plain_spec((heads, kv_heads, size), dtype),
                 "hidden_size": hidden_size,
                 "rotary_size": turned,
                 "norm_eps": 1e-6 if normed else None,
@@ -277,9 +272,7 @@ def experts_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
             yield replace(found, label=f"{case.label}{', alternating' if alternating else ''}")
 
 
-def _stored(
-    arguments: Mapping[str, Any], *, alternating: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(arguments: Mapping[str, Any], *, alternating: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield what a checkpoint stores of experts, by its names."""
     for name in ("gate_up", "down"):
         matrices, bias = arguments[name], arguments[f"{name}_bias"]
@@ -313,7 +306,7 @@ def _layer(
     case: Case,
     arguments: dict[str, Any],
     inputs: tuple[str, ...],
-    parameters: dict[str, torch.Tensor] | None = None,
+    parameters: dict[str, Tensor] | None = None,
 ) -> LayerCase:
     """Return the call of a layer that computes what ``op`` does on ``case``."""
     given = tuple(case.arguments[name] for name in inputs)

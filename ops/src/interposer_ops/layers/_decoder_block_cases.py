@@ -12,12 +12,13 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import AttentionSpec, Case, Site, Tolerance
-from interposer_ops.attention._paged_sequences_cases import Lengths
+from interposer_ops.attention._sequences_cases import Lengths
 from interposer_ops.experts._error_propagation_cases import Errors
-from interposer_ops.layers._attention_cases import Step, attended, spec_at
+from interposer_ops.layers._attention_cases import Step, attended, plain_spec, spec_at
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
@@ -70,17 +71,7 @@ class _Block:
 
     @cached_property
     def spec(self) -> AttentionSpec:
-        heads, kv_heads, size = self.heads
-        return AttentionSpec(
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_size=size,
-            dtype=self.dtype,
-            cache_dtype=self.dtype,
-            page_size=self.lengths.page_size,
-            scale=2 * size**-0.5,
-            window_tokens=self.window,
-        )
+        return plain_spec(self.heads, self.dtype, self.lengths.page_size, self.window)
 
     def attention(self, site: Site) -> SelfAttention:
         eps = _EPS if self.normed else None
@@ -132,7 +123,7 @@ class _Block:
         )  # fmt: skip
 
 
-def _cache(step: Step, layer: DecoderBlock, device: str) -> torch.Tensor:
+def _cache(step: Step, layer: DecoderBlock, device: str) -> Tensor:
     return step.cache(layer.self_attn.attn, device)
 
 
@@ -141,18 +132,14 @@ def _plan(step: Step, layer: DecoderBlock, device: str) -> object:
 
 
 class _Inputs(NamedTuple):
-    x: torch.Tensor
-    residual: torch.Tensor | None
-    cos: torch.Tensor
-    sin: torch.Tensor
+    x: Tensor
+    residual: Tensor | None
+    cos: Tensor
+    sin: Tensor
 
 
 def _compute(
-    block: _Block,
-    parameters: dict[str, torch.Tensor],
-    step: Step,
-    inputs: _Inputs,
-    errors: Errors,
+    block: _Block, parameters: dict[str, Tensor], step: Step, inputs: _Inputs, errors: Errors
 ) -> None:
     """Compute a block in float64 by formulas, and tell ``errors`` of every number on the way.
 
@@ -162,17 +149,17 @@ def _compute(
     x, cos, sin = (each.double() for each in (inputs.x, inputs.cos, inputs.sin))
     heads, kv_heads, size = block.heads
 
-    def norm(rows: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(rows: Tensor, name: str) -> Tensor:
         scaled = rows * (rows.square().mean(-1, keepdim=True) + _EPS).rsqrt()
         return errors.note(scaled * weights[f"{name}.weight"], 3, rows.shape[-1] + 4)
 
-    def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(rows: Tensor, name: str) -> Tensor:
         weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
         offset = None if bias is None else bias.abs()
         terms = functional.linear(rows.abs(), weight.abs(), offset)
         return errors.note(functional.linear(rows, weight, bias), 2, rows.shape[-1] + 1, terms)
 
-    def turned(parts: torch.Tensor) -> torch.Tensor:
+    def turned(parts: Tensor) -> Tensor:
         return errors.note(rotated_halves(parts, cos, sin), 3, 2, parts.abs().amax(-1, keepdim=True)
                            .mul(2).expand(parts.shape))  # fmt: skip
 

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, PluggableLayer
 from interposer_ops.layers._cases import few_cases
 from interposer_ops.layers.sampler import Penalties, SamplingBatch
-from interposer_ops.sampling._margins_cases import clearly_won
+from interposer_ops.sampling._logits_cases import clearly_won
 from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 from interposer_testing.cases import LayerCase, OfLayer
 
@@ -36,8 +37,8 @@ def sampler_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 def _layer(
     label: str,
     case: Case,
-    columns: Mapping[str, torch.Tensor | None],
-    penalties: Mapping[str, torch.Tensor] | None = None,
+    columns: Mapping[str, Tensor | None],
+    penalties: Mapping[str, Tensor] | None = None,
 ) -> LayerCase:
     logits = case.arguments["logits"]
     vocab_size = logits.shape[1]
@@ -51,14 +52,14 @@ def _layer(
 
 
 def _batch(
-    columns: Mapping[str, torch.Tensor | None],
-    penalties: Mapping[str, torch.Tensor] | None,
+    columns: Mapping[str, Tensor | None],
+    penalties: Mapping[str, Tensor] | None,
     layer: PluggableLayer,
     device: str,
 ) -> SamplingBatch:
     del layer
 
-    def moved(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+    def moved(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
         return {n: None if value is None else value.to(device) for n, value in tensors.items()}
 
     held = None if penalties is None else Penalties(**moved(penalties))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer.errors import UnknownNameError
@@ -26,7 +26,7 @@ class GatedActivation(PluggableLayer):
 
     def __init__(self, site: Site, activation: str, intermediate_size: int) -> None:
         super().__init__(site)
-        self.activate: Callable[..., torch.Tensor]
+        self.activate: Callable[..., Tensor]
         self.options: tuple[str, ...] = ()
         if activation in _SILU:
             self.activate = site.bind(silu_and_mul, intermediate_size=intermediate_size)
@@ -36,6 +36,6 @@ class GatedActivation(PluggableLayer):
         else:
             raise UnknownNameError("activation", activation, (*_SILU, *_GELU))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., I]`` of ``x`` ``[..., 2 I]``."""
         return self.activate(x, *self.options)

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from interposer import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    Capability,
-    KVCacheLayout,
-    PluggableLayer,
-    Site,
-    Verdict,
-)
+from interposer import AttentionBackend, AttentionBatch, AttentionSpec, PluggableLayer, Site
 from interposer.errors import CheckpointError
+from interposer_ops.attention._decoder_backend import DecoderBackend
 from interposer_ops.attention._paged_attention import paged_attention
-from interposer_ops.caches._cache_writer import CacheWriter
 
 __all__ = ["Attention", "PagedBackend"]
 
 _SCALES = ("k_scale", "v_scale")
-_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 class Attention(PluggableLayer):
@@ -80,13 +69,8 @@ class Attention(PluggableLayer):
         self.scales = self.backend.prepare_scales(*scales)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: object,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: object
+    ) -> Tensor:
         """Return ``[T, N, D]``; ``plan`` is the backend's for this step."""
         if self.spec.sinks:
             sinks = self.get_parameter("sinks")
@@ -100,95 +84,27 @@ class Attention(PluggableLayer):
         return self.backend.forward_quantized(query, key, value, cache, plan, self.scales)
 
 
-class PagedBackend(AttentionBackend):
+class PagedBackend(DecoderBackend):
     """Decoder attention from ``paged_attention`` and the ops that write its cache."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        super().__init__(spec, site)
         self.attend = site.bind(paged_attention, **spec.dims())
-        self._writer = CacheWriter(spec, site)
-        self.write = self._writer.store
-
-    @classmethod
-    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of their dtype or of 8 bits, with or without sinks."""
-        if spec.cache_dtype in _OF_8_BITS:
-            spec = replace(spec, cache_dtype=spec.dtype)
-        return replace(spec, sinks=False).judge_plain_decoder()
-
-    def kv_layout(self) -> KVCacheLayout:
-        """Return ``[2, P, S, K, D]``, keys first."""
-        return KVCacheLayout.keys_first(self.spec)
+        super().__init__(spec, site)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch as it is."""
         return batch
 
-    def forward(
+    def attend_to(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         plan: AttentionBatch,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward``."""
-        return self._attend(query, key, value, cache, plan)
-
-    def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
-        return self._attend(query, key, value, cache, plan, sinks)
-
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return the scales, and what the kernel that writes the cache wants besides."""
-        return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
-
-    def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        scales: Any,
-    ) -> torch.Tensor:
-        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
-        return self._attend(query, key, value, cache, plan, None, *scales)
-
-    def forward_quantized_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        scales: Any,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
-        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
-        return self._attend(query, key, value, cache, plan, sinks, *scales)
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionBatch,
-        sinks: torch.Tensor | None = None,
-        scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        rounding: tuple[Any, ...] = (),
-    ) -> torch.Tensor:
-        keys, values = cache.unbind(0)
-        self.write(key, value, keys, values, plan.slots, *rounding)
+        sinks: Tensor | None,
+        scales: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        """Return what the op does; see ``DecoderBackend.attend_to``."""
         return self.attend(
             query,
             keys,

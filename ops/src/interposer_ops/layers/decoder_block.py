@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import PluggableLayer, Site
 from interposer_ops.layers.norm import RMSNorm
@@ -50,14 +49,14 @@ class DecoderBlock(PluggableLayer):
 
     def forward(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: torch.Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
         plan: object,
-        rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the block's output, not yet added, and the residual stream.
 
         Both are ``[T, H]``, or ``[R, H]`` where ``rows`` ``[R]`` names the tokens that matter.

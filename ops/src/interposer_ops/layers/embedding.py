@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import Call, EmbeddingMethod, PluggableLayer, Site
 from interposer.errors import ConfigError
+from interposer_ops.embedding._embedding import embedding
 from interposer_ops.layers.linear import PlainLinear
-from interposer_ops.linear._linear import embedding, linear
+from interposer_ops.linear._linear import linear
 
 __all__ = ["Embedding", "LMHead", "PlainEmbedding"]
 
@@ -64,7 +65,7 @@ class Embedding(PluggableLayer):
         self.method = method or PlainEmbedding()
         self.method.create_weights(self, site, vocab_size, hidden_size, head)
         self.is_tied = head is not None
-        self.lookup: Callable[..., torch.Tensor] | None = None
+        self.lookup: Callable[..., Tensor] | None = None
         self.constants: tuple[Any, ...] = ()
         self.product: Call | None = None
 
@@ -72,7 +73,7 @@ class Embedding(PluggableLayer):
         """Hand the loaded table to the method, which says what to call with which operands."""
         (self.lookup, self.constants), self.product = self.method.finalize(self)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, H]`` of ``token_ids`` ``[T]``."""
         return self.lookup(token_ids, *self.constants)  # type: ignore[misc]
 
@@ -89,7 +90,7 @@ class LMHead(PluggableLayer):
         self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
     ) -> None:
         super().__init__(site)
-        self._kernel: Callable[..., torch.Tensor] | None = None
+        self._kernel: Callable[..., Tensor] | None = None
         self._operands: tuple[Any, ...] = ()
         # In a tuple, so that it is no module of its own.
         self._tied = () if tied is None else (tied,)
@@ -108,7 +109,7 @@ class LMHead(PluggableLayer):
             self.register_parameter(name, parameter)
 
     @property
-    def kernel(self) -> Callable[..., torch.Tensor] | None:
+    def kernel(self) -> Callable[..., Tensor] | None:
         """Return what is called with hidden states and the operands, None before ``finalize``."""
         return self._call[0]
 
@@ -125,13 +126,13 @@ class LMHead(PluggableLayer):
         else:
             self._kernel, self._operands = self.method.finalize(self)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[T, V]`` of ``hidden`` ``[T, H]``."""
         kernel, operands = self._call
         return kernel(hidden, *operands)  # type: ignore[misc]
 
     @property
-    def _call(self) -> tuple[Callable[..., torch.Tensor] | None, tuple[Any, ...]]:
+    def _call(self) -> tuple[Callable[..., Tensor] | None, tuple[Any, ...]]:
         for embedding_of_both in self._tied:
             return embedding_of_both.product or (None, ())
         return self._kernel, self._operands

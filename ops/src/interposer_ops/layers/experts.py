@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
 from interposer_ops.experts._experts import fused_experts
@@ -54,7 +54,7 @@ class Router(PluggableLayer):
         offsets = torch.empty(num_experts, dtype=site.dtype) if bias else None
         parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
         self.register_parameter("bias", parameter)
-        self.operands: tuple[torch.Tensor | None, ...] = ()
+        self.operands: tuple[Tensor | None, ...] = ()
 
     def finalize(self) -> None:
         """Prepare the projection's weights if its kernel wants them so."""
@@ -64,7 +64,7 @@ class Router(PluggableLayer):
             self.register_parameter("weight", None)
         self.operands = prepared["weight"], prepared["bias"]
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
         logits = self.bound.function(x.to(self.dtype), *self.operands)  # type: ignore[arg-type]
         return self.choose(logits, self.top_k, self.renormalize)
@@ -97,12 +97,12 @@ class PlainExperts(ExpertsMethod):
             bias = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
             layer.register_parameter(f"{name}_bias", bias)
 
-    def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantized(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``."""
         gate_up, down = self._matrices(layer)
         return gate_up.double(), down.double()
 
-    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its weights, prepared if it wants them so."""
         gate_up, down = self._matrices(layer)
         gate_up_bias, down_bias = (layer._parameters[f"{name}_bias"] for name in _MATRICES.values())
@@ -122,7 +122,7 @@ class PlainExperts(ExpertsMethod):
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
 
-    def _matrices(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def _matrices(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
         """Return ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, contiguous."""
         gate_up, down = (layer.get_parameter(name).data for name in _MATRICES.values())
         if self.spec.inputs_first:
@@ -144,16 +144,14 @@ class Experts(PluggableLayer):
         method = scheme.experts_method(site.prefix) if scheme else None
         self.method = method or PlainExperts()
         self.method.create_weights(self, site, spec)
-        self.kernel: Callable[..., torch.Tensor] | None = None
+        self.kernel: Callable[..., Tensor] | None = None
         self.operands: tuple[Any, ...] = ()
 
     def finalize(self) -> None:
         """Hand the loaded weights to the method, which says what to call with which operands."""
         self.kernel, self.operands = self.method.finalize(self)
 
-    def forward(
-        self, x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
         routing = weights, expert_ids, self.spec.activation
         return self.kernel(x, *self.operands, *routing)  # type: ignore[misc]
@@ -164,6 +162,6 @@ class Experts(PluggableLayer):
         return f"{spec.num_experts} x ({spec.hidden_size}, {spec.intermediate_size}), {spec.top_k}"
 
 
-def gates_first(alternating: torch.Tensor) -> torch.Tensor:
+def gates_first(alternating: Tensor) -> Tensor:
     """Return outputs that alternate along dimension 1 with the even ones before the odd ones."""
     return torch.cat((alternating[:, ::2], alternating[:, 1::2]), 1)

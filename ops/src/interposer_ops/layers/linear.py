@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import LinearMethod, PluggableLayer, Site
 from interposer_ops.linear._linear import linear
@@ -28,7 +28,7 @@ class PlainLinear(LinearMethod):
         parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
         layer.register_parameter("bias", parameter)
 
-    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its weights, prepared if it wants them so."""
         weight, bias = layer.get_parameter("weight"), layer._parameters["bias"]
         prepared = self.bound.prepared(weight=weight, bias=bias)
@@ -54,14 +54,14 @@ class Linear(PluggableLayer):
         method = scheme.linear_method(site.prefix, tuple(parts)) if scheme else None
         self.method = method or PlainLinear()
         self.method.create_weights(self, site, in_features, sum(parts.values()), bias)
-        self.kernel: Callable[..., torch.Tensor] | None = None
+        self.kernel: Callable[..., Tensor] | None = None
         self.operands: tuple[Any, ...] = ()
 
     def finalize(self) -> None:
         """Hand the loaded weights to the method, which says what to call with which operands."""
         self.kernel, self.operands = self.method.finalize(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the projection of ``x``: ``[..., I]`` to ``[..., O]``."""
         return self.kernel(x, *self.operands)  # type: ignore[misc]
 

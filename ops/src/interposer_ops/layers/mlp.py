@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer_ops.layers.activation import GatedActivation
@@ -37,6 +37,6 @@ class GatedMLP(PluggableLayer):
         self.activation = GatedActivation(site.at("activation"), activation, intermediate_size)
         self.down_proj = Linear(site.at("down_proj"), intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
         return self.down_proj(self.activation(self.gate_up_proj(x)))  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer import PluggableLayer, Site
 from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
@@ -34,13 +34,11 @@ class RMSNorm(PluggableLayer):
         plain, adding = (bound.prepared(weight=self.weight)["weight"] for bound in self._bound)
         self.constants = plain, adding
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, ``[..., H]``."""
         return self.norm(x, self.constants[0], self.eps)
 
-    def forward_add(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ``(normalised sum, sum)``; a missing residual counts as zero.
 
         The sum stays in float32 or wider, whatever the dtype of ``x``: rounding it after every

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer_ops.rotary._rotary import rotary_embedding
@@ -20,7 +20,7 @@ class RotaryEmbedding(PluggableLayer):
         self.rotate = site.bind(rotary_embedding, head_size=head_size, rotary_size=rotary_size)
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the rotated ``query`` ``[T, N, D]`` and ``key`` ``[T, K, D]``."""
         return self.rotate(query, key, cos, sin)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer.errors import RequestError
@@ -23,11 +24,11 @@ __all__ = ["Penalties", "Sampler", "SamplingBatch"]
 class Penalties:
     """What ``apply_penalties`` takes besides the logits, in its order."""
 
-    prompt_mask: torch.Tensor
-    output_counts: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
+    prompt_mask: Tensor
+    output_counts: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class SamplingBatch:
     None stands for what no request of the batch uses.
     """
 
-    temperature: torch.Tensor | None
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor | None
-    min_p: torch.Tensor | None
-    seeds: torch.Tensor
-    steps: torch.Tensor
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    seeds: Tensor
+    steps: Tensor
     penalties: Penalties | None
 
     @property
@@ -91,7 +92,7 @@ class SamplingBatch:
 
         def truncation(
             values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32
-        ) -> torch.Tensor | None:
+        ) -> Tensor | None:
             used = any(row and value != neutral for row, value in zip(random, values, strict=True))
             return torch.tensor(values, dtype=dtype, device=device) if used else None
 
@@ -129,9 +130,7 @@ class Sampler(PluggableLayer):
             at = replace(site, dtype=wide)
             self.sample_penalized = at.bind(sample_tokens, vocab_size=vocab_size)
 
-    def forward(
-        self, logits: torch.Tensor, batch: SamplingBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Return ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32.
 
         Args:
@@ -162,11 +161,11 @@ class Sampler(PluggableLayer):
         )
 
 
-def _floats(values: Sequence[float], device: str) -> torch.Tensor:
+def _floats(values: Sequence[float], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _counts(sequences: Sequence[Sequence[int]], vocab_size: int, device: str) -> torch.Tensor:
+def _counts(sequences: Sequence[Sequence[int]], vocab_size: int, device: str) -> Tensor:
     """Return how often each sequence holds each token, ``[B, V]`` int32."""
     tokens = list(chain.from_iterable(sequences))
     for token in (min(tokens), max(tokens)) if tokens else ():

@@ -5,7 +5,7 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from interposer import AttentionSpec, PluggableLayer, Site
 from interposer_ops.layers.attention import Attention
@@ -56,14 +56,8 @@ class SelfAttention(PluggableLayer):
         self.attn = Attention(site.at("attn"), spec)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: torch.Tensor,
-        plan: object,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
+    ) -> Tensor:
         """Return the output projection ``[T, H]``, or ``[rows, H]`` of the tokens they name.
 
         Args:
@@ -77,9 +71,7 @@ class SelfAttention(PluggableLayer):
             mixed = mixed[rows]
         return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
 
-    def heads(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
         merged = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)

@@ -10,29 +10,16 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
-    from interposer_ops.linear._linear import (
-        batched_linear,
-        embedding,
-        grouped_linear,
-        linear,
-        vocab_parallel_embedding,
-    )
+    from interposer_ops.linear._linear import batched_linear, grouped_linear, linear
 
+# fmt: off
 __all__ = [
-    "batched_linear",
-    "embedding",
-    "grouped_linear",
-    "linear",
-    "vocab_parallel_embedding",
+    "batched_linear", "grouped_linear", "linear",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
-    __name__,
-    {
-        "interposer_ops.linear._linear": (
-            "batched_linear embedding grouped_linear linear vocab_parallel_embedding"
-        ),
-    },
+    __name__, {"interposer_ops.linear._linear": "batched_linear grouped_linear linear"}
 )
 
 

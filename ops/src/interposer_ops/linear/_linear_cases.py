@@ -1,11 +1,16 @@
-"""Cases of dense projections. I input features, O output features."""
+"""Cases of dense projections by one weight, or by one of several.
+
+Dimensions: T tokens, I input features, O output features, E experts, N heads.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
+from interposer_ops.caches._paging_cases import starts_of
 from interposer_testing.cases import Axis, CaseSpace, Point, longest_row, normal, peak, uniform
 
 _ROWS = {  # shape of x without its last dimension
@@ -26,6 +31,22 @@ _FEATURES = {  # I, O
     "long sum": (2048, 16),
     "many weights": (640, 448),
     "sizes after powers of two": (129, 33),
+}
+_GROUPS = {
+    "several groups": [5, 9, 1, 16, 3],
+    "empty groups": [0, 7, 0, 0, 4, 0],
+    "one group": [6],
+    "one row each": [1] * 8,
+    "all rows in the last": [0, 0, 0, 13],
+    "around a tile": [15, 16, 17],
+    "no rows": [0, 0],
+}
+_GROUPED_FEATURES = {  # I, O
+    "": (64, 48),
+    "odd sizes": (65, 33),
+    "one element": (1, 1),
+    "one output": (32, 1),
+    "long sum": (1024, 8),
 }
 
 
@@ -87,4 +108,105 @@ def linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) ->
         dims,
         reduction=in_features,
         magnitude=longest_row(x) * longest_row(weight),
+    )
+
+
+def _grouped(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    groups, (in_features, out_features) = point["groups"], point["features"]
+    num_rows = sum(groups) + point["spare"]
+    x = normal((num_rows, in_features), dtype, generator)
+    weight = _weights((len(groups), out_features, in_features), dtype, generator)
+    return _grouped_case(x, weight, starts_of(groups), "")
+
+
+grouped_linear_cases = CaseSpace(
+    _grouped,
+    Axis("groups", _GROUPS),
+    Axis("features", _GROUPED_FEATURES),
+    Axis("spare", {"": 0, "rows behind the last group": 3}),
+    strided={"x": "rows", "weight": "offset", "group_starts": "offset"},
+    # A row that is not a number must stay alone with it.
+    special={"x": ("NaN", "subnormals", "negative zeros")},
+    crossed={"groups": ("several groups", "empty groups"), "features": ("", "odd sizes")},
+    alone={"groups": ("no rows",)},
+)
+"""Groups of several sizes, also empty ones, and rows that belong to none."""
+
+
+def grouped_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows, each of which went to an expert by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, out_features = int(dims["num_experts"]), int(dims["out_features"])
+    in_features = int(dims["in_features"])
+    shape = (experts, out_features, in_features)
+    weight = normal_numbers(shape, dtype, generator, deviation=in_features**-0.5)
+    x = normal_numbers((num_tokens, in_features), dtype, generator)
+    chosen = torch.randint(experts, (num_tokens,), generator=generator)
+    counts = chosen.bincount(minlength=experts).tolist()
+    return _grouped_case(x, weight, starts_of(counts), f"{num_tokens} tokens")
+
+
+def _batched(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    (in_features, out_features), heads = point["features"], point["heads"]
+    x = normal((heads, point["tokens"], in_features), dtype, generator)
+    if point["order"]:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    weight = _weights((heads, in_features, out_features), dtype, generator)
+    return _batched_case(x, weight, "")
+
+
+batched_linear_cases = CaseSpace(
+    _batched,
+    Axis("tokens", {"many tokens": 17, "one token": 1, "33 tokens": 33, "no tokens": 0}),
+    Axis("heads", {"": 4, "one head": 1, "odd heads": 5}),
+    Axis("features", {**_GROUPED_FEATURES, "one input": (1, 32)}),
+    Axis("order", {"": False, "tokens before heads": True}),
+    strided={"x": "rows", "weight": "offset"},
+    special={"x": ("NaN", "subnormals", "negative zeros")},
+    crossed={
+        "tokens": ("many tokens",),
+        "heads": ("", "odd heads"),
+        "features": ("", "odd sizes"),
+        "order": ("",),
+    },
+    alone={"tokens": ("no tokens",)},
+    # One token or one head lies the same in memory either way.
+    valid=lambda point, _: not point["order"] or (point["tokens"] > 1 and point["heads"] > 1),
+)
+"""Heads beside and within tokens in memory, as a projection leaves them."""
+
+
+def batched_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return heads cut out of the projected queries of T tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, in_features = int(dims["num_heads"]), int(dims["in_features"])
+    shape = (heads, in_features, int(dims["out_features"]))
+    weight = normal_numbers(shape, dtype, generator, deviation=in_features**-0.5)
+    x = normal_numbers((num_tokens, heads, in_features), dtype, generator)
+    return _batched_case(x.transpose(0, 1), weight, f"{num_tokens} tokens")
+
+
+def _weights(shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return normal(shape, dtype, generator, shape[-1] ** -0.5)
+
+
+def _grouped_case(x: Tensor, weight: Tensor, group_starts: Tensor, label: str) -> Case:
+    experts, out_features, in_features = weight.shape
+    return Case(
+        label,
+        {"x": x, "weight": weight, "group_starts": group_starts},
+        {"in_features": in_features, "out_features": out_features, "num_experts": experts},
+        reduction=in_features,
+        magnitude=longest_row(x) * longest_row(weight),
+    )
+
+
+def _batched_case(x: Tensor, weight: Tensor, label: str) -> Case:
+    heads, in_features, out_features = weight.shape
+    return Case(
+        label,
+        {"x": x, "weight": weight},
+        {"num_heads": heads, "in_features": in_features, "out_features": out_features},
+        reduction=in_features,
+        magnitude=longest_row(x) * longest_row(weight.mT),
     )

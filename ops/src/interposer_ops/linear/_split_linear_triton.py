@@ -17,9 +17,22 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import functional
 
+from interposer import Dims
 from interposer_ops._triton.availability import MOST_SPLIT_ROWS
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    FP16,
+    FP32,
+    Build,
+    all_but,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.parameters import parameters_for, per_device
@@ -37,7 +50,7 @@ _JOINED = 1024  # outputs of a program that adds parts
     judge="judge_split",
     batch_invariant=False,
 )
-def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_split(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``linear``; more than ``MOST_SPLIT_ROWS`` rows by torch's own product."""
     out_features = weight.shape[0]
     if not 0 < x.numel() // max(x.shape[-1], 1) <= MOST_SPLIT_ROWS or not out_features:
@@ -52,13 +65,9 @@ def linear_split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     "fp8_linear", technique="split", judge="judge_split", score=10.5, batch_invariant=False
 )
 def fp8_linear_split(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_linear``; more than ``MOST_SPLIT_ROWS`` rows by the kernel for any number.
 
     The parts are added before they are scaled, once.
@@ -107,23 +116,15 @@ class _Tile(NamedTuple):
 def _tile(kernel: str, device: torch.device) -> _Tile:
     parameters = parameters_for(kernel, device)
     return _Tile(
-        **parameters.blocks,
-        num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
     )
 
 
 def _launch(
-    tile: _Tile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    x_format: str,
+    tile: _Tile, x: Tensor, weight: Tensor, x_scale: Tensor | None,
+    weight_scale: Tensor | None, bias: Tensor | None, y: Tensor, x_format: str,
     weight_format: str,
-) -> None:
+) -> None:  # fmt: skip
     """Fill ``y``, by one launch where there is one part, else by two."""
     rows = as_rows(x)
     num_rows, (out_features, in_features) = rows.shape[0], weight.shape
@@ -136,70 +137,29 @@ def _launch(
     x_scale_stride = 0 if x_scale is None or x_scale.numel() == 1 else 1
     weight_scale_stride = 0 if weight_scale is None or weight_scale.numel() == 1 else 1
     _part_of_sum[(-(-out_features // tile.outputs), num_parts)](
-        rows,
-        weight,
-        x_scale,
-        weight_scale,
-        bias,
-        y if parts is None else parts,
-        num_rows,
-        rows.stride(0),
-        x_scale_stride,
-        weight_scale_stride,
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        PARTS=num_parts,
-        PART_INPUTS=part_inputs,
-        ROW_TILE=MOST_SPLIT_ROWS,
-        OUTPUT_TILE=tile.outputs,
-        STEP=tile.inputs,
-        X_FORMAT=x_format,
-        WEIGHT_FORMAT=weight_format,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, weight, x_scale, weight_scale, bias, y if parts is None else parts, num_rows,
+        rows.stride(0), x_scale_stride, weight_scale_stride,
+        INPUTS=in_features, OUTPUTS=out_features, PARTS=num_parts, PART_INPUTS=part_inputs,
+        ROW_TILE=MOST_SPLIT_ROWS, OUTPUT_TILE=tile.outputs, STEP=tile.inputs, X_FORMAT=x_format,
+        WEIGHT_FORMAT=weight_format, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     if parts is not None:
         width = min(_JOINED, triton.next_power_of_2(out_features))
         _sum_of_parts[(num_rows, -(-out_features // width))](
-            parts,
-            x_scale,
-            weight_scale,
-            bias,
-            y,
-            num_rows,
-            x_scale_stride,
-            weight_scale_stride,
-            OUTPUTS=out_features,
-            PARTS=num_parts,
-            WIDTH=width,
-            num_warps=4,
-            num_stages=1,
-        )
+            parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+            OUTPUTS=out_features, PARTS=num_parts, WIDTH=width, num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _part_of_sum(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    bias,
-    target,
-    num_rows,
-    x_stride,
-    x_scale_stride,
+    x, weight, x_scale, weight_scale, bias, target, num_rows, x_stride, x_scale_stride,
     weight_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART_INPUTS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, PART_INPUTS: tl.constexpr,
+    ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr, STEP: tl.constexpr, X_FORMAT: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,
-):
+):  # fmt: skip
     part = tl.program_id(1)
     row = tl.arange(0, ROW_TILE)
     output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
@@ -231,18 +191,9 @@ def _part_of_sum(
 
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _sum_of_parts(
-    parts,
-    x_scale,
-    weight_scale,
-    bias,
-    y,
-    num_rows,
-    x_scale_stride,
-    weight_scale_stride,
-    OUTPUTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    parts, x_scale, weight_scale, bias, y, num_rows, x_scale_stride, weight_scale_stride,
+    OUTPUTS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = output < OUTPUTS
@@ -257,3 +208,42 @@ def _sum_of_parts(
     if bias is not None:
         total += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * OUTPUTS + output, total.to(y.dtype.element_ty), mask=inside)
+
+
+_OTHERS = all_but("gfx90a", "gfx942", "gfx950")
+
+
+def _plain(
+    label: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype = BF16, bias: bool = False
+) -> Build:
+    offset = (dtype, outputs) if bias else None
+    arguments = given((dtype, rows, inputs), (dtype, outputs, inputs), offset)
+    dims: Dims = {"in_features": inputs, "out_features": outputs}
+    return Build("linear_split", label, arguments, dtype_name(dtype), dims, True, _OTHERS)
+
+
+def _fp8(
+    label: str, rows: int, outputs: int, dtype: torch.dtype = E4M3, scales_per_row: bool = True,
+    without: frozenset[str] = _OTHERS,
+) -> Build:  # fmt: skip
+    scales = ((FP32, rows, 1), (FP32, outputs)) if scales_per_row else ((FP32, 1), (FP32, 1))
+    arguments = given((dtype, rows, 4096), (dtype, outputs, 4096), *scales, None, BF16)
+    dims: Dims = {
+        "in_features": 4096,
+        "out_features": outputs,
+        "x_dtype": dtype_name(dtype),
+        "weight_dtype": dtype_name(dtype),
+    }
+    return Build("fp8_linear_split", label, arguments, "bfloat16", dims, True, without)
+
+
+_FNUZ_LABEL = "1 token, 4096 to 4096, float8_e4m3fnuz"
+BUILDS = (
+    _plain("1 token, 4096 to 4096", 1, 4096, 4096),
+    _plain("16 tokens, 14336 to 4096, bias", 16, 14336, 4096, bias=True),
+    _plain("16 tokens, 4096 to 128256, one part", 16, 4096, 128256),
+    _plain("float16, 4 tokens, 2880 to 1000, padded", 4, 2880, 1000, FP16),
+    _fp8("1 token, 4096 to 4096", 1, 4096),
+    _fp8("16 tokens, 4096 to 14336, scales per tensor", 16, 14336, scales_per_row=False),
+    _fp8(_FNUZ_LABEL, 1, 4096, E4M3_FNUZ, without=all_but("gfx942")),
+)

@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features of the adapters, A ada
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -20,9 +21,7 @@ _CASES = "interposer_ops.lora._lora_cases"
     tolerance=Tolerance(roundings=2),
     batched=("x", "adapter_ids"),
 )
-def lora_shrink(
-    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
-) -> torch.Tensor:
+def lora_shrink(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
     """Project each row of ``x`` by the first matrix of its adapter, zeros where it has none.
 
     y = scale x lora_a[adapter]^T, accumulated and kept in float32 or wider.
@@ -48,11 +47,7 @@ def lora_shrink(
     batched=("shrunk", "adapter_ids", "y"),
 )
 def lora_expand(
-    shrunk: torch.Tensor,
-    lora_b: torch.Tensor,
-    adapter_ids: torch.Tensor,
-    y: torch.Tensor,
-    offset: int,
+    shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor, offset: int
 ) -> None:
     """Add the product with the second matrix of its adapter to O columns of each row of ``y``.
 
@@ -73,7 +68,7 @@ def lora_expand(
     columns.copy_(torch.where((adapter_ids >= 0)[:, None], total.to(y.dtype), columns))
 
 
-def _products(x: torch.Tensor, matrices: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
+def _products(x: Tensor, matrices: Tensor, adapter_ids: Tensor) -> Tensor:
     """Return x matrices[adapter]^T for every row, zeros where there is no adapter."""
     wide = torch.promote_types(x.dtype, torch.float32)
     result = torch.zeros((x.shape[0], matrices.shape[1]), dtype=wide, device=x.device)

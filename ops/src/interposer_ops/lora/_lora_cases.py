@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features, A adapters, R rank.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -107,20 +108,18 @@ def lora_expand_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     return _expand_case(shrunk, lora_b, adapter_ids, y, 0, f"{num_tokens} tokens")
 
 
-def _adapter_ids(point: Point) -> torch.Tensor:
+def _adapter_ids(point: Point) -> Tensor:
     pattern, count = point["tokens"]
     return torch.tensor((pattern * -(-count // len(pattern)))[:count], dtype=torch.int64)
 
 
 def _matrices(
     shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     return normal(shape, dtype, generator, shape[-1] ** -0.5)
 
 
-def _shrink_case(
-    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float, label: str
-) -> Case:
+def _shrink_case(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float, label: str) -> Case:
     adapters, rank, width = lora_a.shape
     return Case(
         label,
@@ -132,24 +131,13 @@ def _shrink_case(
 
 
 def _expand_case(
-    shrunk: torch.Tensor,
-    lora_b: torch.Tensor,
-    adapter_ids: torch.Tensor,
-    y: torch.Tensor,
-    offset: int,
-    label: str,
+    shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor, offset: int, label: str
 ) -> Case:
     adapters, width, rank = lora_b.shape
     products = torch.einsum("tr,aor->tao", shrunk.double(), lora_b.double())
     return Case(
         label,
-        {
-            "shrunk": shrunk,
-            "lora_b": lora_b,
-            "adapter_ids": adapter_ids,
-            "y": y,
-            "offset": offset,
-        },
+        {"shrunk": shrunk, "lora_b": lora_b, "adapter_ids": adapter_ids, "y": y, "offset": offset},
         {"out_features": width, "rank": rank, "num_adapters": adapters},
         reduction=rank + 1,
         magnitude=peak(y) + longest_row(shrunk) * longest_row(lora_b),

@@ -7,22 +7,21 @@ are none. Every row is of one program, so that nothing is added atomically.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP16, FP32, INT64, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
+from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile
 
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
 @triton_kernel("lora_shrink")
-def lora_shrink_triton(
-    x: torch.Tensor, lora_a: torch.Tensor, adapter_ids: torch.Tensor, scale: float
-) -> torch.Tensor:
+def lora_shrink_triton(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
     """Compute ``lora_shrink``."""
     num_tokens = x.shape[0]
     num_adapters, rank, in_features = lora_a.shape
@@ -32,36 +31,21 @@ def lora_shrink_triton(
     tile = _shrink_tile(x.device, x.dtype, rank, in_features)
     grid = (
         triton.cdiv(num_tokens, tile.tokens),
-        triton.cdiv(rank, tile.columns),
+        triton.cdiv(rank, tile.features),
         max(1, num_adapters),
     )
     _shrink[grid](
-        x,
-        lora_a,
-        adapter_ids,
-        y,
-        float(scale),
-        num_tokens,
-        x.stride(0),
-        IN_FEATURES=in_features,
-        RANK=rank,
-        TOKENS=tile.tokens,
-        COLUMNS=tile.columns,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        x, lora_a, adapter_ids, y, float(scale), num_tokens, x.stride(0),
+        WIDTH=in_features, RANK=rank, **tile.options,
+    )  # fmt: skip
     return y
 
 
 @triton_kernel("lora_expand")
 def lora_expand_triton(
-    shrunk: torch.Tensor,
-    lora_b: torch.Tensor,
-    adapter_ids: torch.Tensor,
-    y: torch.Tensor,
+    shrunk: Tensor, lora_b: Tensor, adapter_ids: Tensor, y: Tensor,
     offset: int,
-) -> None:
+) -> None:  # fmt: skip
     """Compute ``lora_expand``."""
     num_tokens = shrunk.shape[0]
     num_adapters, out_features, rank = lora_b.shape
@@ -70,56 +54,37 @@ def lora_expand_triton(
     tile = _expand_tile(y.device, y.dtype, rank)
     grid = (
         triton.cdiv(num_tokens, tile.tokens),
-        triton.cdiv(out_features, tile.columns),
+        triton.cdiv(out_features, tile.features),
         num_adapters,
     )
     _expand[grid](
-        shrunk,
-        lora_b,
-        adapter_ids,
-        y[:, offset : offset + out_features],
-        num_tokens,
-        y.stride(0),
-        OUT_FEATURES=out_features,
-        RANK=rank,
-        TOKENS=tile.tokens,
-        COLUMNS=tile.columns,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-class _Tile(NamedTuple):
-    """Tokens, columns of the result and inputs of one step, and how it is compiled."""
-
-    tokens: int
-    columns: int
-    inputs: int
-    num_warps: int
-    num_stages: int
+        shrunk, lora_b, adapter_ids, y[:, offset : offset + out_features], num_tokens, y.stride(0),
+        OUTPUTS=out_features, RANK=rank, **tile.options,
+    )  # fmt: skip
 
 
 @per_device
-def _shrink_tile(device: torch.device, dtype: torch.dtype, rank: int, in_features: int) -> _Tile:
+def _shrink_tile(
+    device: torch.device, dtype: torch.dtype, rank: int, in_features: int
+) -> FeatureTile:
     return _fitted("lora_shrink", device, dtype, rank, in_features)
 
 
 @per_device
-def _expand_tile(device: torch.device, dtype: torch.dtype, rank: int) -> _Tile:
+def _expand_tile(device: torch.device, dtype: torch.dtype, rank: int) -> FeatureTile:
     return _fitted("lora_expand", device, dtype, None, rank)
 
 
 def _fitted(
     name: str, device: torch.device, dtype: torch.dtype, columns: int | None, inputs: int
-) -> _Tile:
+) -> FeatureTile:
     """Return the tile of ``name``, no larger than the columns and inputs that there are."""
     parameters = parameters_for(f"{name}_float32" if dtype == torch.float32 else name, device)
     blocks = parameters.blocks
     there = blocks["columns"] if columns is None else triton.next_power_of_2(columns)
-    return _Tile(
-        blocks["tokens"],
+    return FeatureTile(
         max(_LEAST, min(there, blocks["columns"])),
+        blocks["tokens"],
         max(_LEAST, min(triton.next_power_of_2(inputs), blocks["inputs"])),
         parameters.num_warps,
         parameters.num_stages,
@@ -128,19 +93,10 @@ def _fitted(
 
 @triton.jit
 def _shrink(
-    x,
-    lora_a,
-    adapter_ids,
-    y,
-    scale,
-    num_tokens,
-    x_stride,
-    IN_FEATURES: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, lora_a, adapter_ids, y, scale, num_tokens, x_stride,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     there = token < num_tokens
@@ -148,20 +104,20 @@ def _shrink(
     own = own_adapter == adapter
     # The programs of the first adapter store the zeros of rows without one.
     stored = own | ((own_adapter == -1) & (adapter == 0))
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
     # Columns behind the last one compute it again and are not stored.
     row = adapter.to(tl.int64) * RANK + tl.minimum(column, RANK - 1)
-    total = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for first in range(0, tl.max(own.to(tl.int32)) * IN_FEATURES, INPUTS):
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for first in range(0, tl.max(own.to(tl.int32)) * WIDTH, INPUTS):
         element = first + tl.arange(0, INPUTS)
-        inside = element < IN_FEATURES
+        inside = element < WIDTH
         inputs = tl.load(
             x + token[:, None] * x_stride + element[None, :],
             mask=own[:, None] & inside[None, :],
             other=0.0,
         )
-        matrix = lora_a + row[None, :] * IN_FEATURES + element[:, None]
-        if IN_FEATURES % INPUTS == 0:
+        matrix = lora_a + row[None, :] * WIDTH + element[:, None]
+        if WIDTH % INPUTS == 0:
             weights = tl.load(matrix)
         else:
             weights = tl.load(matrix, mask=inside[:, None], other=0.0)
@@ -173,25 +129,17 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    shrunk,
-    lora_b,
-    adapter_ids,
-    y,
-    num_tokens,
-    y_stride,
-    OUT_FEATURES: tl.constexpr,
-    RANK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    shrunk, lora_b, adapter_ids, y, num_tokens, y_stride,
+    OUTPUTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     adapter = tl.program_id(2)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     own = tl.load(adapter_ids + token, mask=token < num_tokens, other=-1) == adapter
     if tl.max(own.to(tl.int32)) > 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        row = adapter.to(tl.int64) * OUT_FEATURES + tl.minimum(column, OUT_FEATURES - 1)
-        total = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        column = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+        row = adapter.to(tl.int64) * OUTPUTS + tl.minimum(column, OUTPUTS - 1)
+        total = tl.zeros((TOKENS, FEATURES), tl.float32)
         for first in range(0, RANK, INPUTS):
             element = first + tl.arange(0, INPUTS)
             inside = element < RANK
@@ -204,7 +152,7 @@ def _expand(
             weights = tl.load(matrix, mask=inside[:, None], other=0.0)
             total = _added(total, inputs, weights)
         place = y + token[:, None] * y_stride + column[None, :]
-        target = own[:, None] & (column < OUT_FEATURES)[None, :]
+        target = own[:, None] & (column < OUTPUTS)[None, :]
         before = tl.load(place, mask=target, other=0.0).to(tl.float32)
         tl.store(place, (before + total).to(y.dtype.element_ty), mask=target)
 
@@ -241,3 +189,26 @@ def _rest(number, rounded):
     """Return what rounding lost, nothing of infinity."""
     wide = rounded.to(tl.float32)
     return tl.where(number == wide, 0.0, number - wide)
+
+
+def _shrunk(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+    arguments = given((dtype, 64, 4096), (dtype, 8, rank, 4096), (INT64, 64), 0.5)
+    return Build("lora_shrink_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+def _expanded(label: str, rank: int, dtype: torch.dtype = BF16) -> Build:
+    matrices, y = (dtype, 8, 4096, rank), (dtype, 64, 6144)
+    arguments = given((FP32, 64, rank), matrices, (INT64, 64), y, 1024)
+    return Build("lora_expand_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+BUILDS = (
+    _shrunk("8 adapters of rank 16, 4096 inputs", 16),
+    _shrunk("8 adapters of rank 64, 4096 inputs", 64),
+    _shrunk("float16, 8 adapters of rank 8", 8, FP16),
+    _shrunk("float32, 8 adapters of rank 64", 64, FP32),
+    _expanded("8 adapters of rank 16, 4096 outputs", 16),
+    _expanded("8 adapters of rank 64, 4096 outputs", 64),
+    _expanded("float16, 8 adapters of rank 64", 64, FP16),
+    _expanded("float32, 8 adapters of rank 64", 64, FP32),
+)

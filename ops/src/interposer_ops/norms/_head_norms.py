@@ -1,30 +1,35 @@
-"""Normalisation of every head by itself. T tokens, N heads, K kv heads, D head size."""
+"""Normalisation of every head, or group of a row, by itself.
+
+T tokens, N heads, K kv heads, D head size, H hidden size.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
+from interposer_ops.norms._norms import unit_rows
 
-_CASES = "interposer_ops.norms._head_norms_cases"
+_op = partial(standard_op, cases="interposer_ops.norms._head_norms_cases")
+# The normalised row, its product and the result may each be rounded.
+_WEIGHTED = Tolerance(roundings=3)
 
 
-# As rms_norm: the normalised row, its product and the result may each be rounded.
-@standard_op(
+@_op(
     "qk_norm",
-    cases=_CASES,
     constants=("query_weight", "key_weight"),
-    tolerance=Tolerance(roundings=3),
+    tolerance=_WEIGHTED,
     batched=("query", "key"),
 )
 def qk_norm(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    query_weight: torch.Tensor,
-    key_weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Scale each head of query and key to unit root mean square, then by its weight.
 
     y = x / sqrt(mean(x^2) + eps) * weight over the D elements of a head, accumulated in float32 or
@@ -39,12 +44,13 @@ def qk_norm(
     Dims: num_heads, num_kv_heads, head_size.
     Source: arXiv:2010.04245, with the root mean square as in Qwen 3 (arXiv:2505.09388).
     """
-    return _normalise(query, query_weight, eps), _normalise(key, key_weight, eps)
+    normalised = unit_rows(query, eps) * query_weight, unit_rows(key, eps) * key_weight
+    return normalised[0].to(query.dtype).contiguous(), normalised[1].to(key.dtype).contiguous()
 
 
 # The norm is applied to the element before it is rounded; one more is allowed.
-@standard_op("l2_norm", cases=_CASES, tolerance=Tolerance(roundings=2), batched=("x",))
-def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+@_op("l2_norm", tolerance=Tolerance(roundings=2), batched=("x",))
+def l2_norm(x: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit Euclidean length, as linear attention does its keys.
 
     y = x / sqrt(sum(x^2) + eps), accumulated in float32 or wider.
@@ -55,11 +61,31 @@ def l2_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     Dims: head_size.
     Source: arXiv:2412.06464 (Gated DeltaNet).
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (unit * weight).to(x.dtype).contiguous()
+@_op("gated_rms_norm", constants=("weight",), tolerance=_WEIGHTED, batched=("x", "gate"))
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """Scale each group of a row to unit root mean square and gate it by SiLU.
+
+    With n(v) = v / sqrt(mean(v^2) + eps) over each group of ``group_size`` elements:
+    y = n(x) * weight * silu(gate) if ``norm_before_gate``, else n(x * silu(gate)) * weight, in
+    float32 or wider.
+
+    Args:
+        x: ``[..., H]``, any float dtype; rows may lie apart, here and in ``gate``.
+        gate: shape and dtype of ``x``.
+        weight: ``[H]``, dtype of ``x``.
+        group_size: divides H; H itself for one statistic per row.
+    Returns: shape and dtype of ``x``.
+    Dims: hidden_size, group_size, norm_before_gate.
+    Source: arXiv:2405.21060 (Mamba-2); arXiv:2412.06464 (Gated DeltaNet) for the norm first.
+    """
+    opening = functional.silu(widened(gate))
+    rows = widened(x) if norm_before_gate else widened(x) * opening
+    groups = rows.unflatten(-1, (rows.shape[-1] // group_size, group_size))
+    y = unit_rows(groups, eps).flatten(-2) * weight
+    return (y * opening if norm_before_gate else y).to(x.dtype)

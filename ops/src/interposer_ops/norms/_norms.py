@@ -5,23 +5,22 @@ Rows may lie apart in memory. Kernels accumulate in float32 or wider and round t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_NORMS_CASES = "interposer_ops.norms._norms_cases"
-_LAYER_NORM_CASES = "interposer_ops.norms._layer_norm_cases"
-
-
-@standard_op(
-    "rms_norm",
-    cases=_NORMS_CASES,
-    constants=("weight",),
-    tolerance=Tolerance(roundings=3),
-    batched=("x",),
+_op = partial(
+    standard_op, cases="interposer_ops.norms._norms_cases", constants=("weight",), batched=("x",)
 )
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+
+
+@_op("rms_norm", tolerance=Tolerance(roundings=3))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit root mean square, then by ``weight``.
 
     y = x / sqrt(mean(x^2) + eps) * weight, accumulated in float32 or wider.
@@ -32,19 +31,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Returns: shape and dtype of ``x``.
     Source: arXiv:1910.07467.
     """
-    return _normalise(x, weight, eps).to(x.dtype)
+    return (unit_rows(x, eps) * weight).to(x.dtype)
 
 
-@standard_op(
-    "fused_add_rms_norm",
-    cases=_NORMS_CASES,
-    constants=("weight",),
-    tolerance=Tolerance(roundings=4),
-    batched=("x", "residual"),
-)
+@_op("fused_add_rms_norm", tolerance=Tolerance(roundings=4), batched=("x", "residual"))
 def fused_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum.
 
     s = x + residual; y = rms_norm(s, weight, eps)
@@ -59,18 +52,12 @@ def fused_add_rms_norm(
     Returns: ``(y, s)`` of the shape of ``x``: y in the dtype of ``x``, s in that of ``residual``.
     """
     total = x + residual
-    return _normalise(total, weight, eps).to(x.dtype), total
+    return (unit_rows(total, eps) * weight).to(x.dtype), total
 
 
 # What is left after the result's own rounding allows one more.
-@standard_op(
-    "gemma_rms_norm",
-    cases=_NORMS_CASES,
-    constants=("weight",),
-    tolerance=Tolerance(roundings=2),
-    batched=("x",),
-)
-def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@_op("gemma_rms_norm", tolerance=Tolerance(roundings=2))
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of ``x`` to unit root mean square, then by one more than ``weight``.
 
     y = x / sqrt(mean(x^2) + eps) * (1 + weight), all of it in float32 or wider: neither the row of
@@ -83,20 +70,14 @@ def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     Dims: hidden_size.
     Source: Gemma's reference implementation, https://github.com/google/gemma_pytorch.
     """
-    return _normalise(x, _plus_one(weight), eps).to(x.dtype)
+    return (unit_rows(x, eps) * (1 + widened(weight))).to(x.dtype)
 
 
 # As gemma_rms_norm; the sum's rounding shows in the element itself and in the row's statistic.
-@standard_op(
-    "fused_add_gemma_rms_norm",
-    cases=_NORMS_CASES,
-    constants=("weight",),
-    tolerance=Tolerance(roundings=4),
-    batched=("x", "residual"),
-)
+@_op("fused_add_gemma_rms_norm", tolerance=Tolerance(roundings=4), batched=("x", "residual"))
 def fused_add_gemma_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum as Gemma does.
 
     s = x + residual; y = gemma_rms_norm(s, weight, eps)
@@ -111,20 +92,12 @@ def fused_add_gemma_rms_norm(
     Dims: hidden_size.
     """
     total = x + residual
-    return _normalise(total, _plus_one(weight), eps).to(x.dtype), total
+    return (unit_rows(total, eps) * (1 + widened(weight))).to(x.dtype), total
 
 
 # What is left after the result's own rounding allows one more.
-@standard_op(
-    "layer_norm",
-    cases=_LAYER_NORM_CASES,
-    constants=("weight", "bias"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x",),
-)
-def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+@_op("layer_norm", tolerance=Tolerance(roundings=2), constants=("weight", "bias"))
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Shift and scale each row of ``x`` to mean 0 and variance 1, then by ``weight`` and ``bias``.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, in float32 or wider.
@@ -137,18 +110,38 @@ def layer_norm(
     Dims: hidden_size, weighted, biased.
     Source: arXiv:1607.06450.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centred = wide - wide.mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    wide = widened(x)
+    y = unit_rows(wide - wide.mean(-1, keepdim=True), eps)
     y = y if weight is None else y * weight
     y = y if bias is None else y + bias
     return y.to(x.dtype)
 
 
-def _plus_one(weight: torch.Tensor) -> torch.Tensor:
-    return 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+# The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
+@_op("rms_norm_quantize_fp8", tolerance=Tolerance(roundings=0))
+def rms_norm_quantize_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype
+) -> Tensor:
+    """Normalise each row of ``x`` and quantize the result by one scale.
+
+    q = round(clamp(rms_norm(x, weight, eps) / scale, -m, m)), halves to even, where m is the
+    largest number of ``out_dtype``. The normalised row is not rounded to the dtype of ``x`` on the
+    way.
+
+    Args:
+        x: ``[..., H]``, any float dtype of at least 16 bits; rows may lie apart.
+        weight: ``[H]``, dtype of ``x``.
+        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
+        out_dtype: of 8 bits.
+    Returns: shape of ``x``, ``out_dtype``.
+    Dims: hidden_size, out_dtype.
+    Source: arXiv:2209.05433 for the number formats; arXiv:1910.07467 for the norm.
+    """
+    largest = torch.finfo(out_dtype).max
+    return (unit_rows(x, eps) * weight / scale).clamp(-largest, largest).to(out_dtype)
 
 
-def _normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
+def unit_rows(x: Tensor, eps: float) -> Tensor:
+    """Return the rows of ``x`` at unit root mean square, in float32 or wider."""
+    wide = widened(x)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

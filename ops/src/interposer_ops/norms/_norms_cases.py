@@ -1,4 +1,9 @@
-"""Cases of the RMS norms over the hidden states. T tokens, H hidden size."""
+"""Cases of the norms over the hidden states. T tokens, H hidden size.
+
+Where a norm quantizes, 8 bits are compared exactly, so no element may lie where float32 could round
+it either way. There are no ties: a reciprocal root is not exact, so that no kernel can be held to
+one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -23,19 +29,44 @@ _SHAPES = {
 }
 # The square of 1e-3 is a tenth of the larger eps; the squares of 5e3 are beyond float16.
 _SCALES = {"": 1.0, "zeros": 0.0, "smaller than eps": 1e-3, "large": 5e3}
-_EPS = {"": 1e-5, "large eps": 0.25}
-_CROSSED = {"shape": ("many rows", "odd width", "three dimensions"), "scale": ("",)}
+_EPS = 1e-5
+# Deviation and mean; all but the first are where a kernel divides by eps, or loses digits: equal
+# elements, a variance below eps, squares beyond float16, a mean of several deviations.
+_DEVIATIONS = {
+    "": (1.0, 0.5),
+    "equal elements": (0.0, 3.0),
+    "smaller than eps": (1e-3, 0.0),
+    "large": (5e3, 0.0),
+    "far mean": (1.0, 6.0),
+}
+_AFFINE = {"": (True, True), "no bias": (True, False), "no weight": (False, False)}
+_CROSSED = {"shape": ("many rows", "odd width", "three dimensions")}
 _ALONE = {"shape": ("no rows",)}
+_FORMATS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+# Deviation of x, and the quantized size of a normalised 1: a share of the largest number, or so
+# many of the smallest normal one.
+_VALUES = {
+    "": (1.0, 0.2, 0.0),
+    "saturating": (1.0, 1.1, 0.0),
+    "subnormal": (1.0, 0.0, 0.9),
+    "smaller than eps": (1e-3, 0.2, 0.0),
+    "large": (5e3, 0.2, 0.0),
+    "zeros": (0.0, 0.2, 0.0),
+}
 
 
 def norm_weight(
     width: int, dtype: torch.dtype, generator: torch.Generator, centre: float = 1.0
-) -> torch.Tensor:
+) -> Tensor:
     """Return weights ``[width]`` around ``centre``."""
     return (centre + 0.1 * torch.randn(width, generator=generator)).to(dtype)
 
 
-def rms_peak(rows: torch.Tensor) -> float:
+def rms_peak(rows: Tensor) -> float:
     """Return a bound of what is left of the rows after they were normalised.
 
     The squares are all positive, so the error of their sum is relative, and shows as one of the
@@ -47,115 +78,220 @@ def rms_peak(rows: torch.Tensor) -> float:
 
 
 def _rms_norm(
-    point: Point, dtype: torch.dtype, generator: torch.Generator, *, added: float
+    point: Point, dtype: torch.dtype, generator: torch.Generator, *, added: float, fused: bool
 ) -> Case:
     x = normal(point["shape"], dtype, generator, point["scale"])
+    residual = None
+    if fused:
+        residual = normal(point["shape"], point["stream"] or dtype, generator, point["scale"])
     weight = norm_weight(x.shape[-1], dtype, generator, 1 - added)
-    return _case({"x": x, "weight": weight, "eps": point["eps"]}, x, added)
+    return _rms_case(x, residual, weight, point["eps"], added)
 
 
-def _fused_add_rms_norm(
-    point: Point, dtype: torch.dtype, generator: torch.Generator, *, added: float
+def _sample(
+    dtype: torch.dtype,
+    dims: Dims,
+    num_tokens: int,
+    seed: int,
+    *,
+    added: float = 0.0,
+    fused: bool = False,
 ) -> Case:
-    x = normal(point["shape"], dtype, generator, point["scale"])
-    residual = normal(point["shape"], point["stream"] or dtype, generator, point["scale"])
-    weight = norm_weight(x.shape[-1], dtype, generator, 1 - added)
-    arguments = {"x": x, "residual": residual, "weight": weight, "eps": point["eps"]}
-    return _case(arguments, x.float() + residual.float(), added)
+    generator = torch.Generator().manual_seed(seed)
+    width = int(dims["hidden_size"])
+    weight = norm_weight(width, dtype, generator, 1 - added)
+    x, residual = normal_numbers((num_tokens, width), dtype, generator), None
+    if fused:
+        wide = torch.promote_types(dtype, torch.float32)
+        residual = normal_numbers((num_tokens, width), wide, generator)
+    return _rms_case(x, residual, weight, _EPS, added, f"{num_tokens} tokens")
 
 
-def _space(added: float) -> CaseSpace:
-    return CaseSpace(
-        partial(_rms_norm, added=added),
-        Axis("shape", _SHAPES),
-        Axis("scale", _SCALES),
-        Axis("eps", _EPS),
-        strided={"x": "rows", "weight": "offset"},
-        special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
-        crossed=_CROSSED,
-        alone=_ALONE,
+def _rms_case(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, added: float, label: str = ""
+) -> Case:
+    """Return the case of ``x``, or its sum with ``residual``, by ``weight`` and ``added``."""
+    arguments = {"x": x} if residual is None else {"x": x, "residual": residual}
+    normalised = x if residual is None else x.float() + residual.float()
+    magnitude = rms_peak(normalised) * peak(weight.double() + added)
+    width = x.shape[-1]
+    return Case(
+        label,
+        {**arguments, "weight": weight, "eps": eps},
+        {"hidden_size": width},
+        reduction=width,
+        magnitude=magnitude,
     )
 
 
-def _fused_add_space(added: float) -> CaseSpace:
+def _space(added: float = 0.0, fused: bool = False) -> CaseSpace:
+    stream = Axis("stream", {"": None, "float32 stream": torch.float32})
+    x: tuple[Any, ...] = ("infinities", "NaN", "subnormals", "negative zeros")
     return CaseSpace(
-        partial(_fused_add_rms_norm, added=added),
+        partial(_rms_norm, added=added, fused=fused),
         Axis("shape", _SHAPES),
         Axis("scale", _SCALES),
-        Axis("eps", _EPS),
-        Axis("stream", {"": None, "float32 stream": torch.float32}),
-        strided={"x": "rows", "residual": "rows", "weight": "offset"},
-        special={"x": ("infinities", "NaN", "negative zeros"), "residual": ("subnormals",)},
-        crossed=_CROSSED,
+        Axis("eps", {"": _EPS, "large eps": 0.25}),
+        *([stream] if fused else []),
+        strided={"x": "rows", **({"residual": "rows"} if fused else {}), "weight": "offset"},
+        special={"x": x} if not fused else {"x": (*x[:2], x[3]), "residual": (x[2],)},
+        crossed={**_CROSSED, "scale": ("",)},
         alone=_ALONE,
-        valid=lambda point, dtype: point["stream"] != dtype,
+        valid=lambda point, dtype: point.values.get("stream") != dtype,
     )
 
 
-rms_norm_cases = _space(added=0.0)
+rms_norm_cases = _space()
 """Rows of several shapes and magnitudes: zero, below the root of eps, large."""
 
 gemma_rms_norm_cases = _space(added=1.0)
 """The rows of ``rms_norm`` with weights around zero, to which one is added."""
 
-fused_add_rms_norm_cases = _fused_add_space(added=0.0)
+fused_add_rms_norm_cases = _space(fused=True)
 """The rows of ``rms_norm`` with a residual of the same magnitude, in its dtype or in float32."""
 
-fused_add_gemma_rms_norm_cases = _fused_add_space(added=1.0)
+fused_add_gemma_rms_norm_cases = _space(added=1.0, fused=True)
 """The rows of ``fused_add_rms_norm`` with weights around zero, to which one is added."""
 
+rms_norm_sample = _sample
+"""T rows of the hidden states."""
 
-def rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the hidden states."""
-    return _sample(dtype, dims, num_tokens, seed, added=0.0)
+gemma_rms_norm_sample = partial(_sample, added=1.0)
+"""T rows of the hidden states, and weights to which one is added."""
 
+fused_add_rms_norm_sample = partial(_sample, fused=True)
+"""T rows with a residual stream in float32 or wider, as the layer keeps it."""
 
-def gemma_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of the hidden states, and weights to which one is added."""
-    return _sample(dtype, dims, num_tokens, seed, added=1.0)
-
-
-def fused_add_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows with a residual stream in float32 or wider, as the layer keeps it."""
-    return _fused_add_sample(dtype, dims, num_tokens, seed, added=0.0)
+fused_add_gemma_rms_norm_sample = partial(_sample, added=1.0, fused=True)
+"""The sample of ``fused_add_rms_norm`` with weights to which one is added."""
 
 
-def fused_add_gemma_rms_norm_sample(
+def _layer_norm(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    deviation, mean = point["rows"]
+    weighted, biased = point["affine"]
+    x = (mean + normal(point["shape"], torch.float32, generator, deviation)).to(dtype)
+    weight = norm_weight(x.shape[-1], dtype, generator) if weighted else None
+    bias = normal((x.shape[-1],), dtype, generator) if biased else None
+    return _layer_case(x, weight, bias)
+
+
+layer_norm_cases = CaseSpace(
+    _layer_norm,
+    Axis("shape", _SHAPES),
+    Axis("rows", _DEVIATIONS),
+    Axis("affine", _AFFINE),
+    strided={"x": "rows", "weight": "offset", "bias": "offset"},
+    special={
+        "x": ("infinities", "NaN", "subnormals", "negative zeros"),
+        "bias": ("negative zeros", "subnormals"),
+    },
+    crossed={**_CROSSED, "rows": ("",), "affine": ("", "no weight")},
+    alone=_ALONE,
+    # One element is its own mean, whatever it is.
+    valid=lambda point, _: point.labels["shape"] != "one element" or not point.labels["rows"],
+)
+"""Rows of several shapes, means and deviations, with and without weight and bias."""
+
+
+def layer_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of the hidden states; weight and bias unless the dims deny them."""
+    generator = torch.Generator().manual_seed(seed)
+    width = int(dims["hidden_size"])
+    weight = norm_weight(width, dtype, generator) if dims.get("weighted", True) else None
+    bias = normal((width,), dtype, generator, 0.1) if dims.get("biased", True) else None
+    x = normal_numbers((num_tokens, width), dtype, generator)
+    return _layer_case(x, weight, bias, f"{num_tokens} tokens")
+
+
+def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: str = "") -> Case:
+    """Return the case of ``x``.
+
+    The error of the sum of H elements is H u sum|x|, that of the mean H u mean|x|, which the row's
+    deviation divides. The squares are all positive, so that the error of their sum shows as a
+    relative one of the result.
+    """
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scale = (centred.square().mean(-1) + _EPS).rsqrt()
+    largest = (wide.abs().mean(-1) + centred.abs().amax(-1)) * scale
+    magnitude = peak(largest) * (1.0 if weight is None else peak(weight))
+    magnitude += 0.0 if bias is None else peak(bias)
+    width = x.shape[-1]
+    dims = {"hidden_size": width, "weighted": weight is not None, "biased": bias is not None}
+    arguments = {"x": x, "weight": weight, "bias": bias, "eps": _EPS}
+    return Case(label, arguments, dims, reduction=width, magnitude=magnitude)
+
+
+def _quantize(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    deviation, share, count = point["values"]
+    facts = torch.finfo(point["format"])
+    x = normal(point["shape"], dtype, generator, deviation)
+    weight = norm_weight(x.shape[-1], dtype, generator)
+    scale = torch.tensor([1 / (share * facts.max + count * facts.smallest_normal)])
+    return _quantized_case(x, weight, scale, point["format"])
+
+
+rms_norm_quantize_fp8_cases = CaseSpace(
+    _quantize,
+    Axis("shape", {"many rows": _SHAPES["many rows"], **_SHAPES}),
+    Axis("format", _FORMATS),
+    Axis("values", _VALUES),
+    strided={"x": "rows", "weight": "offset", "scale": "offset"},
+    crossed={**_CROSSED, "format": ("e4m3",), "values": ("",)},
+    alone=_ALONE,
+)
+"""Rows of several shapes whose results are spread over, beyond and below each format's range."""
+
+
+def rms_norm_quantize_fp8_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
-    """Return the sample of ``fused_add_rms_norm`` with weights to which one is added."""
-    return _fused_add_sample(dtype, dims, num_tokens, seed, added=1.0)
-
-
-def _sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, added: float) -> Case:
-    x, weight, _ = _sampled(dtype, dims, num_tokens, seed, added)
-    return _case({"x": x, "weight": weight, "eps": 1e-5}, x, added, f"{num_tokens} tokens")
-
-
-def _fused_add_sample(
-    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, added: float
-) -> Case:
-    x, weight, generator = _sampled(dtype, dims, num_tokens, seed, added)
-    wide = torch.promote_types(dtype, torch.float32)
-    residual = normal_numbers((num_tokens, x.shape[1]), wide, generator)
-    arguments = {"x": x, "residual": residual, "weight": weight, "eps": 1e-5}
-    return _case(arguments, x + residual, added, f"{num_tokens} tokens")
-
-
-def _sampled(
-    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, added: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Generator]:
-    """Return ``x`` ``[T, H]``, the weight and the generator that drew them, the weight first."""
+    """Return T rows of the hidden states and a scale at which hardly any saturate."""
     generator = torch.Generator().manual_seed(seed)
-    hidden_size = int(dims["hidden_size"])
-    weight = norm_weight(hidden_size, dtype, generator, 1 - added)
-    return normal_numbers((num_tokens, hidden_size), dtype, generator), weight, generator
+    width = int(dims["hidden_size"])
+    weight = norm_weight(width, dtype, generator)
+    x = normal_numbers((num_tokens, width), dtype, generator)
+    out_dtype = getattr(torch, str(dims.get("out_dtype", "float8_e4m3fn")))
+    scale = torch.tensor([5 / torch.finfo(out_dtype).max])
+    return _quantized_case(x, weight, scale, out_dtype, f"{num_tokens} tokens")
 
 
-def _case(
-    arguments: dict[str, Any], normalised: torch.Tensor, added: float, label: str = ""
+def _quantized_case(
+    x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
 ) -> Case:
-    """Return the case of the rows ``normalised``, by the weight with ``added`` added to it."""
-    width = normalised.shape[-1]
-    magnitude = rms_peak(normalised) * peak(arguments["weight"].double() + added)
-    return Case(label, arguments, {"hidden_size": width}, reduction=width, magnitude=magnitude)
+    """Return the case of ``x`` after what might be rounded either way was moved."""
+    rows = _cleared(x, weight, scale, out_dtype)
+    options = {"eps": _EPS, "out_dtype": out_dtype}
+    arguments = {"x": rows, "weight": weight, "scale": scale, **options}
+    dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": str(out_dtype).removeprefix("torch.")}
+    return Case(label, arguments, dims, reduction=0, magnitude=0.0)
+
+
+def _cleared(x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return ``x`` with those elements moved that float32 could round either way.
+
+    The squares are all positive, so that the error of the result is relative: that of the sum,
+    (H - 1) roundings halved by the root, and some eight operations. Twice that is the margin.
+    What moves changes the statistic of its row, so the others are looked at again. An element
+    moves in one direction only, every second one upwards, so that the statistic stays about the
+    same; at the latest they come to an end beyond the format's range or at zero.
+    """
+    x = x.clone()
+    margin = (x.shape[-1] + 16) * torch.finfo(torch.float32).eps / 2
+    factor = weight.double() / scale.double()
+    step = torch.where(torch.arange(x.shape[-1]) % 2 == 0, 1.02, 1 / 1.02)
+    while True:
+        wide = x.double()
+        y = wide * (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt() * factor
+        below, above = (_rounded(y * (1 + side), out_dtype) for side in (-margin, margin))
+        unclear = below != above
+        if not unclear.any():
+            return x
+        moved = (wide * step).to(x.dtype)
+        moved = torch.where(moved == x, 0.0, moved)  # too small for a step
+        x = torch.where(unclear, moved, x)
+
+
+def _rounded(y: Tensor, out_dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(out_dtype).max
+    return y.clamp(-largest, largest).to(out_dtype).double()

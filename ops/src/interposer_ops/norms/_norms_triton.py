@@ -1,237 +1,246 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Normalisation of rows. T rows, H width."""
+"""Normalisation of rows, or of groups of a row, by one source. T rows, H width."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
 
 
 @triton_kernel("rms_norm")
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``rms_norm``; a row stays in registers where it fits a tile."""
-    return _normalised("rms_norm", x, None, weight, eps, False)[0]
+    return normalised("rms_norm", "rms", x, weight, eps)[0]
 
 
 @triton_kernel("gemma_rms_norm")
-def gemma_rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gemma_rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``gemma_rms_norm``."""
-    return _normalised("rms_norm", x, None, weight, eps, True)[0]
+    return normalised("rms_norm", "plus one", x, weight, eps)[0]
 
 
 @triton_kernel("fused_add_rms_norm")
 def fused_add_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_rms_norm``."""
-    return _normalised("fused_add_rms_norm", x, residual, weight, eps, False)
+    return normalised("fused_add_rms_norm", "rms", x, weight, eps, residual=residual)
 
 
 @triton_kernel("fused_add_gemma_rms_norm")
 def fused_add_gemma_rms_norm_triton(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_gemma_rms_norm``."""
-    return _normalised("fused_add_rms_norm", x, residual, weight, eps, True)
+    return normalised("fused_add_rms_norm", "plus one", x, weight, eps, residual=residual)
+
+
+@triton_kernel("rms_norm_quantize_fp8")
+def rms_norm_quantize_fp8_triton(
+    x: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Compute ``rms_norm_quantize_fp8``."""
+    return normalised("rms_norm_quantize", "rms", x, weight, eps, scale=scale, out_dtype=out_dtype)[
+        0
+    ]
 
 
 @triton_kernel("layer_norm")
-def layer_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor:
+def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Compute ``layer_norm``: the mean first, then the variance of what is left."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    rows = as_rows(x)
-    num_rows, width = rows.shape
-    tile = row_tile("layer_norm", x.device, width)
-    _layer_norm[(tile.row_blocks(num_rows),)](
-        rows,
-        weight,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
-        eps,
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return y
+    return normalised("layer_norm", "layer", x, weight, eps, bias=bias)[0]
 
 
-def _normalised(
-    kernel: str,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    plus_one: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normalised rows, and the sum that was normalised where there is a residual."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = y
+def normalised(
+    tuning: str, kind: str, x: Tensor, weight: Tensor | None, eps: float, *,
+    group_size: int | None = None, residual: Tensor | None = None,
+    gate: Tensor | None = None, bias: Tensor | None = None,
+    scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the normalised rows, and the sum that was normalised where there is a residual.
+
+    Args:
+        tuning: names the launch parameters.
+        kind: the norm, see ``norm_rows``.
+        group_size: how many elements of a row are normalised by themselves, None for all.
+        scale, out_dtype: of the 8-bit float that the rows are quantized to; None where they aren't.
+    """
+    y = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
+    format_ = None if out_dtype is None else fp8_format(out_dtype)
+    memory = total = y if format_ is None else fp8_memory(y)
     if residual is not None:
         dtype = torch.promote_types(x.dtype, residual.dtype)
         total = torch.empty(x.shape, dtype=dtype, device=x.device)
     if y.numel() == 0:
         return y, total
     rows = as_rows(x)
-    stream = None if residual is None else as_rows(residual)
-    num_rows, width = rows.shape
-    tile = row_tile(kernel, x.device, width)
-    _rms_norm[(tile.row_blocks(num_rows),)](
-        rows,
-        stream,
-        weight,
-        y,
-        total,
-        num_rows,
-        rows.stride(0),
-        0 if stream is None else stream.stride(0),
-        eps,
-        WIDTH=width,
-        PLUS_ONE=plus_one,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    stream, gates = (None if beside is None else as_rows(beside) for beside in (residual, gate))
+    other = stream if gates is None else gates
+    size = group_size or rows.shape[1]
+    num_groups = y.numel() // size
+    tile = row_tile(tuning, x.device, size)
+    _norm_groups[(tile.row_blocks(num_groups),)](
+        rows, stream, gates, weight, bias, scale, memory, total, num_groups, rows.stride(0),
+        0 if other is None else other.stride(0), eps, None if format_ is None else format_.largest,
+        PER_ROW=rows.shape[1] // size, SIZE=size, KIND=kind, FORMAT=format_, **tile.options,
+    )  # fmt: skip
     return y, total
 
 
 @triton.jit
-def _rms_norm(
-    x,
-    residual,
-    weight,
-    y,
-    total,
-    num_rows,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    PLUS_ONE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    there = row < num_rows
-    x += row * x_stride
-    y += row * WIDTH
+def _norm_groups(
+    x, residual, gate, weight, bias, divisor, y, total, num_groups, x_stride, other_stride, eps,
+    largest,
+    PER_ROW: tl.constexpr, SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row, first = group // PER_ROW, (group % PER_ROW) * SIZE
+    if divisor is not None:
+        divisor = tl.load(divisor)
     if residual is not None:
-        residual += row * residual_stride
-        total += row * WIDTH
-    if COLUMNS >= WIDTH:
-        inside = there & (column < WIDTH)
-        value = _sum(x, residual, total, column, inside)
-        if residual is not None:
-            tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
-        square = tl.sum(value * value, axis=1, keep_dims=True)
-        factor = _weight(weight, column, column < WIDTH, PLUS_ONE)
-        scale = tl.rsqrt(square * (1.0 / WIDTH) + eps)
-        tl.store(y + column, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
-    else:
-        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, WIDTH, COLUMNS):
-            place = start + column
-            inside = there & (place < WIDTH)
-            value = _sum(x, residual, total, place, inside)
-            if residual is not None:
-                tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
-            squares += value * value
-        square = tl.sum(squares, axis=1, keep_dims=True)
-        scale = tl.rsqrt(square * (1.0 / WIDTH) + eps)
-        for start in range(0, WIDTH, COLUMNS):
-            place = start + column
-            inside = there & (place < WIDTH)
-            # Added again: what this program has just stored, another of its threads may hold.
-            value = _sum(x, residual, total, place, inside)
-            factor = _weight(weight, place, place < WIDTH, PLUS_ONE)
-            tl.store(y + place, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
+        residual += row * other_stride + first
+        total += group * SIZE
+    if gate is not None:
+        gate += row * other_stride + first
+    if PER_ROW > 1 and weight is not None:
+        weight += first
+    norm_rows(
+        x + row * x_stride + first, residual, gate, weight, bias, divisor, y + group * SIZE, total,
+        group < num_groups, eps, largest, SIZE, KIND, FORMAT, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
-def _sum(x, residual, total, column, inside):
-    """Return x plus residual, rounded to the dtype that the sum is stored in."""
+def norm_rows(
+    x, residual, gate, weight, bias, divisor, y, total, there, eps, largest,
+    SIZE: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Normalise the row at each of a column of pointers.
+
+    Args:
+        KIND: "rms", to the root mean square of 1; "plus one", the same with weights that are one
+            less than they count; "gate first" and "norm first", the same with a gate; "l2", to the
+            length of 1; "layer", to the mean of 0 and the variance of 1.
+    """
+    column = tl.arange(0, COLUMNS)[None, :]
+    share: tl.constexpr = 1.0 if KIND == "l2" else 1.0 / SIZE
+    if COLUMNS >= SIZE:
+        inside = there & (column < SIZE)
+        value = _given(x, residual, gate, total, column, inside, KIND)
+        if residual is not None:
+            tl.store(total + column, value.to(total.dtype.element_ty), mask=inside)
+        if KIND == "layer":
+            mean = tl.sum(value, axis=1, keep_dims=True) * share
+            value = tl.where(inside, value - mean, 0.0)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) * share + eps)
+        result = _finished(value * scale, gate, weight, bias, column, inside, SIZE, KIND)
+        _store(y + column, result, inside, divisor, largest, FORMAT)
+    else:
+        zeros = tl.zeros_like(there).to(tl.float32) + tl.zeros([1, COLUMNS], tl.float32)
+        if KIND == "layer":
+            sums = zeros
+            for start in range(0, SIZE, COLUMNS):
+                inside = there & (start + column < SIZE)
+                sums += _given(x, residual, gate, total, start + column, inside, KIND)
+            mean = tl.sum(sums, axis=1, keep_dims=True) * share
+        squares = zeros
+        for start in range(0, SIZE, COLUMNS):
+            place = start + column
+            inside = there & (place < SIZE)
+            value = _given(x, residual, gate, total, place, inside, KIND)
+            if residual is not None:
+                tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
+            if KIND == "layer":
+                value = tl.where(inside, value - mean, 0.0)
+            squares += value * value
+        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) * share + eps)
+        for start in range(0, SIZE, COLUMNS):
+            place = start + column
+            inside = there & (place < SIZE)
+            # Added again: what this program has just stored, another of its threads may hold.
+            value = _given(x, residual, gate, total, place, inside, KIND)
+            if KIND == "layer":
+                value -= mean
+            result = _finished(value * scale, gate, weight, bias, place, inside, SIZE, KIND)
+            _store(y + place, result, inside, divisor, largest, FORMAT)
+
+
+@triton.jit
+def _given(x, residual, gate, total, column, inside, KIND: tl.constexpr):
+    """Return what is normalised; a sum is rounded to the dtype that it is stored in."""
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + column, mask=inside, other=0.0).to(tl.float32)
         value = value.to(total.dtype.element_ty).to(tl.float32)
+    if KIND == "gate first":
+        value *= _opening(gate, column, inside)
     return value
 
 
 @triton.jit
-def _weight(weight, column, inside, PLUS_ONE: tl.constexpr):
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PLUS_ONE:
-        factor += 1.0
-    return factor
-
-
-@triton.jit
-def _layer_norm(
-    x,
-    weight,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = tl.arange(0, COLUMNS)[None, :]
-    there = row < num_rows
-    x += row * x_stride
-    y += row * WIDTH
-    if COLUMNS >= WIDTH:
-        inside = there & (column < WIDTH)
-        value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.sum(value, axis=1, keep_dims=True) * (1.0 / WIDTH)
-        centred = tl.where(inside, value - mean, 0.0)
-        variance = tl.sum(centred * centred, axis=1, keep_dims=True) * (1.0 / WIDTH)
-        result = _affine(centred * tl.rsqrt(variance + eps), weight, bias, column, column < WIDTH)
-        tl.store(y + column, result.to(y.dtype.element_ty), mask=inside)
-    else:
-        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, WIDTH, COLUMNS):
-            place = start + column
-            inside = there & (place < WIDTH)
-            sums += tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.sum(sums, axis=1, keep_dims=True) * (1.0 / WIDTH)
-        squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, WIDTH, COLUMNS):
-            place = start + column
-            inside = there & (place < WIDTH)
-            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            centred = tl.where(inside, value - mean, 0.0)
-            squares += centred * centred
-        variance = tl.sum(squares, axis=1, keep_dims=True) * (1.0 / WIDTH)
-        scale = tl.rsqrt(variance + eps)
-        for start in range(0, WIDTH, COLUMNS):
-            place = start + column
-            inside = there & (place < WIDTH)
-            value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            result = _affine((value - mean) * scale, weight, bias, place, place < WIDTH)
-            tl.store(y + place, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _affine(value, weight, bias, column, inside):
+def _finished(value, gate, weight, bias, column, inside, SIZE: tl.constexpr, KIND: tl.constexpr):
+    """Return what becomes of a normalised row."""
     if weight is not None:
-        value *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        value *= factor + 1.0 if KIND == "plus one" else factor
     if bias is not None:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if KIND == "norm first":
+        value *= _opening(gate, column, inside)
     return value
+
+
+@triton.jit
+def _opening(gate, column, inside):
+    closed = tl.load(gate + column, mask=inside, other=0.0).to(tl.float32)
+    return closed / (1.0 + tl.exp(-closed))
+
+
+@triton.jit
+def _store(target, value, inside, divisor, largest, FORMAT: tl.constexpr):
+    dtype: tl.constexpr = target.dtype.element_ty
+    if divisor is not None:
+        code = quantized(value, divisor, 0.0, largest, dtype, FORMAT)
+        tl.store(target, code, mask=inside)
+    else:
+        tl.store(target, value.to(dtype), mask=inside)
+
+
+def _norm(dtype: torch.dtype, width: int) -> Callable[[], tuple[Any, ...]]:
+    return given((dtype, 64, width), (dtype, width), 1e-6)
+
+
+def _added_norm(width: int) -> Callable[[], tuple[Any, ...]]:
+    return given((BF16, 64, width), (FP32, 64, width), (BF16, width), 1e-6)
+
+
+def _quantized_norm(width: int) -> Build:
+    arguments = given((BF16, 64, width), (BF16, width), (FP32, 1), 1e-6, E4M3)
+    dims = {"out_dtype": "float8_e4m3fn"}
+    label = f"float8_e4m3fn, {width} wide"
+    return Build("rms_norm_quantize_fp8_triton", label, arguments, dims=dims)
+
+
+BUILDS = (
+    Build("rms_norm_triton", "bfloat16, 4096 wide", _norm(BF16, 4096)),
+    Build("rms_norm_triton", "float32, 128 wide", _norm(FP32, 128), "float32"),
+    Build("rms_norm_triton", "float16, 20000 wide", _norm(FP16, 20000), "float16"),
+    Build("fused_add_rms_norm_triton", "4096 wide", _added_norm(4096)),
+    Build("fused_add_rms_norm_triton", "18432 wide", _added_norm(18432)),
+    Build("gemma_rms_norm_triton", "3584 wide", _norm(BF16, 3584)),
+    Build("fused_add_gemma_rms_norm_triton", "3584 wide", _added_norm(3584)),
+    Build("layer_norm_triton", "4096 wide", given((BF16, 64, 4096), *[(BF16, 4096)] * 2, 1e-5)),
+    _quantized_norm(4096),
+    _quantized_norm(14336),
+)

@@ -22,21 +22,13 @@ if TYPE_CHECKING:
     from interposer_ops.quantized_linear._scaled_mm import fp8_linear_scaled_mm
     from interposer_ops.quantized_linear._weight_only_linear import w4a16_linear, w8a16_linear
 
+# fmt: off
 __all__ = [
-    "CodedProduct",
-    "StaticProduct",
-    "fp8_block_linear",
-    "fp8_linear",
-    "fp8_linear_scaled_mm",
-    "int8_linear",
-    "mxfp4_linear",
-    "mxfp8_linear",
-    "nvfp4_linear",
-    "tile_scales",
-    "w4a8_linear",
-    "w4a16_linear",
-    "w8a16_linear",
+    "CodedProduct", "StaticProduct", "fp8_block_linear", "fp8_linear", "fp8_linear_scaled_mm",
+    "int8_linear", "mxfp4_linear", "mxfp8_linear", "nvfp4_linear", "tile_scales", "w4a8_linear",
+    "w4a16_linear", "w8a16_linear",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -6,7 +6,10 @@ numbers and sums are float32 or wider; of two quantized operands, until the bias
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -14,20 +17,21 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_CASES = "interposer_ops.quantized_linear._block_scaled_linear_cases"
-
-
-@standard_op(
-    "mxfp4_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._block_scaled_linear_cases",
     emulation=DEQUANTIZES,
+)
+_both_quantized = partial(_op, tolerance=Tolerance(WITH_OUT_DTYPE), batched=("x", "x_scales"))
+
+
+@_op(
+    "mxfp4_linear",
     constants=("weight", "weight_scales", "bias"),
     tolerance=Tolerance(roundings=2),
     batched=("x",),
 )
-def mxfp4_linear(
-    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def mxfp4_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None) -> Tensor:
     """Project ``x``, which is not quantized, by MXFP4 weights.
 
     y = x (e2m1(weight) * 2^(weight_scales - 127))^T + bias; a scale holds for 32 inputs
@@ -47,22 +51,15 @@ def mxfp4_linear(
     return functional.linear(x.to(wide), dequantized, offset).to(x.dtype)
 
 
-@standard_op(
-    "mxfp8_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_both_quantized("mxfp8_linear", constants=("weight", "weight_scales", "bias"))
 def mxfp8_linear(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project MXFP8 by MXFP8.
 
     y = (x * 2^(x_scales - 127)) (weight * 2^(weight_scales - 127))^T + bias; a scale holds for 32
@@ -86,23 +83,16 @@ def mxfp8_linear(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
-@standard_op(
-    "nvfp4_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "alpha", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_both_quantized("nvfp4_linear", constants=("weight", "weight_scales", "alpha", "bias"))
 def nvfp4_linear(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    alpha: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    alpha: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project NVFP4 by NVFP4.
 
     y = (e2m1(x) * x_scales) (e2m1(weight) * weight_scales)^T * alpha + bias; a scale holds for 16
@@ -128,9 +118,9 @@ def nvfp4_linear(
     return (product if bias is None else product + bias).to(out_dtype)
 
 
-def _scaled(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _scaled(elements: Tensor, scales: Tensor) -> Tensor:
     """Return ``[..., I]`` elements, multiplied by the ``[..., I / B]`` scales of their blocks."""
     num_blocks = scales.shape[-1]
     blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
-    result: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
+    result: Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
     return result

@@ -5,18 +5,22 @@ I input features, O output features.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantized_linear._quantized_linear_cases import (
-    bias_of,
-    float8,
-    linear_case,
-    sampled_case,
+    Arguments,
+    LinearFormat,
+    features_of,
+    scaled_groups,
 )
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
-from interposer_testing.cases import Axis, CaseSpace, Point, normal
+from interposer_testing.cases import Axis, CaseSpace, Point
 
 # Shape of x without its last dimension, number of blocks, O.
 _SHAPES = {
@@ -46,90 +50,126 @@ _E4M3_CODES = {
     "smallest": (0x01, 0x0C),
     "largest": (0x70, 0x7F),
 }
+_ALPHA = 0.037
 _BIAS = {"": False, "bias": True}
 _CROSSED = {"shape": ("many rows", "odd sizes", "three dimensions"), "bias": ("bias",)}
+_ALONE = {"shape": ("no rows",)}
 
 
-def _mxfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    rows, num_blocks, out_features = point["shape"]
-    x = normal((*rows, 32 * num_blocks), dtype, generator)
-    weight = _bytes((out_features, 16 * num_blocks), generator)
-    scales = _exponents((out_features, num_blocks), point["exponents"], generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {"x": x, "weight": weight, "weight_scales": scales, "bias": bias}
-    dims = _dims(32 * num_blocks, out_features)
-    dequantized = _spread(_e2m1(weight), decode_e8m0(scales, torch.float64))
-    return linear_case(arguments, dims, x.double(), dequantized, bias, 0, stored_product=True)
+def _mxfp4_drawn(
+    dims: Dims,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    exponents: tuple[int, int] = _EXPONENTS[""],
+) -> dict[str, Any]:
+    in_features, out_features = features_of(dims)
+    weight = _bytes((out_features, in_features // 2), generator)
+    scales = _bytes((out_features, in_features // 32), generator, exponents)
+    x = normal_numbers((*rows, in_features), dtype, generator)
+    return {"x": x, "weight": weight, "weight_scales": scales, "bias": None}
 
 
-def _mxfp8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    rows, num_blocks, out_features = point["shape"]
-    x = float8((*rows, 32 * num_blocks), torch.float8_e4m3fn, generator)
-    x_scales = _exponents((*rows, num_blocks), (122, 128), generator)
-    weight = float8((out_features, 32 * num_blocks), torch.float8_e4m3fn, generator)
-    scales = _exponents((out_features, num_blocks), point["exponents"], generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
-        "x": x,
-        "x_scales": x_scales,
-        "weight": weight,
-        "weight_scales": scales,
-        "bias": bias,
-        "out_dtype": dtype,
-    }
-    dims = _dims(32 * num_blocks, out_features)
-    return linear_case(
-        arguments,
-        dims,
-        _spread(x.double(), decode_e8m0(x_scales, torch.float64)),
-        _spread(weight.double(), decode_e8m0(scales, torch.float64)),
-        bias,
-        0,
+def _mxfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    scales = decode_e8m0(arguments["weight_scales"], wide)
+    return arguments["x"].to(wide), scaled_groups(_e2m1(arguments["weight"], wide), scales)
+
+
+def _mxfp8_drawn(
+    dims: Dims,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    exponents: tuple[int, int] = _EXPONENTS[""],
+) -> dict[str, Any]:
+    in_features, out_features = features_of(dims)
+    weight = normal_numbers((out_features, in_features), torch.float8_e4m3fn, generator)
+    scales = _bytes((out_features, in_features // 32), generator, exponents)
+    x = normal_numbers((*rows, in_features), torch.float8_e4m3fn, generator)
+    x_scales = _bytes((*rows, in_features // 32), generator, (122, 128))
+    operands = {"x": x, "x_scales": x_scales, "weight": weight, "weight_scales": scales}
+    return {**operands, "bias": None, "out_dtype": dtype}
+
+
+def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, weight = (
+        scaled_groups(arguments[name].to(wide), decode_e8m0(arguments[f"{name}_scales"], wide))
+        for name in ("x", "weight")
     )
+    return x, weight
 
 
-def _nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    rows, num_blocks, out_features = point["shape"]
-    x = _bytes((*rows, 8 * num_blocks), generator)
-    x_scales = _e4m3((*rows, num_blocks), (0x20, 0x40), generator)
-    weight = _bytes((out_features, 8 * num_blocks), generator)
-    scales = _e4m3((out_features, num_blocks), point["block scales"], generator)
-    alpha = torch.tensor([point["alpha"]])
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
+def _nvfp4_drawn(
+    dims: Dims,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    codes: tuple[int, int] = _E4M3_CODES[""],
+    alpha: float = _ALPHA,
+) -> dict[str, Any]:
+    in_features, out_features = features_of(dims)
+    weight = _bytes((out_features, in_features // 2), generator)
+    scales = _bytes((out_features, in_features // 16), generator, codes)
+    x = _bytes((*rows, in_features // 2), generator)
+    x_scales = _bytes((*rows, in_features // 16), generator, (0x20, 0x40))
+    return {
         "x": x,
-        "x_scales": x_scales,
+        "x_scales": x_scales.view(torch.float8_e4m3fn),
         "weight": weight,
-        "weight_scales": scales,
-        "alpha": alpha,
-        "bias": bias,
+        "weight_scales": scales.view(torch.float8_e4m3fn),
+        "alpha": torch.tensor([alpha]),
+        "bias": None,
         "out_dtype": dtype,
     }
-    dims = _dims(16 * num_blocks, out_features)
-    scaled = _spread(_e2m1(x), x_scales.double()) * alpha.double()
-    dequantized = _spread(_e2m1(weight), scales.double())
-    # The scalings of both operands and that of the sum.
-    return linear_case(arguments, dims, scaled, dequantized, bias, 4)
+
+
+def _nvfp4_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, weight = (
+        scaled_groups(_e2m1(arguments[name], wide), arguments[f"{name}_scales"].to(wide))
+        for name in ("x", "weight")
+    )
+    return x * arguments["alpha"].to(wide), weight
+
+
+_MXFP4 = LinearFormat(_mxfp4_drawn, _mxfp4_dequantized, scalings=0, stored_product=True)
+_MXFP8 = LinearFormat(_mxfp8_drawn, _mxfp8_dequantized, scalings=0)
+# The scalings of both operands and that of the sum.
+_NVFP4 = LinearFormat(_nvfp4_drawn, _nvfp4_dequantized, scalings=4)
+
+
+def _build(
+    point: Point,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    made_of: LinearFormat,
+    block_size: int,
+    **axes: str,
+) -> Case:
+    """Return the case of a point.
+
+    Args:
+        axes: those whose values are options of ``made_of.drawn``.
+    """
+    rows, num_blocks, out_features = point["shape"]
+    dims = {"in_features": block_size * num_blocks, "out_features": out_features}
+    options = {name: point[axis] for name, axis in axes.items()}
+    return made_of.case(dims, rows, dtype, generator, biased=point["bias"], **options)
 
 
 mxfp4_linear_cases = CaseSpace(
-    _mxfp4,
+    partial(_build, made_of=_MXFP4, block_size=32, exponents="exponents"),
     Axis("shape", _SHAPES),
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
-    strided={
-        "x": "rows",
-        "weight": "offset",
-        "weight_scales": "offset",
-        "bias": "offset",
-    },
+    strided={"x": "rows", "weight": "offset", "weight_scales": "offset", "bias": "offset"},
     crossed={**_CROSSED, "exponents": ("", "far apart")},
-    alone={"shape": ("no rows",)},
+    alone=_ALONE,
 )
 """All codes with scales that are equal, near or far apart; the weights are exact in bfloat16."""
 
 mxfp8_linear_cases = CaseSpace(
-    _mxfp8,
+    partial(_build, made_of=_MXFP8, block_size=32, exponents="exponents"),
     Axis("shape", _SHAPES),
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
@@ -141,15 +181,15 @@ mxfp8_linear_cases = CaseSpace(
         "bias": "offset",
     },
     crossed={**_CROSSED, "exponents": ("", "far apart")},
-    alone={"shape": ("no rows",)},
+    alone=_ALONE,
 )
 """Scales of both operands that are equal, near or far apart."""
 
 nvfp4_linear_cases = CaseSpace(
-    _nvfp4,
+    partial(_build, made_of=_NVFP4, block_size=16, codes="block scales", alpha="alpha"),
     Axis("shape", _SHAPES),
     Axis("block scales", _E4M3_CODES),
-    Axis("alpha", {"": 0.037, "alpha of one": 1.0}),
+    Axis("alpha", {"": _ALPHA, "alpha of one": 1.0}),
     Axis("bias", _BIAS),
     strided={
         "x": "rows",
@@ -160,7 +200,7 @@ nvfp4_linear_cases = CaseSpace(
         "bias": "offset",
     },
     crossed={**_CROSSED, "block scales": ("",), "alpha": ("",)},
-    alone={"shape": ("no rows",)},
+    alone=_ALONE,
     # 64 blocks of the largest numbers are beyond float16.
     valid=lambda point, dtype: (
         not (point.labels["block scales"] == "largest" and dtype == torch.float16)
@@ -169,90 +209,15 @@ nvfp4_linear_cases = CaseSpace(
 )
 """Block scales from subnormal to the largest, with and without a scale of the whole."""
 
-
-def mxfp4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    weight = _bytes((out_features, in_features // 2), generator)
-    scales = _exponents((out_features, in_features // 32), _EXPONENTS[""], generator)
-    x = normal_numbers((num_tokens, in_features), dtype, generator)
-    arguments = {"x": x, "weight": weight, "weight_scales": scales, "bias": None}
-    dequantized = _spread(_e2m1(weight), decode_e8m0(scales, torch.float64))
-    return sampled_case(arguments, dims, x, dequantized, 0)
+mxfp4_linear_sample, mxfp8_linear_sample = _MXFP4.sample, _MXFP8.sample
+nvfp4_linear_sample = _NVFP4.sample
 
 
-def mxfp8_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight without bias."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    shape = (out_features, in_features)
-    weight = normal_numbers(shape, torch.float8_e4m3fn, generator)
-    scales = _exponents((out_features, in_features // 32), _EXPONENTS[""], generator)
-    x = normal_numbers((num_tokens, in_features), torch.float8_e4m3fn, generator)
-    x_scales = _exponents((num_tokens, in_features // 32), (122, 128), generator)
-    arguments = {
-        "x": x,
-        "x_scales": x_scales,
-        "weight": weight,
-        "weight_scales": scales,
-        "bias": None,
-        "out_dtype": dtype,
-    }
-    scaled = _spread(x.double(), decode_e8m0(x_scales, torch.float64))
-    dequantized = _spread(weight.double(), decode_e8m0(scales, torch.float64))
-    return sampled_case(arguments, dims, scaled, dequantized, 0)
-
-
-def nvfp4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight without bias."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    weight = _bytes((out_features, in_features // 2), generator)
-    scales = _e4m3((out_features, in_features // 16), _E4M3_CODES[""], generator)
-    alpha = torch.tensor([0.037])
-    x = _bytes((num_tokens, in_features // 2), generator)
-    x_scales = _e4m3((num_tokens, in_features // 16), (0x20, 0x40), generator)
-    arguments = {
-        "x": x,
-        "x_scales": x_scales,
-        "weight": weight,
-        "weight_scales": scales,
-        "alpha": alpha,
-        "bias": None,
-        "out_dtype": dtype,
-    }
-    scaled = _spread(_e2m1(x), x_scales.double()) * alpha.double()
-    return sampled_case(arguments, dims, scaled, _spread(_e2m1(weight), scales.double()), 4)
-
-
-def _bytes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-
-def _exponents(
-    shape: tuple[int, ...], bounds: tuple[int, int], generator: torch.Generator
-) -> torch.Tensor:
+def _bytes(
+    shape: tuple[int, ...], generator: torch.Generator, bounds: tuple[int, int] = (0, 256)
+) -> Tensor:
     return torch.randint(*bounds, shape, dtype=torch.uint8, generator=generator)
 
 
-def _e4m3(
-    shape: tuple[int, ...], codes: tuple[int, int], generator: torch.Generator
-) -> torch.Tensor:
-    return _exponents(shape, codes, generator).view(torch.float8_e4m3fn)
-
-
-def _e2m1(packed: torch.Tensor) -> torch.Tensor:
-    return decode_e2m1(unpack_nibbles(packed), torch.float64)
-
-
-def _spread(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return elements ``[..., I]`` times the scales ``[..., I / B]`` of their blocks."""
-    num_blocks = scales.shape[-1]
-    blocks = elements.unflatten(-1, (num_blocks, elements.shape[-1] // num_blocks))
-    result: torch.Tensor = (blocks * scales.unsqueeze(-1)).flatten(-2)
-    return result
-
-
-def _dims(in_features: int, out_features: int) -> Dims:
-    return {"in_features": in_features, "out_features": out_features}
+def _e2m1(packed: Tensor, wide: torch.dtype) -> Tensor:
+    return decode_e2m1(unpack_nibbles(packed), wide)

@@ -6,32 +6,33 @@ Sums, scaled in whatever order, are float32 or wider until the bias was added.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 
-_CASES = "interposer_ops.quantized_linear._fp8_linear_cases"
-
-
-@standard_op(
-    "fp8_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._fp8_linear_cases",
     emulation=DEQUANTIZES,
-    constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scale"),
 )
+
+
+@_op("fp8_linear", constants=("weight", "weight_scale", "bias"), batched=("x", "x_scale"))
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of 8 bits with scales per tensor or per row of each.
 
     y = (x weight^T) * x_scale * weight_scale + bias
@@ -52,24 +53,17 @@ def fp8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@standard_op(
-    "fp8_block_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scales"),
-)
+@_op("fp8_block_linear", constants=("weight", "weight_scales", "bias"), batched=("x", "x_scales"))
 def fp8_block_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight_scales: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scales: Tensor,
+    weight_scales: Tensor,
     block_rows: int,
     block_columns: int,
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of 8 bits with a scale for every block of each.
 
     A block of the weight is R outputs by C inputs, one of ``x`` C inputs of one token. The last

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantized_linear._quantized_linear_cases import (
-    bias_of,
-    float8,
-    linear_case,
-    sampled_case,
+    Arguments,
+    LinearFormat,
+    features_of,
 )
 from interposer_testing.cases import Axis, CaseSpace, Point, uniform
 
@@ -26,9 +28,9 @@ _SHAPES = {
     "long sum": ((3,), 2048, 16),
 }
 _FORMATS = {
-    "": (torch.float8_e4m3fn, torch.float8_e4m3fn),
-    "e5m2 inputs": (torch.float8_e5m2, torch.float8_e4m3fn),
-    "fnuz": (torch.float8_e4m3fnuz, torch.float8_e4m3fnuz),
+    "": ("float8_e4m3fn", "float8_e4m3fn"),
+    "e5m2 inputs": ("float8_e5m2", "float8_e4m3fn"),
+    "fnuz": ("float8_e4m3fnuz", "float8_e4m3fnuz"),
 }
 # Shape of x without its last dimension, I, O, rows and columns of a block.
 _BLOCKED_SHAPES = {
@@ -46,79 +48,95 @@ _BLOCKED_SHAPES = {
 }
 _BIAS = {"": False, "bias": True}
 # Beyond the range of the other formats, for which there is e5m2.
-_DEVIATIONS = {torch.float8_e5m2: 1000.0}
+_DEVIATIONS = {"float8_e5m2": 1000.0}
+
+
+def _drawn(
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    in_features, out_features = features_of(dims)
+    per_output, per_token = dims["weight_scales"] == "channel", dims["x_scales"] == "token"
+    weight = _numbers((out_features, in_features), dims["weight_dtype"], generator)
+    weight_scale = _scales((out_features,) if per_output else (1,), in_features**-0.5, generator)
+    size = _DEVIATIONS.get(str(dims["x_dtype"]), 1.0)
+    x = _numbers((*rows, in_features), dims["x_dtype"], generator, size)
+    x_scale = _scales((*rows, 1) if per_token else (1,), 1 / size, generator)
+    operands = {"x": x, "weight": weight, "x_scale": x_scale, "weight_scale": weight_scale}
+    return {**operands, "bias": None, "out_dtype": dtype}
+
+
+def _dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, weight = arguments["x"].to(wide), arguments["weight"].to(wide)
+    weight_scale = arguments["weight_scale"].to(wide).unsqueeze(-1)
+    return x * arguments["x_scale"].to(wide), weight * weight_scale
+
+
+def _blocks_drawn(
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Any]:
+    in_features, out_features = features_of(dims)
+    block_rows, block_columns = int(dims["block_rows"]), int(dims["block_columns"])
+    num_rows, num_columns = -(-out_features // block_rows), -(-in_features // block_columns)
+    weight = _numbers((out_features, in_features), dims["weight_dtype"], generator)
+    weight_scales = _scales((num_rows, num_columns), in_features**-0.5, generator)
+    size = _DEVIATIONS.get(str(dims["x_dtype"]), 1.0)
+    x = _numbers((*rows, in_features), dims["x_dtype"], generator, size)
+    x_scales = _scales((*rows, num_columns), 1 / size, generator)
+    operands = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
+    block = {"block_rows": block_rows, "block_columns": block_columns}
+    return {**operands, **block, "bias": None, "out_dtype": dtype}
+
+
+def _blocks_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    out_features, in_features = arguments["weight"].shape
+    columns, blocks = (
+        arguments[name]
+        .to(wide)
+        .repeat_interleave(arguments["block_columns"], -1)[..., :in_features]
+        for name in ("x_scales", "weight_scales")
+    )
+    blocks = blocks.repeat_interleave(arguments["block_rows"], 0)[:out_features]
+    return arguments["x"].to(wide) * columns, arguments["weight"].to(wide) * blocks
+
+
+_FP8 = LinearFormat(_drawn, _dequantized, scalings=3)
+_FP8_BLOCKS = LinearFormat(_blocks_drawn, _blocks_dequantized, scalings=3)
 
 
 def _fp8_linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     rows, in_features, out_features = point["shape"]
     x_dtype, weight_dtype = point["formats"]
-    size = _DEVIATIONS.get(x_dtype, 1.0)
-    x = float8((*rows, in_features), x_dtype, generator, size)
-    weight = float8((out_features, in_features), weight_dtype, generator)
-    per_token, per_output = point["x scales"], point["weight scales"]
-    x_scale = _scales((*rows, 1) if per_token else (1,), 1 / size, generator)
-    weight_scale = _scales((out_features,) if per_output else (1,), in_features**-0.5, generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "x_scale": x_scale,
-        "weight_scale": weight_scale,
-        "bias": bias,
-        "out_dtype": dtype,
-    }
     dims = {
         "in_features": in_features,
         "out_features": out_features,
-        "x_dtype": _name(x_dtype),
-        "weight_dtype": _name(weight_dtype),
-        "x_scales": "token" if per_token else "tensor",
-        "weight_scales": "channel" if per_output else "tensor",
+        "x_dtype": x_dtype,
+        "weight_dtype": weight_dtype,
+        "x_scales": point["x scales"],
+        "weight_scales": point["weight scales"],
     }
-    dequantized = weight.double() * weight_scale.double().unsqueeze(-1)
-    return linear_case(arguments, dims, x.double() * x_scale.double(), dequantized, bias, 3)
+    return _FP8.case(dims, rows, dtype, generator, biased=point["bias"])
 
 
 def _fp8_block_linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     rows, in_features, out_features, block_rows, block_columns = point["shape"]
     x_dtype, weight_dtype = point["formats"]
-    size = _DEVIATIONS.get(x_dtype, 1.0)
-    x = float8((*rows, in_features), x_dtype, generator, size)
-    weight = float8((out_features, in_features), weight_dtype, generator)
-    num_rows, num_columns = -(-out_features // block_rows), -(-in_features // block_columns)
-    x_scales = _scales((*rows, num_columns), 1 / size, generator)
-    weight_scales = _scales((num_rows, num_columns), in_features**-0.5, generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "x_scales": x_scales,
-        "weight_scales": weight_scales,
-        "block_rows": block_rows,
-        "block_columns": block_columns,
-        "bias": bias,
-        "out_dtype": dtype,
-    }
     dims = {
         "in_features": in_features,
         "out_features": out_features,
         "block_rows": block_rows,
         "block_columns": block_columns,
-        "x_dtype": _name(x_dtype),
-        "weight_dtype": _name(weight_dtype),
+        "x_dtype": x_dtype,
+        "weight_dtype": weight_dtype,
     }
-    columns = _spread(x_scales, block_columns, in_features)
-    blocks = _spread(weight_scales, block_columns, in_features)
-    blocks = blocks.repeat_interleave(block_rows, 0)[:out_features]
-    return linear_case(arguments, dims, x.double() * columns, weight.double() * blocks, bias, 3)
+    return _FP8_BLOCKS.case(dims, rows, dtype, generator, biased=point["bias"])
 
 
 fp8_linear_cases = CaseSpace(
     _fp8_linear,
     Axis("shape", _SHAPES),
     Axis("formats", _FORMATS),
-    Axis("x scales", {"": False, "token": True}),
-    Axis("weight scales", {"": False, "channel": True}),
+    Axis("x scales", {"": "tensor", "token": "token"}),
+    Axis("weight scales", {"": "tensor", "channel": "channel"}),
     Axis("bias", _BIAS),
     strided={
         "x": "rows",
@@ -137,7 +155,8 @@ fp8_linear_cases = CaseSpace(
     alone={"shape": ("no rows",)},
     # A single row or output has one scale either way.
     valid=lambda point, _: (
-        point.labels["shape"] != "one element" or not (point["x scales"] or point["weight scales"])
+        point.labels["shape"] != "one element"
+        or point["x scales"] == point["weight scales"] == "tensor"
     ),
 )
 """Granularities of both scales in all combinations, with three pairs of formats."""
@@ -162,65 +181,15 @@ fp8_block_linear_cases = CaseSpace(
 )
 """Blocks that divide the weight or not. Kernels want scales of ``x`` in either order of memory."""
 
-
-def fp8_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight without bias."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    weight = _sampled(out_features, in_features, dims["weight_dtype"], generator)
-    per_output, per_token = dims["weight_scales"] == "channel", dims["x_scales"] == "token"
-    weight_scale = _scales((out_features,) if per_output else (1,), in_features**-0.5, generator)
-    x = _sampled(num_tokens, in_features, dims["x_dtype"], generator)
-    x_scale = _scales((num_tokens, 1) if per_token else (1,), 1.0, generator)
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "x_scale": x_scale,
-        "weight_scale": weight_scale,
-        "bias": None,
-        "out_dtype": dtype,
-    }
-    scaled = weight.float() * weight_scale.unsqueeze(-1)
-    return sampled_case(arguments, dims, x.float() * x_scale, scaled, 3)
+fp8_linear_sample, fp8_block_linear_sample = _FP8.sample, _FP8_BLOCKS.sample
 
 
-def fp8_block_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight without bias."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    block_rows, block_columns = int(dims["block_rows"]), int(dims["block_columns"])
-    num_rows, num_columns = -(-out_features // block_rows), -(-in_features // block_columns)
-    weight = _sampled(out_features, in_features, dims["weight_dtype"], generator)
-    weight_scales = _scales((num_rows, num_columns), in_features**-0.5, generator)
-    x = _sampled(num_tokens, in_features, dims["x_dtype"], generator)
-    x_scales = _scales((num_tokens, num_columns), 1.0, generator)
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "x_scales": x_scales,
-        "weight_scales": weight_scales,
-        "block_rows": block_rows,
-        "block_columns": block_columns,
-        "bias": None,
-        "out_dtype": dtype,
-    }
-    # Each scale is bounded by the largest one of its tensor.
-    largest = float(x_scales.max()) * float(weight_scales.max())
-    return sampled_case(arguments, dims, x.float() * largest, weight.float(), 3)
-
-
-def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> torch.Tensor:
+def _scales(shape: tuple[int, ...], size: float, generator: torch.Generator) -> Tensor:
     """Return scales that differ by up to four times."""
     return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
 
 
-def _spread(scales: torch.Tensor, block_columns: int, in_features: int) -> torch.Tensor:
-    return scales.double().repeat_interleave(block_columns, -1)[..., :in_features]
-
-
-def _sampled(rows: int, columns: int, dtype: object, generator: torch.Generator) -> torch.Tensor:
-    return normal_numbers((rows, columns), getattr(torch, str(dtype)), generator)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _numbers(
+    shape: tuple[int, ...], dtype: object, generator: torch.Generator, deviation: float = 1.0
+) -> Tensor:
+    return normal_numbers(shape, getattr(torch, str(dtype)), generator, deviation)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -10,27 +13,25 @@ from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantized_linear._quantized_linear_cases import WITH_OUT_DTYPE
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_INT8_LINEAR_CASES = "interposer_ops.quantized_linear._int8_linear_cases"
-_W4A8_LINEAR_CASES = "interposer_ops.quantized_linear._w4a8_linear_cases"
-
-
-@standard_op(
-    "int8_linear",
-    cases=_INT8_LINEAR_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._int8_linear_cases",
     emulation=DEQUANTIZES,
-    constants=("weight", "weight_scale", "bias"),
     tolerance=Tolerance(WITH_OUT_DTYPE),
     batched=("x", "x_scale", "x_zero_point"),
 )
+
+
+@_op("int8_linear", constants=("weight", "weight_scale", "bias"))
 def int8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    x_zero_point: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by int8 weights that are symmetric around zero.
 
     y = ((x - x_zero_point) weight^T) * x_scale * weight_scale + bias; the sum is exact, the rest
@@ -56,24 +57,17 @@ def int8_linear(
     return (scaled if bias is None else scaled + bias).to(out_dtype)
 
 
-@standard_op(
-    "w4a8_linear",
-    cases=_W4A8_LINEAR_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "weight_scales", "weight_zero_points", "bias"),
-    tolerance=Tolerance(WITH_OUT_DTYPE),
-    batched=("x", "x_scale", "x_zero_point"),
-)
+@_op("w4a8_linear", constants=("weight", "weight_scales", "weight_zero_points", "bias"))
 def w4a8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scales: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    weight_zero_points: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scales: Tensor,
+    x_zero_point: Tensor | None,
+    weight_zero_points: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Project ``x`` by weights of four bits; each of their scales holds for G inputs.
 
     y = sum_g(((x_g - x_zero_point) (weight_g - weight_zero_points_g)^T) * weight_scales_g)

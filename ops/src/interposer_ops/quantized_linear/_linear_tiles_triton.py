@@ -12,6 +12,12 @@ import triton.language as tl
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.parameters import parameters_for, per_device
 
+STEPS = tuple(
+    (f"{tokens} tokens, 4096 to {outputs}", tokens, outputs)
+    for tokens, outputs in ((1, 4096), (64, 14336), (4096, 14336))
+)
+"""Builds of an 8B model's sizes: a step of one sequence, of some, and a prefill."""
+
 
 class LinearTile(NamedTuple):
     """What a program computes, and how it is compiled.
@@ -40,6 +46,29 @@ class LinearTile(NamedTuple):
         """Return how many programs cover the result."""
         return -(-num_rows // self.rows) * -(-out_features // self.outputs)
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The launch options of a kernel with such tiles."""
+        sizes = {"ROW_TILE": self.rows, "OUTPUT_TILE": self.outputs, "STEP": self.inputs}
+        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**sizes, "GROUP": self.group, **compiled}
+
+
+class FeatureTile(NamedTuple):
+    """Output features, tokens and inputs of one step, and how it is compiled."""
+
+    features: int
+    tokens: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The launch options of a kernel with such tiles."""
+        sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
+        return {**sizes, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
     """Return the tile of ``kernel``, or that of ``kernel``_few where there are few rows."""
@@ -51,9 +80,7 @@ def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
 def _tile(kernel: str, device: torch.device) -> LinearTile:
     parameters = parameters_for(kernel, device)
     return LinearTile(
-        **parameters.blocks,
-        num_warps=parameters.num_warps,
-        num_stages=parameters.num_stages,
+        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
     )
 
 
@@ -98,3 +125,28 @@ def stored(result, bias, y, row, output, known, num_rows, OUTPUTS: tl.constexpr)
     target = y + row[:, None] * OUTPUTS + output[None, :]
     inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
     tl.store(target, result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def nibbles(
+    weight, row, first, end,
+    IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    INPUTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return codes of four bits from input ``first`` on, any number for those from ``end`` on."""
+    if GROUP_SIZE % 2 == 0:
+        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
+        both = loaded(weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED)
+        codes = tl.join((both & 15).to(DTYPE), (both >> 4).to(DTYPE)).reshape(row.shape[0], INPUTS)
+    else:  # every second group begins within a byte
+        element = first + tl.arange(0, INPUTS)[None, :]
+        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
+        shifted = loaded(place, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
+        codes = (shifted & 15).to(DTYPE)
+    return codes
+
+
+@triton.jit
+def loaded(place, there, MASKED: tl.constexpr):
+    """Return the numbers at ``place``, zeros where they are not ``there`` if some are not."""
+    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)

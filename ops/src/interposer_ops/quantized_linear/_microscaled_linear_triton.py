@@ -7,34 +7,41 @@ in registers, exactly, and multiplied as bfloat16 on every architecture.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer import Dims
+from interposer_ops._triton.build import BF16, E4M3, FP16, FP32, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
 from interposer_ops._triton.rows import as_rows
 from interposer_ops._triton.small_floats import unpacked
-from interposer_ops.quantized_linear._linear_tiles_triton import linear_tile, place_of
+from interposer_ops.quantized_linear._linear_tiles_triton import (
+    STEPS,
+    linear_tile,
+    place_of,
+    stored,
+)
 
 
 @triton_kernel("mxfp4_linear", judge="judge_operands", batch_invariant=False)
 def mxfp4_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None
+) -> Tensor:
     """Compute ``mxfp4_linear``; float16 is multiplied by elements, which are then scaled."""
     return _projected("mxfp4_linear", x, None, weight, weight_scales, None, bias, x.dtype)
 
 
 @triton_kernel("mxfp8_linear", judge="judge_operands", batch_invariant=False)
 def mxfp8_linear_triton(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``mxfp8_linear``."""
     codes = x.view(torch.uint8), x_scales, weight.view(torch.uint8), weight_scales
     return _projected("mxfp8_linear", *codes, None, bias, out_dtype)
@@ -42,29 +49,19 @@ def mxfp8_linear_triton(
 
 @triton_kernel("nvfp4_linear", judge="judge_operands", batch_invariant=False)
 def nvfp4_linear_triton(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    alpha: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
+    alpha: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``nvfp4_linear``."""
     codes = x, x_scales.view(torch.uint8), weight, weight_scales.view(torch.uint8)
     return _projected("nvfp4_linear", *codes, alpha, bias, out_dtype)
 
 
 def _projected(
-    kernel: str,
-    x: torch.Tensor,
-    x_scales: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scales: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    kernel: str, x: Tensor, x_scales: Tensor | None, weight: Tensor,
+    weight_scales: Tensor, alpha: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Return the projection; all that is not in a dtype that triton knows comes as bytes."""
     elements, scales, block = _FORMATS[kernel]
     out_features, num_blocks = weight_scales.shape
@@ -79,30 +76,13 @@ def _projected(
     # GPUs multiply without matrix instructions.
     small = late or x.dtype == torch.float32
     tile = linear_tile(kernel, x.device, 1 if small else num_rows)
+    tile = tile._replace(inputs=block) if small else tile
     _microscaled[(tile.num_programs(num_rows, out_features),)](
-        rows,
-        row_scales,
-        weight,
-        weight_scales,
-        alpha,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
+        rows, row_scales, weight, weight_scales, alpha, bias, y, num_rows, rows.stride(0),
         0 if row_scales is None else row_scales.stride(0),
-        INPUTS=num_blocks * block,
-        OUTPUTS=out_features,
-        ELEMENTS=elements,
-        SCALES=scales,
-        BLOCK=block,
-        LATE=late,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=block if small else tile.inputs,
-        GROUP=tile.group,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        INPUTS=num_blocks * block, OUTPUTS=out_features, ELEMENTS=elements, SCALES=scales,
+        BLOCK=block, LATE=late, **tile.options,
+    )  # fmt: skip
     return y
 
 
@@ -116,27 +96,11 @@ _FORMATS = {
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _microscaled(
-    x,
-    x_scales,
-    weight,
-    weight_scales,
-    alpha,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    x_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LATE: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x, x_scales, weight, weight_scales, alpha, bias, y, num_rows, x_stride, x_scale_stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ELEMENTS: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK: tl.constexpr, LATE: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     # What is past the end reads the first row or output instead, and is not stored.
     there = tl.where(row < num_rows, row, 0)
@@ -168,21 +132,12 @@ def _microscaled(
             total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision="ieee")
     if alpha is not None:
         total *= tl.load(alpha)
-    if bias is not None:
-        total += tl.load(bias + known).to(tl.float32)[None, :]
-    target = y + row[:, None] * OUTPUTS + output[None, :]
-    inside = (row < num_rows)[:, None] & (output < OUTPUTS)[None, :]
-    tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+    stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
 
 
 @triton.jit
 def _elements(
-    rows,
-    start,
-    FORMAT: tl.constexpr,
-    ROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    STEP: tl.constexpr,
+    rows, start, FORMAT: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, STEP: tl.constexpr
 ):
     """Return ``[ROWS, STEP]`` elements as float16; zeros past the last input."""
     if FORMAT == "e2m1":
@@ -221,3 +176,33 @@ def _scaled(numbers, scales, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.c
     """Return ``[ROWS, STEP]`` numbers times the scales of their blocks."""
     blocks = tl.reshape(numbers.to(tl.float32), (ROWS, STEP // BLOCK, BLOCK))
     return tl.reshape(blocks * scales[:, :, None], (ROWS, STEP))
+
+
+def _mxfp4(label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16) -> Build:
+    weight = (UINT8, outputs, 2048), (UINT8, outputs, 128)
+    arguments = given((dtype, tokens, 4096), *weight, (dtype, outputs))
+    return _build("mxfp4_linear_triton", label, outputs, arguments, dtype_name(dtype))
+
+
+def _mxfp8(label: str, tokens: int, outputs: int) -> Build:
+    x, weight = (((E4M3, rows, 4096), (UINT8, rows, 128)) for rows in (tokens, outputs))
+    return _build("mxfp8_linear_triton", label, outputs, given(*x, *weight, None, BF16))
+
+
+def _nvfp4(label: str, tokens: int, outputs: int) -> Build:
+    x, weight = (((UINT8, rows, 2048), (E4M3, rows, 256)) for rows in (tokens, outputs))
+    return _build("nvfp4_linear_triton", label, outputs, given(*x, *weight, (FP32, 1), None, BF16))
+
+
+def _build(
+    kernel: str, label: str, outputs: int, arguments: Callable[[], tuple[Any, ...]],
+    dtype: str = "bfloat16",
+) -> Build:  # fmt: skip
+    dims: Dims = {"in_features": 4096, "out_features": outputs}
+    return Build(kernel, label, arguments, dtype, dims, matrix=True)
+
+
+BUILDS = (
+    *(make(*step) for make in (_mxfp4, _mxfp8, _nvfp4) for step in STEPS),
+    *(_mxfp4(f"{tokens} tokens, float16", tokens, 4096, FP16) for tokens in (64, 4096)),
+)

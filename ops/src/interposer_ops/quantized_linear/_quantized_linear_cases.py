@@ -1,11 +1,16 @@
-"""What the cases of all quantized linears share. I input features, O output features."""
+"""Cases of projections by quantized weights: what those of all formats share.
+
+I input features, O output features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_testing.cases import longest_row, normal, peak
@@ -14,13 +19,67 @@ WITH_OUT_DTYPE = 2
 """Roundings to ``out_dtype``: of the result, and of what is expected, which is rounded to it as
 well. The bias is added before, where the scales are applied."""
 
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LinearFormat:
+    """The arguments of a projection by weights of one format, and what they stand for.
+
+    Attributes:
+        drawn: returns the arguments by dims, the shape of ``x`` without I, dtype, generator and
+            options; those of the weight are drawn first, and there is no bias.
+        dequantized: returns ``x`` and the weight ``[O, I]`` in a float dtype that is given.
+        scalings, stored_product: as of ``linear_case``.
+        beside: returns what it is in ``linear_case``, by the arguments and the weight.
+    """
+
+    drawn: Callable[..., dict[str, Any]]
+    dequantized: Callable[[Arguments, torch.dtype], tuple[Tensor, Tensor]]
+    scalings: int
+    stored_product: bool = False
+    beside: Callable[[Arguments, Tensor], float] = lambda _, __: 0.0
+
+    def case(
+        self,
+        dims: Dims,
+        rows: tuple[int, ...],
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        *,
+        biased: bool,
+        **options: Any,
+    ) -> Case:
+        """Return the case of arguments that are drawn with ``options``, and of a bias."""
+        arguments = self.drawn(dims, rows, dtype, generator, **options)
+        bias = bias_of(int(dims["out_features"]), dtype, generator, biased)
+        x, weight = self.dequantized(arguments, torch.float64)
+        return linear_case(
+            {**arguments, "bias": bias},
+            dims,
+            x,
+            weight,
+            bias,
+            self.scalings,
+            self.beside(arguments, weight),
+            stored_product=self.stored_product,
+        )
+
+    def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+        """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+        generator = torch.Generator().manual_seed(seed)
+        arguments = self.drawn(dims, (num_tokens,), dtype, generator)
+        x, weight = self.dequantized(arguments, torch.float32)
+        beside = self.beside(arguments, weight)
+        return sampled_case(arguments, dims, x, weight, self.scalings, beside)
+
 
 def linear_case(
-    arguments: Mapping[str, Any],
+    arguments: Arguments,
     dims: Dims,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     scalings: int,
     beside: float = 0.0,
     *,
@@ -48,12 +107,7 @@ def linear_case(
 
 
 def sampled_case(
-    arguments: Mapping[str, Any],
-    dims: Dims,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scalings: int,
-    beside: float = 0.0,
+    arguments: Arguments, dims: Dims, x: Tensor, weight: Tensor, scalings: int, beside: float = 0.0
 ) -> Case:
     """Return the case of a sample without bias, whose bounds come from the lengths of rows.
 
@@ -73,16 +127,19 @@ def sampled_case(
 
 def bias_of(
     out_features: int, dtype: torch.dtype, generator: torch.Generator, present: bool = True
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return a bias, or None where it is not ``present``."""
     return normal((out_features,), dtype, generator) if present else None
 
 
-def float8(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    deviation: float = 1.0,
-) -> torch.Tensor:
-    """Return normally distributed numbers of an 8-bit float."""
-    return normal(shape, torch.float32, generator, deviation).to(dtype)
+def features_of(dims: Dims) -> tuple[int, int]:
+    """Return how many input and output features there are."""
+    return int(dims["in_features"]), int(dims["out_features"])
+
+
+def scaled_groups(codes: Tensor, scales: Tensor, zero: Tensor | float = 0.0) -> Tensor:
+    """Return ``[..., I]`` codes less ``zero``, times the ``[..., I / G]`` scale of each group."""
+    groups = codes.unflatten(-1, (scales.shape[-1], codes.shape[-1] // scales.shape[-1]))
+    offset = zero.unsqueeze(-1) if isinstance(zero, Tensor) else zero
+    result: Tensor = ((groups - offset) * scales.unsqueeze(-1)).flatten(-2)
+    return result

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class CodedProduct:
     """
 
     quantize: Callable[..., Any]
-    product: Callable[..., torch.Tensor]
-    multiply: Callable[..., torch.Tensor]
+    product: Callable[..., Tensor]
+    multiply: Callable[..., Tensor]
     options: tuple[Any, ...] = ()
 
-    def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def __call__(self, x: Tensor, *operands: Any) -> Tensor:
         """Return ``[T, O]`` of ``x`` ``[T, I]``."""
         codes, scales = self.quantize(x, *self.options)
         return self.multiply(codes, scales, *operands)
@@ -48,7 +48,7 @@ class StaticProduct(CodedProduct):
 
     __slots__ = ()
 
-    def __call__(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def __call__(self, x: Tensor, *operands: Any) -> Tensor:
         """Return ``[T, O]`` of ``x`` ``[T, I]``."""
         *others, scale = operands
         codes = self.quantize(x, scale, *self.options)

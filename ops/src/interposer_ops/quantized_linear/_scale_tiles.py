@@ -10,7 +10,7 @@ Source: NVIDIA cuBLAS documentation, "1D Block Scaling Factors Layout" (128 rows
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
@@ -23,7 +23,7 @@ _LANES = 32
 
 
 @standard_op("tile_scales", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
-def tile_scales(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
+def tile_scales(scales: Tensor, rows_per_tile: int) -> Tensor:
     """Bring the scales of blocks into the order of tiles, with zeros where a tile is not full.
 
     Args:

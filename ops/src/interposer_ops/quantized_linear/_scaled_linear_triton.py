@@ -6,12 +6,27 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from interposer import Dim
+from interposer import Dim, Dims
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    FP32,
+    INT8,
+    INT32,
+    Build,
+    all_but,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear._linear_tiles_triton import (
+    STEPS,
     linear_tile,
     place_of,
     product,
@@ -21,27 +36,18 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
 
 @triton_kernel("fp8_linear", judge="judge_operands", batch_invariant=False)
 def fp8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_linear``; the sum is scaled once."""
     return _scaled("fp8_linear", x, weight, x_scale, weight_scale, None, bias, out_dtype)
 
 
 @triton_kernel("int8_linear", dims={"in_features": Dim(at_most=65536)}, judge="judge_integers")
 def int8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor,
+    x_zero_point: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``int8_linear``; the weights of an output are added up beside the product."""
     kernel = "int8_linear" if x_zero_point is None else "int8_linear_shifted"
     return _scaled(kernel, x, weight, x_scale, weight_scale, x_zero_point, bias, out_dtype)
@@ -54,15 +60,9 @@ def int8_linear_triton(
     batch_invariant=False,
 )
 def fp8_block_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scales: torch.Tensor,
-    weight_scales: torch.Tensor,
-    block_rows: int,
-    block_columns: int,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor,
+    block_rows: int, block_columns: int, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``fp8_block_linear``; the sum over each block is scaled before it is added."""
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -73,45 +73,24 @@ def fp8_block_linear_triton(
     num_rows = rows.shape[0]
     tile = linear_tile("fp8_block_linear", x.device, num_rows)
     # The largest power of two that divides a block: every turn of the loop has one scale.
-    step = min(tile.inputs, block_columns & -block_columns)
+    tile = tile._replace(inputs=min(tile.inputs, block_columns & -block_columns))
     how = operands(x.device, x.dtype, weight.dtype, tile.operand_bits)
     _block_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
         weight.view(torch.int8) if how.decoded else weight,
-        scales,
-        weight_scales,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
-        scales.stride(0),
-        scales.stride(1),
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=step,
-        GROUP=tile.group,
-        X_FORMAT=how.x,
-        WEIGHT_FORMAT=how.weight,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        scales, weight_scales, bias, y, num_rows,
+        rows.stride(0), scales.stride(0), scales.stride(1),
+        INPUTS=in_features, OUTPUTS=out_features, BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight, **tile.options,
+    )  # fmt: skip
     return y
 
 
 def _scaled(
-    kernel: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    kernel: str, x: Tensor, weight: Tensor, x_scale: Tensor,
+    weight_scale: Tensor, zero_point: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     out_features, in_features = weight.shape
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
     if y.numel() == 0:
@@ -123,53 +102,23 @@ def _scaled(
     _scaled_linear[(tile.num_programs(num_rows, out_features),)](
         rows.view(torch.int8) if how.decoded else rows,
         weight.view(torch.int8) if how.decoded else weight,
-        x_scale,
-        weight_scale,
-        zero_point,
-        bias,
-        y,
-        num_rows,
-        rows.stride(0),
+        x_scale, weight_scale, zero_point, bias, y, num_rows, rows.stride(0),
         # One scale of all rows or outputs is read again and again.
-        0 if x_scale.numel() == 1 else 1,
-        0 if weight_scale.numel() == 1 else 1,
-        INPUTS=in_features,
-        OUTPUTS=out_features,
-        ROW_TILE=tile.rows,
-        OUTPUT_TILE=tile.outputs,
-        STEP=tile.inputs,
-        GROUP=tile.group,
-        X_FORMAT=how.x,
-        WEIGHT_FORMAT=how.weight,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        0 if x_scale.numel() == 1 else 1, 0 if weight_scale.numel() == 1 else 1,
+        INPUTS=in_features, OUTPUTS=out_features, X_FORMAT=how.x, WEIGHT_FORMAT=how.weight,
+        **tile.options,
+    )  # fmt: skip
     return y
 
 
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "weight_scale_stride"])
 def _scaled_linear(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    zero_point,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    x_scale_stride,
+    x, weight, x_scale, weight_scale, zero_point, bias, y, num_rows, x_stride, x_scale_stride,
     weight_scale_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-):
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     # What is past the end reads the first row or output instead, and is not stored.
     there = tl.where(row < num_rows, row, 0)
@@ -198,27 +147,12 @@ def _scaled_linear(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _block_linear(
-    x,
-    weight,
-    x_scales,
-    weight_scales,
-    bias,
-    y,
-    num_rows,
-    x_stride,
-    scale_stride,
+    x, weight, x_scales, weight_scales, bias, y, num_rows, x_stride, scale_stride,
     scale_column_stride,
-    INPUTS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    WEIGHT_FORMAT: tl.constexpr,
-):
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, ROW_TILE: tl.constexpr, OUTPUT_TILE: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, X_FORMAT: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+):  # fmt: skip
     row, output = place_of(num_rows, OUTPUTS, ROW_TILE, OUTPUT_TILE, GROUP)
     there = tl.where(row < num_rows, row, 0)
     known = tl.where(output < OUTPUTS, output, 0)
@@ -258,3 +192,65 @@ def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
         a = tl.load(x + start, mask=inside[None, :], other=0.0)
         b = tl.load(weight + start, mask=inside[:, None], other=0.0)
     return a, b
+
+
+def _fp8(
+    label: str, tokens: int, outputs: int, x: torch.dtype = E4M3, weight: torch.dtype = E4M3,
+    bias: bool = False, without: frozenset[str] = frozenset(),
+) -> Build:  # fmt: skip
+    arguments = given(
+        *_operands(tokens, outputs, x, weight), (BF16, outputs) if bias else None, BF16
+    )
+    dims = _dims(outputs, x, weight)
+    return Build("fp8_linear_triton", label, arguments, "bfloat16", dims, True, without)
+
+
+def _blocks(label: str, tokens: int, outputs: int) -> Build:
+    scales = (FP32, tokens, 32), (FP32, outputs // 128, 32)
+    arguments = given((E4M3, tokens, 4096), (E4M3, outputs, 4096), *scales, 128, 128, None, BF16)
+    dims: Dims = {**_dims(outputs, E4M3, E4M3), "block_rows": 128, "block_columns": 128}
+    return Build("fp8_block_linear_triton", label, arguments, "bfloat16", dims, True)
+
+
+def _int8(label: str, tokens: int, outputs: int, shifted: bool = False) -> Build:
+    shift = (INT32, tokens, 1) if shifted else None
+    arguments = given(*_operands(tokens, outputs, INT8, INT8), shift, (BF16, outputs), BF16)
+    dims: Dims = {"in_features": 4096, "out_features": outputs}
+    # Triton multiplies integers from sm_80 on.
+    return Build(
+        "int8_linear_triton", label, arguments, "bfloat16", dims, True, frozenset({"sm_75"})
+    )
+
+
+def _operands(
+    tokens: int, outputs: int, x: torch.dtype, weight: torch.dtype
+) -> tuple[tuple[object, ...], ...]:
+    return (x, tokens, 4096), (weight, outputs, 4096), (FP32, tokens, 1), (FP32, outputs)
+
+
+def _dims(outputs: int, x: torch.dtype, weight: torch.dtype) -> Dims:
+    features: Dims = {"in_features": 4096, "out_features": outputs}
+    return {**features, "x_dtype": dtype_name(x), "weight_dtype": dtype_name(weight)}
+
+
+_FNUZ = (E4M3_FNUZ, E4M3_FNUZ)
+BUILDS = (
+    *(make(*step) for make in (_fp8, _blocks, _int8) for step in STEPS),
+    *(
+        build
+        for tokens in (64, 4096)
+        for build in (
+            _fp8(
+                f"{tokens} tokens, float8_e5m2 by float8_e4m3fn, bias",
+                tokens,
+                4096,
+                E5M2,
+                bias=True,
+            ),
+            _fp8(
+                f"{tokens} tokens, float8_e4m3fnuz", tokens, 4096, *_FNUZ, without=all_but("gfx942")
+            ),
+            _int8(f"{tokens} tokens, zero points", tokens, 4096, shifted=True),
+        )
+    ),
+)

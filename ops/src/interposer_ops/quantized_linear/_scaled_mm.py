@@ -6,6 +6,7 @@ Dimensions: T tokens, I input features, O output features.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Request, Requires, Verdict
 from interposer_ops._declare import standard_kernel
@@ -26,13 +27,13 @@ _PAIRS = {("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")}
     properties=frozenset({"deterministic", "graph_safe", "traceable"}),
 )
 def fp8_linear_scaled_mm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``fp8_linear``.
 
     The operator takes one scale of each operand, or one per row of both.

@@ -8,16 +8,17 @@ depends neither on the tile nor on the other rows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim
+from interposer_ops._triton.build import BF16, FP32, INT8, INT32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
 
 _LEAST_TOKENS = 16  # of a tile that matrix instructions take
 _LEAST_INPUTS = 32  # of 8 bits
@@ -25,15 +26,10 @@ _LEAST_INPUTS = 32  # of 8 bits
 
 @triton_kernel("w4a8_linear", dims={"group_size": Dim(at_most=524288)}, judge="judge_integers")
 def w4a8_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scales: torch.Tensor,
-    x_zero_point: torch.Tensor | None,
-    weight_zero_points: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scales: Tensor,
+    x_zero_point: Tensor | None, weight_zero_points: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """Compute ``w4a8_linear``; the weights of a group are added up beside the product."""
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=out_dtype, device=x.device)
@@ -46,42 +42,18 @@ def w4a8_linear_triton(
     most = max(_LEAST_TOKENS, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, group_size, most, aligned=aligned)
     _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows,
-        weight,
-        x_scale,
-        weight_scales,
-        x_zero_point,
-        weight_zero_points,
-        bias,
-        y,
-        num_tokens,
+        rows, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
         rows.stride(0),
         # One scale of all rows is read again and again.
         0 if x_scale.numel() == 1 else 1,
-        IN_FEATURES=in_features,
-        OUT_FEATURES=out_features,
-        GROUP_SIZE=group_size,
-        FEATURES=tile.features,
-        TOKENS=tile.tokens,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
+        **tile.options,
+    )  # fmt: skip
     return y
 
 
-class _Tile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled."""
-
-    features: int
-    tokens: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
 @per_device
-def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> _Tile:
+def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bool) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
     The inputs of a step belong to one group; of a group that no power of two from 32 on divides,
@@ -95,7 +67,7 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
         parameters = parameters_for("w4a8_linear", device)
     blocks = parameters.blocks
     inputs = divisor if full and aligned else _LEAST_INPUTS
-    return _Tile(
+    return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
@@ -107,24 +79,11 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
 # Not specialised to counts of rows: each would be compiled again.
 @triton.jit(do_not_specialize=["num_tokens", "x_scale_stride"])
 def _linear(
-    x,
-    weight,
-    x_scale,
-    weight_scales,
-    x_zero_point,
-    weight_zero_points,
-    bias,
-    y,
-    num_tokens,
-    x_stride,
-    x_scale_stride,
-    IN_FEATURES: tl.constexpr,
-    OUT_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    x, weight, x_scale, weight_scales, x_zero_point, weight_zero_points, bias, y, num_tokens,
+    x_stride, x_scale_stride,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
     NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
@@ -149,11 +108,13 @@ def _linear(
         sums = tl.zeros((FEATURES,), tl.int32)
         for start in range(0, GROUP_SIZE, INPUTS):
             first, end = group * GROUP_SIZE + start, (group + 1) * GROUP_SIZE
-            whole = _codes(weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS)
+            whole = nibbles(
+                weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.int8
+            )
             whole -= zero[:, None]
             element = first + tl.arange(0, INPUTS)
             inside = element < end
-            inputs = _loaded(x_row + element[:, None], inside[:, None], MASKED)
+            inputs = loaded(x_row + element[:, None], inside[:, None], MASKED)
             product = tl.dot(whole, inputs, product, out_dtype=tl.int32)
             if x_zero_point is not None:
                 counted = tl.where(inside[None, :], whole, 0) if MASKED else whole
@@ -170,31 +131,28 @@ def _linear(
     tl.store(target, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _codes(
-    weight,
-    row,
-    first,
-    end,
-    IN_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
-    """Return int8 codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
-    if GROUP_SIZE % 2 == 0:
-        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
-        both = _loaded(weight + row[:, None] * (IN_FEATURES // 2) + pair, pair < end // 2, MASKED)
-        joined = tl.join((both & 15).to(tl.int8), (both >> 4).to(tl.int8))
-        codes = joined.reshape(row.shape[0], INPUTS)
-    else:  # every second group begins within a byte
-        element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
-        shifted = _loaded(place, element < end, MASKED) >> (element % 2 * 4).to(tl.uint8)
-        codes = (shifted & 15).to(tl.int8)
-    return codes
+def _build(
+    label: str, tokens: int, outputs: int, group_size: int = 128, *, asymmetric: bool = False,
+    bias: bool = False,
+) -> Build:  # fmt: skip
+    grouped = (outputs, 4096 // group_size)
+    arguments = given(
+        *((INT8, tokens, 4096), (UINT8, outputs, 2048), (FP32, tokens, 1), (FP32, *grouped)),
+        *(((INT32, tokens, 1), (UINT8, *grouped)) if asymmetric else (None, None)),
+        (BF16, outputs) if bias else None,
+        BF16,
+    )
+    # Triton multiplies integers from sm_80 on.
+    without = frozenset({"sm_75"})
+    dims = {"group_size": group_size}
+    return Build("w4a8_linear_triton", label, arguments, "bfloat16", dims, True, without)
 
 
-@triton.jit
-def _loaded(place, there, MASKED: tl.constexpr):
-    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
+BUILDS = (
+    _build("1 token, 4096 to 4096, groups of 128", 1, 4096),
+    _build("64 tokens, 4096 to 14336, groups of 128", 64, 14336),
+    _build("4096 tokens, 4096 to 14336, groups of 128", 4096, 14336),
+    _build("4096 tokens, 4096 to 4096, groups of 32", 4096, 4096, 32),
+    _build("4096 tokens, 4096 to 4096, one scale per output, bias", 4096, 4096, 4096, bias=True),
+    _build("64 tokens, zero points of both operands", 64, 4096, asymmetric=True),
+)

@@ -5,33 +5,32 @@ Dequantized weights and sums are float32 or wider.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import unpack_nibbles
 
-_CASES = "interposer_ops.quantized_linear._weight_only_linear_cases"
-
-_MIDDLE = 8
-
-
-@standard_op(
-    "w4a16_linear",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantized_linear._weight_only_linear_cases",
     emulation=DEQUANTIZES,
     constants=("weight", "scale", "bias", "zero_points"),
     tolerance=Tolerance(roundings=2),
     batched=("x",),
 )
+
+_MIDDLE = 8
+
+
+@_op("w4a16_linear")
 def w4a16_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, zero_points: Tensor | None = None
+) -> Tensor:
     """Project ``x`` by weights of four bits.
 
     y = x ((weight - zero_points) * scale)^T + bias; each scale and zero point holds for G inputs
@@ -51,21 +50,10 @@ def w4a16_linear(
     return _project(x, unpack_nibbles(weight), scale, bias, zero_points, _MIDDLE)
 
 
-@standard_op(
-    "w8a16_linear",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("weight", "scale", "bias", "zero_points"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x",),
-)
+@_op("w8a16_linear")
 def w8a16_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, zero_points: Tensor | None = None
+) -> Tensor:
     """Project ``x`` by int8 weights.
 
     y = x ((weight - zero_points) * scale)^T + bias; each scale and zero point holds for G inputs
@@ -86,13 +74,13 @@ def w8a16_linear(
 
 
 def _project(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None,
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    zero_points: Tensor | None,
     default_zero_point: int,
-) -> torch.Tensor:
+) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     num_groups = scales.shape[1]
     grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
+from interposer_ops._case_numbers import codes_of, normal_numbers
 from interposer_ops.quantized_linear._quantized_linear_cases import (
-    bias_of,
-    linear_case,
-    sampled_case,
+    Arguments,
+    LinearFormat,
+    features_of,
+    scaled_groups,
 )
-from interposer_ops.quantizers._small_floats import pack_nibbles
-from interposer_testing.cases import Axis, CaseSpace, Point, Strides, normal, uniform
+from interposer_ops.quantizers._small_floats import pack_nibbles, unpack_nibbles
+from interposer_testing.cases import Axis, CaseSpace, Point, Strides, peak, uniform
 
 # Shape of x, O, G.
 _W4_SHAPES = {
@@ -43,8 +48,8 @@ _W8_SHAPES = {
     "odd groups": ((3, 75), 11, 15),
     "groups of 1": ((3, 16), 8, 1),
 }
-# The standard deviations of codes that are all equally likely.
-_W4_DEVIATION, _W8_DEVIATION = 4.6, 74.0
+# The standard deviations of codes that are all equally likely, by their bits.
+_DEVIATIONS = {4: 4.6, 8: 74.0}
 _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
 _STRIDED: dict[str, Strides] = {
@@ -52,65 +57,84 @@ _STRIDED: dict[str, Strides] = {
     "weight": "offset",
     "scale": "offset",
     "bias": "offset",
+    "zero_points": "offset",
 }
 
 
-def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    shape, out_features, group_size = point["shape"]
-    in_features = shape[-1]
-    codes = _codes4((out_features, in_features), generator)
-    grouped = (out_features, in_features // group_size)
-    float32_scales = point["scales"] or dtype == torch.float32
-    scale = _w4_scales(grouped, in_features, torch.float32 if float32_scales else dtype, generator)
-    zero_points = _codes4(grouped, generator) if point["zero points"] else None
-    x = normal(shape, dtype, generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
-        "x": x,
-        "weight": pack_nibbles(codes),
-        "scale": scale,
-        "bias": bias,
+def _drawn(
+    dims: Dims,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    bits: int,
+    weights: str = "",
+    flat: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments.
+
+    Args:
+        weights: "ends" of the codes, "zeros" among the scales, or "".
+        flat: whether scales are ``[O]``.
+    """
+    in_features, out_features = features_of(dims)
+    codes = codes_of(bits, (out_features, in_features), generator)
+    grouped = (out_features, in_features // int(dims["group_size"]))
+    scale_dtype = getattr(torch, str(dims.get("scale_dtype", "float32")))
+    scale = _scales(bits, grouped, in_features, scale_dtype, generator)
+    if weights == "ends":
+        pair = torch.tensor([-128, 127], dtype=torch.int8)
+        codes = pair.repeat(out_features, -(-in_features // 2))[:, :in_features].contiguous()
+    elif weights == "zeros":
+        scale[::2] = 0
+    zero_points = codes_of(bits, grouped, generator) if dims["asymmetric"] else None
+    return {
+        "x": normal_numbers((*rows, in_features), dtype, generator),
+        "weight": pack_nibbles(codes) if bits == 4 else codes,
+        "scale": scale.flatten() if flat else scale,
+        "bias": None,
         "zero_points": zero_points,
     }
-    dims = {
-        **_dims(in_features, out_features, group_size, zero_points),
-        "scale_dtype": str(scale.dtype).removeprefix("torch."),
-    }
-    dequantized = _dequantized(codes, scale, 8 if zero_points is None else zero_points)
-    return linear_case(arguments, dims, x.double(), dequantized, bias, 1, stored_product=True)
+
+
+def _dequantized(arguments: Arguments, wide: torch.dtype, *, bits: int) -> tuple[Tensor, Tensor]:
+    weight, zero_points = arguments["weight"], arguments["zero_points"]
+    codes = unpack_nibbles(weight) if bits == 4 else weight
+    scales = arguments["scale"].to(wide).reshape(len(codes), -1)
+    zero = (8.0 if bits == 4 else 0.0) if zero_points is None else zero_points.to(wide)
+    return arguments["x"].to(wide), scaled_groups(codes.to(wide), scales, zero)
+
+
+_W4, _W8 = (
+    LinearFormat(
+        partial(_drawn, bits=bits),
+        partial(_dequantized, bits=bits),
+        scalings=1,
+        stored_product=True,
+    )
+    for bits in (4, 8)
+)
+
+
+def _w4a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    scale_dtype = torch.float32 if point["scales"] else dtype
+    dims = {**_dims(point), "scale_dtype": str(scale_dtype).removeprefix("torch.")}
+    return _W4.case(dims, point["shape"][0][:-1], dtype, generator, biased=point["bias"])
 
 
 def _w8a16(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    shape, out_features, group_size = point["shape"]
-    in_features = shape[-1]
-    num_groups = in_features // group_size
-    weight = _codes8((out_features, in_features), generator)
-    scale = _w8_scales((out_features, num_groups), in_features, generator)
-    if point["weights"] == "ends":
-        pair = torch.tensor([-128, 127], dtype=torch.int8)
-        weight = pair.repeat(out_features, -(-in_features // 2))[:, :in_features].contiguous()
-    elif point["weights"] == "zeros":
-        scale[::2] = 0
-    zero_points = _codes8(scale.shape, generator) if point["zero points"] else None
-    x = normal(shape, dtype, generator)
-    bias = bias_of(out_features, dtype, generator, point["bias"])
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "scale": scale.flatten() if point["flat"] else scale,
-        "bias": bias,
-        "zero_points": zero_points,
-    }
-    dims = _dims(in_features, out_features, group_size, zero_points)
-    dequantized = _dequantized(weight, scale, 0 if zero_points is None else zero_points)
+    dims, options = _dims(point), {"weights": point["weights"], "flat": point["flat"]}
+    rows = point["shape"][0][:-1]
+    case = _W8.case(dims, rows, dtype, generator, biased=point["bias"], **options)
+    x, zero_points = case.arguments["x"], case.arguments["zero_points"]
+    if zero_points is None:
+        return case
     # A kernel may add the products with the codes and with the zero points apart.
-    beside = 0.0
-    if zero_points is not None:
-        parts = _dequantized(zero_points.repeat_interleave(group_size, 1), scale, 0)
-        beside = 2 * float((x.double().abs() @ parts.abs().T).max()) if x.numel() else 0.0
-    return linear_case(
-        arguments, dims, x.double(), dequantized, bias, 1, beside, stored_product=True
-    )
+    scale = case.arguments["scale"].double().reshape(zero_points.shape)
+    wide = zero_points.double() * scale
+    parts = wide.repeat_interleave(int(dims["group_size"]), 1)
+    beside = 2 * peak(x.double().abs() @ parts.abs().T)
+    return replace(case, magnitude=case.magnitude + beside)
 
 
 w4a16_linear_cases = CaseSpace(
@@ -119,7 +143,7 @@ w4a16_linear_cases = CaseSpace(
     Axis("zero points", _ZERO_POINTS),
     Axis("scales", {"": False, "float32 scales": True}),
     Axis("bias", _BIAS),
-    strided={**_STRIDED, "zero_points": "offset"},
+    strided=_STRIDED,
     crossed={
         "shape": ("groups of 32", "groups of 64", "one scale per output", "three dimensions"),
         "scales": ("",),
@@ -141,7 +165,7 @@ w8a16_linear_cases = CaseSpace(
     Axis("zero points", _ZERO_POINTS),
     Axis("flat", {"": False, "flat scales": True}),
     Axis("bias", _BIAS),
-    strided={**_STRIDED, "zero_points": "offset"},
+    strided=_STRIDED,
     crossed={
         "shape": ("groups of 32", "many rows", "odd sizes", "three dimensions"),
         "weights": ("",),
@@ -157,59 +181,18 @@ w8a16_linear_cases = CaseSpace(
 """Both granularities of scales, zero points or none, with and without bias, the ends of int8."""
 
 
-def w4a16_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    codes = _codes4((out_features, in_features), generator)
-    grouped = (out_features, in_features // int(dims["group_size"]))
-    scale = _w4_scales(grouped, in_features, getattr(torch, str(dims["scale_dtype"])), generator)
-    zero_points = _codes4(grouped, generator) if dims["asymmetric"] else None
-    x = normal_numbers((num_tokens, in_features), dtype, generator)
-    arguments = {
-        "x": x,
-        "weight": pack_nibbles(codes),
-        "scale": scale,
-        "bias": None,
-        "zero_points": zero_points,
-    }
-    dequantized = _dequantized(codes, scale, 8 if zero_points is None else zero_points)
-    return sampled_case(arguments, dims, x, dequantized, 1)
+w4a16_linear_sample, w8a16_linear_sample = _W4.sample, _W8.sample
 
 
-def w8a16_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
-    generator = torch.Generator().manual_seed(seed)
-    in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
-    weight = _codes8((out_features, in_features), generator)
-    grouped = (out_features, in_features // int(dims["group_size"]))
-    scale = _w8_scales(grouped, in_features, generator)
-    zero_points = _codes8(grouped, generator) if dims["asymmetric"] else None
-    x = normal_numbers((num_tokens, in_features), dtype, generator)
-    arguments = {
-        "x": x,
-        "weight": weight,
-        "scale": scale,
-        "bias": None,
-        "zero_points": zero_points,
-    }
-    dequantized = _dequantized(weight, scale, 0 if zero_points is None else zero_points)
-    return sampled_case(arguments, dims, x, dequantized, 1)
-
-
-def _codes4(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
-
-
-def _codes8(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=generator)
-
-
-def _w4_scales(
-    shape: tuple[int, int], in_features: int, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _scales(
+    bits: int,
+    shape: tuple[int, int],
+    in_features: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
     """Return scales that keep outputs around one, of four bits unless they are float32."""
-    size = 1 / (_W4_DEVIATION * in_features**0.5)
+    size = 1 / (_DEVIATIONS[bits] * in_features**0.5)
     if dtype == torch.float32:
         return uniform(shape, dtype, generator, 0.5 * size, 2.0 * size)
     mantissas = torch.randint(8, 16, shape, generator=generator).to(torch.float32)
@@ -217,31 +200,12 @@ def _w4_scales(
     return torch.ldexp(mantissas, exponents).to(dtype)
 
 
-def _w8_scales(
-    shape: tuple[int, int], in_features: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Return scales that differ by up to four times and keep outputs around one."""
-    size = 1 / (_W8_DEVIATION * in_features**0.5)
-    return uniform(shape, torch.float32, generator, 0.5 * size, 2.0 * size)
-
-
-def _dequantized(
-    codes: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | int
-) -> torch.Tensor:
-    """Return the float64 weights ``[O, I]``."""
-    zero = torch.as_tensor(zero_points, dtype=torch.float64).unsqueeze(-1)
-    grouped = codes.double().unflatten(1, (scale.shape[1], codes.shape[1] // scale.shape[1]))
-    result: torch.Tensor = ((grouped - zero) * scale.double().unsqueeze(-1)).flatten(1)
-    return result
-
-
-def _dims(
-    in_features: int, out_features: int, group_size: int, zero_points: torch.Tensor | None
-) -> dict[str, int | bool | str]:
+def _dims(point: Point) -> dict[str, int | bool | str]:
+    shape, out_features, group_size = point["shape"]
     return {
-        "in_features": in_features,
+        "in_features": shape[-1],
         "out_features": out_features,
         "group_size": group_size,
-        "num_groups": in_features // group_size,
-        "asymmetric": zero_points is not None,
+        "num_groups": shape[-1] // group_size,
+        "asymmetric": point["zero points"],
     }

@@ -8,61 +8,42 @@ dequantized weights are never rounded, whatever the dtype of the scales.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP16, FP32, INT8, UINT8, Build, dtype_name, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
+from interposer_ops.quantized_linear._linear_tiles_triton import FeatureTile, loaded, nibbles
 
 _LEAST = 16  # of each side of a tile that matrix instructions take
 
 
 @triton_kernel("w4a16_linear", batch_invariant=False)
 def w4a16_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``w4a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 8)
 
 
 @triton_kernel("w8a16_linear", batch_invariant=False)
 def w8a16_linear_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``w8a16_linear``."""
     return _projected(x, weight, scale, bias, zero_points, 0)
 
 
-class _Tile(NamedTuple):
-    """Output features, tokens and inputs of one step, and how it is compiled."""
-
-    features: int
-    tokens: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
 def _projected(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    zero_points: torch.Tensor | None,
-    default_zero_point: int,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    zero_points: Tensor | None, default_zero_point: int,
+) -> Tensor:  # fmt: skip
     in_features, out_features = x.shape[-1], weight.shape[0]
     y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -74,32 +55,18 @@ def _projected(
     most = max(_LEAST, triton.next_power_of_2(num_tokens))
     tile = _tile(x.device, x.dtype, group_size, most, aligned=aligned)
     _linear[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(out_features, tile.features))](
-        rows,
-        weight,
-        scale,
-        bias,
-        zero_points,
-        y,
-        num_tokens,
-        rows.stride(0),
-        IN_FEATURES=in_features,
-        OUT_FEATURES=out_features,
-        GROUP_SIZE=group_size,
-        PACKED=weight.dtype == torch.uint8,
-        DEFAULT_ZERO_POINT=default_zero_point,
-        FEATURES=tile.features,
-        TOKENS=tile.tokens,
-        INPUTS=tile.inputs,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, weight, scale, bias, zero_points, y, num_tokens, rows.stride(0),
+        IN_FEATURES=in_features, OUT_FEATURES=out_features, GROUP_SIZE=group_size,
+        PACKED=weight.dtype == torch.uint8, DEFAULT_ZERO_POINT=default_zero_point,
+        **tile.options,
+    )  # fmt: skip
     return y
 
 
 @per_device
 def _tile(
     device: torch.device, dtype: torch.dtype, group_size: int, num_tokens: int, *, aligned: bool
-) -> _Tile:
+) -> FeatureTile:
     """Return the tile for calls of at most ``num_tokens``, a power of two.
 
     The inputs of a step belong to one group; of a group that no power of two from 16 on divides,
@@ -118,7 +85,7 @@ def _tile(
     inputs = divisor if full else max(_LEAST, triton.next_power_of_2(group_size))
     if not (full and aligned):
         inputs = min(inputs, 2 * _LEAST)
-    return _Tile(
+    return FeatureTile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
@@ -129,23 +96,11 @@ def _tile(
 
 @triton.jit
 def _linear(
-    x,
-    weight,
-    scale,
-    bias,
-    zero_points,
-    y,
-    num_tokens,
-    x_stride,
-    IN_FEATURES: tl.constexpr,
-    OUT_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    DEFAULT_ZERO_POINT: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    INPUTS: tl.constexpr,
-):
+    x, weight, scale, bias, zero_points, y, num_tokens, x_stride,
+    IN_FEATURES: tl.constexpr, OUT_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    PACKED: tl.constexpr, DEFAULT_ZERO_POINT: tl.constexpr, FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
     # Weights are the left operand: its rows fill matrix instructions when tokens are few, and it
     # may come from registers, where weights are unpacked.
     NUM_GROUPS: tl.constexpr = IN_FEATURES // GROUP_SIZE
@@ -188,34 +143,53 @@ def _linear(
 
 @triton.jit
 def _codes(
-    weight,
-    row,
-    first,
-    end,
-    IN_FEATURES: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    PACKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    weight, row, first, end,
+    IN_FEATURES: tl.constexpr, GROUP_SIZE: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     INPUTS: tl.constexpr,
-):
+):  # fmt: skip
     """Return the codes of inputs from ``first`` on, whatever number for those from ``end`` on."""
-    if not PACKED:
+    if PACKED:
+        codes = nibbles(
+            weight, row, first, end, IN_FEATURES, GROUP_SIZE, MASKED, INPUTS, tl.float32
+        )
+    else:
         element = first + tl.arange(0, INPUTS)[None, :]
         place = weight + row[:, None] * IN_FEATURES + element
-        codes = _loaded(place, element < end, MASKED).to(tl.float32)
-    elif GROUP_SIZE % 2 == 0:
-        pair = first // 2 + tl.arange(0, INPUTS // 2)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + pair
-        both = _loaded(place, pair < end // 2, MASKED)
-        joined = tl.join((both & 15).to(tl.float32), (both >> 4).to(tl.float32))
-        codes = joined.reshape(row.shape[0], INPUTS)
-    else:  # every second group begins within a byte
-        element = first + tl.arange(0, INPUTS)[None, :]
-        place = weight + row[:, None] * (IN_FEATURES // 2) + element // 2
-        codes = ((_loaded(place, element < end, MASKED) >> (element % 2 * 4)) & 15).to(tl.float32)
+        codes = loaded(place, element < end, MASKED).to(tl.float32)
     return codes
 
 
-@triton.jit
-def _loaded(place, there, MASKED: tl.constexpr):
-    return tl.load(place, mask=there, other=0) if MASKED else tl.load(place)
+def _w4(
+    label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16, group_size: int = 128,
+    symmetric: bool = False,
+) -> Build:  # fmt: skip
+    grouped = (outputs, 4096 // group_size)
+    zero_points = None if symmetric else (UINT8, *grouped)
+    operands = (dtype, tokens, 4096), (UINT8, outputs, 2048), (dtype, *grouped)
+    arguments = given(*operands, None, zero_points)
+    return Build("w4a16_linear_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+def _w8(
+    label: str, tokens: int, outputs: int, dtype: torch.dtype = BF16, group_size: int = 4096
+) -> Build:
+    grouped = (outputs, 4096 // group_size)
+    zero_points = (INT8, *grouped) if group_size < 4096 else None
+    operands = (dtype, tokens, 4096), (INT8, outputs, 4096), (FP32, *grouped)
+    arguments = given(*operands, (dtype, outputs), zero_points)
+    return Build("w8a16_linear_triton", label, arguments, dtype_name(dtype), matrix=dtype != FP32)
+
+
+_HALF = "float16, 4096 tokens, 4096 to 4096, groups of"
+BUILDS = (
+    _w4("1 token, 4096 to 4096, groups of 128", 1, 4096),
+    _w4("64 tokens, 4096 to 14336, groups of 128", 64, 14336),
+    _w4("4096 tokens, 4096 to 14336, groups of 128", 4096, 14336),
+    _w4(f"{_HALF} 32, symmetric", 4096, 4096, FP16, 32, symmetric=True),
+    _w4("float32, 4096 tokens, groups of 128", 4096, 4096, FP32),
+    _w8("1 token, 4096 to 14336, one scale per output", 1, 14336),
+    _w8("64 tokens, 4096 to 4096, one scale per output", 64, 4096),
+    _w8("4096 tokens, 4096 to 14336, one scale per output", 4096, 14336),
+    _w8(f"{_HALF} 128", 4096, 4096, FP16, 128),
+    _w8("float32, 64 tokens, one scale per output", 64, 4096, FP32),
+)

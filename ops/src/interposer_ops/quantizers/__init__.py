@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     )
     from interposer_ops.quantizers._mx_quantizers import (
         MX_BLOCK_SIZE,
+        NVFP4_BLOCK_SIZE,
         dequantize_mxfp4,
+        dequantize_nvfp4,
         quantize_mxfp4,
         quantize_mxfp8,
-    )
-    from interposer_ops.quantizers._nvfp4_quantizers import (
-        NVFP4_BLOCK_SIZE,
-        dequantize_nvfp4,
         quantize_nvfp4,
     )
     from interposer_ops.quantizers._small_floats import (
@@ -49,34 +47,17 @@ if TYPE_CHECKING:
         row_chunks,
     )
 
+# fmt: off
 __all__ = [
-    "E2M1_MAX",
-    "MX_BLOCK_SIZE",
-    "NVFP4_BLOCK_SIZE",
-    "decode_e2m1",
-    "decode_e8m0",
-    "dequantize_mxfp4",
-    "dequantize_nvfp4",
-    "encode_e2m1",
-    "hadamard_transform",
-    "pack_nibbles",
-    "quantize_fp8_blocks",
-    "quantize_fp8_dynamic",
-    "quantize_fp8_per_token",
-    "quantize_fp8_static",
-    "quantize_int8_per_token",
-    "quantize_int8_per_token_asymmetric",
-    "quantize_int8_static",
-    "quantize_mxfp4",
-    "quantize_mxfp8",
-    "quantize_nvfp4",
-    "quantize_weight_int4",
-    "quantize_weight_int4_asymmetric",
-    "quantize_weight_int8",
-    "row_chunks",
-    "shared_exponents",
-    "unpack_nibbles",
+    "E2M1_MAX", "MX_BLOCK_SIZE", "NVFP4_BLOCK_SIZE", "decode_e2m1", "decode_e8m0",
+    "dequantize_mxfp4", "dequantize_nvfp4", "encode_e2m1", "hadamard_transform", "pack_nibbles",
+    "quantize_fp8_blocks", "quantize_fp8_dynamic", "quantize_fp8_per_token",
+    "quantize_fp8_static", "quantize_int8_per_token", "quantize_int8_per_token_asymmetric",
+    "quantize_int8_static", "quantize_mxfp4", "quantize_mxfp8", "quantize_nvfp4",
+    "quantize_weight_int4", "quantize_weight_int4_asymmetric", "quantize_weight_int8",
+    "row_chunks", "shared_exponents", "unpack_nibbles",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -89,10 +70,8 @@ __getattr__ = lazy_attributes(
             "quantize_int8_per_token quantize_int8_per_token_asymmetric quantize_int8_static"
         ),
         "interposer_ops.quantizers._mx_quantizers": (
-            "MX_BLOCK_SIZE dequantize_mxfp4 quantize_mxfp4 quantize_mxfp8"
-        ),
-        "interposer_ops.quantizers._nvfp4_quantizers": (
-            "NVFP4_BLOCK_SIZE dequantize_nvfp4 quantize_nvfp4"
+            "MX_BLOCK_SIZE NVFP4_BLOCK_SIZE dequantize_mxfp4 dequantize_nvfp4 quantize_mxfp4 "
+            "quantize_mxfp8 quantize_nvfp4"
         ),
         "interposer_ops.quantizers._small_floats": (
             "E2M1_MAX decode_e2m1 decode_e8m0 encode_e2m1 pack_nibbles shared_exponents "

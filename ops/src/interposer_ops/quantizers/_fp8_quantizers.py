@@ -8,25 +8,25 @@ give ``x`` back. ``x`` is finite unless said.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_CASES = "interposer_ops.quantizers._fp8_quantizers_cases"
-
-
-@standard_op(
-    "quantize_fp8_static",
-    cases=_CASES,
-    sample=False,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._fp8_quantizers_cases",
     tolerance=Tolerance(roundings=0),
-    batched=("x",),
 )
-def quantize_fp8_static(
-    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+
+
+@_op("quantize_fp8_static", sample=False, batched=("x",))
+def quantize_fp8_static(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Divide ``x`` by a scale that is known and round it to ``out_dtype``.
 
     q = round(clamp(x / scale, -max, max))
@@ -38,13 +38,11 @@ def quantize_fp8_static(
     Returns: shape of ``x``, ``out_dtype``.
     Dims: ``hidden_size``, ``out_dtype``.
     """
-    return _rounded(_wide(x) / scale, out_dtype)
+    return _rounded(widened(x) / scale, out_dtype)
 
 
-@standard_op("quantize_fp8_dynamic", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
-def quantize_fp8_dynamic(
-    x: torch.Tensor, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_op("quantize_fp8_dynamic", sample=False)
+def quantize_fp8_dynamic(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize the whole of ``x`` with the scale that just fits its largest magnitude.
 
     scale = max|x| / max, 1 if ``x`` is all zero or empty; q = round(x / scale)
@@ -55,22 +53,16 @@ def quantize_fp8_dynamic(
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     magnitudes = functional.pad(wide.abs().flatten(), (0, 1))  # a zero, for an empty x
     scale = _fitting(magnitudes.amax(0, keepdim=True), out_dtype)
     return _rounded(wide / scale, out_dtype), scale
 
 
-@standard_op(
-    "quantize_fp8_per_token",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_fp8_per_token", batch_invariant=True, batched=("x",))
 def quantize_fp8_per_token(
-    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Quantize every row of ``x`` with a scale of its own.
 
     scale = min(max|x_t| / max, scale_limit), 1 for a row of zeros;
@@ -83,23 +75,17 @@ def quantize_fp8_per_token(
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[..., 1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``, ``limited``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     scale = _fitting(wide.abs().amax(-1, keepdim=True), out_dtype)
     if scale_limit is not None:
         scale = scale.clamp(max=scale_limit)
     return _rounded(wide / scale, out_dtype), scale
 
 
-@standard_op(
-    "quantize_fp8_blocks",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
+@_op("quantize_fp8_blocks", batch_invariant=True, batched=("x",))
 def quantize_fp8_blocks(
-    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[Tensor, Tensor]:
     """Quantize every block of B elements of a row with a scale of its own.
 
     scale = max|x_b| / max, or the next power of two that is not smaller; 1 for a block of zeros;
@@ -113,7 +99,7 @@ def quantize_fp8_blocks(
     Returns: ``(q, scales)``: shape of ``x`` in ``out_dtype``, and ``[..., ceil(H / B)]`` float32.
     Dims: ``hidden_size``, ``block_size``, ``out_dtype``, ``power_of_two_scales``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     width = x.shape[-1]
     num_blocks = -(-width // block_size)
     padded = functional.pad(wide, (0, num_blocks * block_size - width))
@@ -127,14 +113,10 @@ def quantize_fp8_blocks(
     return _rounded(quantized.contiguous(), out_dtype), scales
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _fitting(peaks: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _fitting(peaks: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.where(peaks > 0, peaks / torch.finfo(out_dtype).max, 1.0)
 
 
-def _rounded(quotients: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _rounded(quotients: Tensor, out_dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(out_dtype).max
     return quotients.clamp(-limit, limit).to(out_dtype)

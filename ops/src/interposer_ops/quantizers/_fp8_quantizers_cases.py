@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     FP8_FORMATS,
     SHAPES,
+    bounded,
     clear_of_boundaries,
     fp8_numbers,
     midpoints,
     nearest_fp8,
     peaked,
+    sampled_rows,
     signed_choice,
     with_peaks,
 )
@@ -36,7 +39,7 @@ _BLOCK_SHAPES = {
 }
 # A scale is the peak divided by a constant, or multiplied by its rounded reciprocal: two roundings,
 # for each of which the bound of a sum allows twice as much.
-_SCALE_ROUNDINGS = 2
+_bounded = partial(bounded, roundings=2)
 
 
 def _static(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
@@ -97,11 +100,7 @@ def _blocks(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
         "out_dtype": out_dtype,
         "power_of_two_scales": rounded_up,
     }
-    dims = {
-        **_dims(shape, out_dtype),
-        "block_size": block_size,
-        "power_of_two_scales": rounded_up,
-    }
+    dims = {**_dims(shape, out_dtype), "block_size": block_size, "power_of_two_scales": rounded_up}
     if rounded_up:
         return Case("", arguments, dims, reduction=0)
     return _bounded(Case("", arguments, dims), peak(x) / torch.finfo(out_dtype).max)
@@ -181,7 +180,7 @@ def quantize_fp8_per_token_sample(
 ) -> Case:
     """Return T rows of hidden states."""
     out_dtype = getattr(torch, str(dims["out_dtype"]))
-    x = _sampled(dtype, dims, num_tokens, seed)
+    x = sampled_rows(dtype, dims, num_tokens, seed)
     scales = x.double().abs().amax(-1, keepdim=True) / torch.finfo(out_dtype).max
     x = clear_of_boundaries(x, x.double() / scales, nearest_fp8(out_dtype))
     # Larger than any scale, so that it changes nothing.
@@ -208,33 +207,17 @@ def quantize_fp8_blocks_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, 
     return _bounded(case, 2 * peak(x) / torch.finfo(out_dtype).max)
 
 
-def _sampled(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
-
-
 def _dims(shape: tuple[int, ...], out_dtype: torch.dtype) -> dict[str, int | str]:
     return {"hidden_size": shape[-1], "out_dtype": str(out_dtype).removeprefix("torch.")}
 
 
-def _bounded(case: Case, largest_scale: float) -> Case:
-    """Return the case with the bound of its scales, far below a step of the quantized numbers."""
-    return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
-    )
-
-
-def _tie_points(out_dtype: torch.dtype) -> torch.Tensor:
+def _tie_points(out_dtype: torch.dtype) -> Tensor:
     return midpoints(fp8_numbers(out_dtype))
 
 
 def _peaks(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     """Return the largest magnitudes of rows, which differ by up to eight times."""
     factors = torch.ldexp(
         1 + torch.rand(shape, generator=generator, dtype=torch.float64),
@@ -249,7 +232,7 @@ def _fitted(
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows that are each to be quantized with the scale peak / max."""
     limit = torch.finfo(out_dtype).max
     if numbers == _TIES:
@@ -270,7 +253,7 @@ def _fitted_to_power_of_two(
     out_dtype: torch.dtype,
     dtype: torch.dtype,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     """Return rows that are each to be quantized with a power of two as the scale.
 
     The peak is a number of the format between 0.5 and 1 times the largest one, both excluded, so

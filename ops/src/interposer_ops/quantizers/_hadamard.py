@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
 _CASES = "interposer_ops.quantizers._hadamard_cases"
 
 
 @standard_op("hadamard_transform", cases=_CASES, tolerance=Tolerance(roundings=2), batched=("x",))
-def hadamard_transform(x: torch.Tensor, scale: float) -> torch.Tensor:
+def hadamard_transform(x: Tensor, scale: float) -> Tensor:
     """Multiply each row by the Hadamard matrix of its width, in Sylvester's order, and ``scale``.
 
     y[i] = scale sum over j of (-1)^(number of ones among the bits of i and j) x[j], accumulated in
@@ -25,7 +27,7 @@ def hadamard_transform(x: torch.Tensor, scale: float) -> torch.Tensor:
     Source: arXiv:2404.00456 (rotation of activations).
     """
     width = x.shape[-1]
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = widened(x)
     half = 1
     while half < width:
         first, second = y.unflatten(-1, (width // (2 * half), 2, half)).unbind(-2)

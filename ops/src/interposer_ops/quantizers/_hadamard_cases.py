@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -46,7 +47,7 @@ def hadamard_transform_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, s
     return _case(x, width**-0.5, f"{num_tokens} tokens")
 
 
-def _case(x: torch.Tensor, scale: float, label: str) -> Case:
+def _case(x: Tensor, scale: float, label: str) -> Case:
     width = x.shape[-1]
     return Case(
         label,

@@ -6,24 +6,25 @@ nearest, ties to even, before the zero point is added, as in ONNX's QuantizeLine
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 
-_CASES = "interposer_ops.quantizers._int8_quantizers_cases"
-
-
-@standard_op(
-    "quantize_int8_static",
-    cases=_CASES,
-    sample=False,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._int8_quantizers_cases",
     tolerance=Tolerance(roundings=0),
     batched=("x",),
 )
-def quantize_int8_static(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+
+
+@_op("quantize_int8_static", sample=False)
+def quantize_int8_static(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Quantize ``x`` with a scale that is known.
 
     q = clamp(round(x / scale) + zero_point, -128, 127)
@@ -35,18 +36,12 @@ def quantize_int8_static(
     Returns: shape of ``x``, int8.
     Dims: ``hidden_size``, ``asymmetric``.
     """
-    rounded = (_wide(x) / scale).round()
+    rounded = (widened(x) / scale).round()
     return _saturated(rounded if zero_point is None else rounded + zero_point)
 
 
-@standard_op(
-    "quantize_int8_per_token",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
-def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@_op("quantize_int8_per_token", batch_invariant=True)
+def quantize_int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize every row of ``x`` symmetrically with a scale of its own.
 
     scale = max|x_t| / 127, 1 for a row of zeros; q = round(x / scale)
@@ -56,22 +51,14 @@ def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     Returns: ``(q, scale)``: shape of ``x`` in int8, and ``[..., 1]`` float32.
     Dims: ``hidden_size``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     peak = wide.abs().amax(-1, keepdim=True)
     scale = torch.where(peak > 0, peak / 127, 1.0)
     return _saturated((wide / scale).round()), scale
 
 
-@standard_op(
-    "quantize_int8_per_token_asymmetric",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
-def quantize_int8_per_token_asymmetric(
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@_op("quantize_int8_per_token_asymmetric", batch_invariant=True)
+def quantize_int8_per_token_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize every row of ``x`` with a scale and a zero point of its own.
 
     low = min(min(x_t), 0), high = max(max(x_t), 0); scale = (high - low) / 255, 1 for a row of
@@ -84,7 +71,7 @@ def quantize_int8_per_token_asymmetric(
         ``[..., 1]`` int32.
     Dims: ``hidden_size``.
     """
-    wide = _wide(x)
+    wide = widened(x)
     low = wide.amin(-1, keepdim=True).clamp(max=0)
     high = wide.amax(-1, keepdim=True).clamp(min=0)
     scale = torch.where(high > low, (high - low) / 255, 1.0)
@@ -92,9 +79,5 @@ def quantize_int8_per_token_asymmetric(
     return _saturated((wide / scale).round() + zero_point), scale, zero_point.to(torch.int32)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _saturated(rounded: torch.Tensor) -> torch.Tensor:
+def _saturated(rounded: Tensor) -> Tensor:
     return rounded.clamp(-128, 127).to(torch.int8)

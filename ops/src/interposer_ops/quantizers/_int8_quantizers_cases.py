@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._quantizer_inputs_cases import (
     SHAPES,
+    bounded,
     clear_of_boundaries,
     peaked,
+    sampled_rows,
     signed_choice,
     with_peaks,
 )
@@ -21,7 +25,7 @@ _NUMBERS = {"": 4.0, "small": 2.0**-10, "large": 6e3, _TIES: _TIES, "zeros": 0.0
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
 # three roundings, for each of which the bound of a sum allows twice as much.
-_SCALE_ROUNDINGS = 3
+_bounded = partial(bounded, roundings=3)
 # All n + 0.5 that bfloat16 represents.
 _HALVES = torch.arange(127, dtype=torch.float64) + 0.5
 
@@ -118,7 +122,7 @@ def quantize_int8_per_token_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return T rows of hidden states."""
-    x = _sampled(dtype, dims, num_tokens, seed)
+    x = sampled_rows(dtype, dims, num_tokens, seed)
     x = _cleared(x, _symmetric_scales(x))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
 
@@ -127,38 +131,33 @@ def quantize_int8_per_token_asymmetric_sample(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 ) -> Case:
     """Return T rows of hidden states."""
-    x = _cleared_asymmetric(_sampled(dtype, dims, num_tokens, seed))
+    x = _cleared_asymmetric(sampled_rows(dtype, dims, num_tokens, seed))
     return _bounded(Case(f"{num_tokens} tokens", {"x": x}, dims), peak(x) / 127)
-
-
-def _sampled(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
 
 
 def _rows(
     shape: tuple[int, ...], numbers: float, dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+) -> Tensor:
     factors = 1 + 7 * torch.rand(shape[:-1], generator=generator, dtype=torch.float64)
     return peaked(shape, numbers * factors, generator).to(dtype)
 
 
-def _powers_of_two(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _powers_of_two(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return a factor per row."""
     exponents = torch.randint(-5, 1, (*shape[:-1], 1), generator=generator)
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
 
 
-def _symmetric_scales(x: torch.Tensor) -> torch.Tensor:
+def _symmetric_scales(x: Tensor) -> Tensor:
     peaks = x.double().abs().amax(-1, keepdim=True)
     return torch.where(peaks > 0, peaks / 127, 1.0)
 
 
-def _cleared(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _cleared(x: Tensor, scales: Tensor) -> Tensor:
     return clear_of_boundaries(x, x.double() / scales, lambda q: q.round().clamp(-128, 127))
 
 
-def _cleared_asymmetric(x: torch.Tensor) -> torch.Tensor:
+def _cleared_asymmetric(x: Tensor) -> Tensor:
     """Return ``x`` with zeros where a quotient or a zero point is near a boundary."""
     wide = x.double()
     low = wide.amin(-1, keepdim=True).clamp(max=0)
@@ -173,13 +172,3 @@ def _cleared_asymmetric(x: torch.Tensor) -> torch.Tensor:
     kept = (x == low) | (x == high)
     cleared = clear_of_boundaries(x, x.double() / scales, torch.round)
     return torch.where(kept, x, cleared)
-
-
-def _bounded(case: Case, largest_scale: float) -> Case:
-    return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
-    )

@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, FP32, UINT8, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.float8_operands import decoded
-from interposer_ops._triton.rounding import divided
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import (
     clamped,
+    divided,
     e2m1_codes,
     e2m1_numbers,
     fp8_codes,
@@ -29,7 +31,7 @@ _MX_BLOCK, _NV_BLOCK = 32, 16
 
 
 @triton_kernel("quantize_mxfp8")
-def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp8_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp8``."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = _scales_of(x, _MX_BLOCK, torch.uint8)
@@ -38,7 +40,7 @@ def quantize_mxfp8_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton_kernel("quantize_mxfp4")
-def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_mxfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _scales_of(x, _MX_BLOCK, torch.uint8)
@@ -47,9 +49,7 @@ def quantize_mxfp4_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @triton_kernel("quantize_nvfp4")
-def quantize_nvfp4_triton(
-    x: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_nvfp4_triton(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_nvfp4``."""
     q = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
     scales = _scales_of(x, _NV_BLOCK, torch.float8_e4m3fn)
@@ -60,23 +60,21 @@ def quantize_nvfp4_triton(
 
 
 @triton_kernel("dequantize_mxfp4")
-def dequantize_mxfp4_triton(
-    packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def dequantize_mxfp4_triton(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``dequantize_mxfp4``."""
     return _dequantized(packed, scales, None, out_dtype, _MX_BLOCK)
 
 
 @triton_kernel("dequantize_nvfp4")
 def dequantize_nvfp4_triton(
-    packed: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+    packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
     """Compute ``dequantize_nvfp4``."""
     return _dequantized(packed, scales.view(torch.uint8), global_scale, out_dtype, _NV_BLOCK)
 
 
 @triton_kernel("tile_scales", dtypes=("uint8", "float8_e4m3fn"))
-def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor:
+def tile_scales_triton(scales: Tensor, rows_per_tile: int) -> Tensor:
     """Compute ``tile_scales``."""
     num_rows, num_columns = scales.shape
     tile_rows, tile_columns = -(-num_rows // rows_per_tile), -(-num_columns // 4)
@@ -87,63 +85,38 @@ def tile_scales_triton(scales: torch.Tensor, rows_per_tile: int) -> torch.Tensor
     tile = row_tile("tile_scales", scales.device, 4 * rows_per_tile)
     lanes = min(rows_per_tile, 32)
     _tile_scales[(tile.row_blocks(tile_rows * tile_columns),)](
-        scales.view(torch.uint8),
-        tiles.view(torch.uint8),
-        num_rows,
-        tile_rows * tile_columns,
-        scales.stride(0),
-        scales.stride(1),
-        NUM_COLUMNS=num_columns,
-        TILE_COLUMNS=tile_columns,
-        ROWS_PER_TILE=rows_per_tile,
-        LANES=lanes,
-        TILES=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        scales.view(torch.uint8), tiles.view(torch.uint8), num_rows, tile_rows * tile_columns,
+        scales.stride(0), scales.stride(1),
+        NUM_COLUMNS=num_columns, TILE_COLUMNS=tile_columns, ROWS_PER_TILE=rows_per_tile,
+        LANES=lanes, TILES=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return tiles
 
 
-def _scales_of(x: torch.Tensor, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+def _scales_of(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     shape = (*x.shape[:-1], x.shape[-1] // block_size)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def _quantize(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    block_size: int,
-    kind: str,
-) -> None:
+    x: Tensor, q: Tensor, scales: Tensor, global_scale: Tensor | None,
+    block_size: int, kind: str,
+) -> None:  # fmt: skip
     if x.numel() == 0:
         return
     rows = as_rows(x)
     tile = row_tile("microscaling", x.device, block_size)
     _quantize_blocks[(tile.row_blocks(scales.numel()),)](
-        rows,
-        q,
-        scales,
-        global_scale,
-        scales.numel(),
-        rows.stride(0),
-        PER_ROW=scales.shape[-1],
-        KIND=kind,
-        BLOCK=block_size,
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, q, scales, global_scale, scales.numel(), rows.stride(0),
+        PER_ROW=scales.shape[-1], KIND=kind, BLOCK=block_size, ROWS=tile.rows,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 def _dequantized(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    block_size: int,
-) -> torch.Tensor:
+    codes: Tensor, scales: Tensor, global_scale: Tensor | None,
+    out_dtype: torch.dtype, block_size: int,
+) -> Tensor:  # fmt: skip
     shape = (*codes.shape[:-1], 2 * codes.shape[-1])
     y = torch.empty(shape, dtype=out_dtype, device=codes.device)
     if y.numel() == 0:
@@ -151,35 +124,18 @@ def _dequantized(
     rows, row_scales = as_rows(codes), as_rows(scales)
     tile = row_tile("microscaling", codes.device, block_size)
     _dequantize_blocks[(tile.row_blocks(scales.numel()),)](
-        rows,
-        row_scales,
-        global_scale,
-        y,
-        scales.numel(),
-        rows.stride(0),
-        row_scales.stride(0),
-        PER_ROW=scales.shape[-1],
-        BLOCK=block_size,
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
+        rows, row_scales, global_scale, y, scales.numel(), rows.stride(0), row_scales.stride(0),
+        PER_ROW=scales.shape[-1], BLOCK=block_size, ROWS=tile.rows, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return y
 
 
 @triton.jit
 def _quantize_blocks(
-    x,
-    q,
-    scales,
-    global_scale,
-    num_blocks,
-    x_stride,
-    PER_ROW: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, q, scales, global_scale, num_blocks, x_stride,
+    PER_ROW: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own; the result and its scales are dense."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks
@@ -232,17 +188,9 @@ def _nv_scale(peak, global_scale):
 
 @triton.jit
 def _dequantize_blocks(
-    codes,
-    scales,
-    global_scale,
-    y,
-    num_blocks,
-    codes_stride,
-    scales_stride,
-    PER_ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    codes, scales, global_scale, y, num_blocks, codes_stride, scales_stride,
+    PER_ROW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own; the scales are e8m0, or e4m3 with a global one."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks
@@ -264,18 +212,10 @@ def _dequantize_blocks(
 
 @triton.jit
 def _tile_scales(
-    scales,
-    tiles,
-    num_rows,
-    num_tiles,
-    row_stride,
-    column_stride,
-    NUM_COLUMNS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-    ROWS_PER_TILE: tl.constexpr,
-    LANES: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    scales, tiles, num_rows, num_tiles, row_stride, column_stride,
+    NUM_COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROWS_PER_TILE: tl.constexpr,
+    LANES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     """Fetch what stands at each place of some tiles."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)[:, None]
     place = tl.arange(0, 4 * ROWS_PER_TILE)[None, :]
@@ -287,3 +227,30 @@ def _tile_scales(
     source = scales + row * row_stride + column * column_stride
     value = tl.load(source, mask=inside, other=0)
     tl.store(tiles + tile * (4 * ROWS_PER_TILE) + place, value, mask=tile < num_tiles)
+
+
+_SCALE = (FP32, 1)
+BUILDS = (
+    *(
+        Build(f"quantize_{format_}_triton", f"{width} wide", given((BF16, 64, width), *scales))
+        for format_, *scales in (("mxfp8",), ("mxfp4",), ("nvfp4", _SCALE))
+        for width in (4096, 14336)
+    ),
+    *(
+        Build(f"dequantize_{format_}_triton", "4096 wide", given((UINT8, 64, 2048), *scales, BF16))
+        for format_, *scales in (
+            ("mxfp4", (UINT8, 64, 4096 // _MX_BLOCK)),
+            ("nvfp4", (E4M3, 64, 4096 // _NV_BLOCK), _SCALE),
+        )
+    ),
+    *(
+        Build(
+            "tile_scales_triton",
+            f"{rows}x4",
+            given((UINT8, 64, 128), rows),
+            "uint8",
+            {"rows_per_tile": rows},
+        )
+        for rows in (128, 8)
+    ),
+)

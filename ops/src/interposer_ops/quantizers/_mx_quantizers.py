@@ -1,19 +1,29 @@
 """Quantizers to the microscaling formats. H hidden size.
 
-Blocks of 32 elements of a row share a scale that is a power of two, stored as its exponent plus
+MX: blocks of 32 elements of a row share a scale that is a power of two, stored as its exponent plus
 127. The elements of a block whose largest magnitude is just below a power of two may exceed the
 format, and saturate.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
+NVFP4: blocks of 16 e2m1 elements of a row share a scale in e4m3; one scale in float32, that of the
+whole tensor, brings these into the range of e4m3: x = element * block_scale / global_scale. What is
+usual for it is 448 * 6 / max|x|.
+
+Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3; NVIDIA, "Introducing NVFP4
+for Efficient and Accurate Low-Precision Inference", 2025.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 from interposer_ops.quantizers._small_floats import (
+    E2M1_MAX,
     decode_e2m1,
     decode_e8m0,
     encode_e2m1,
@@ -22,21 +32,19 @@ from interposer_ops.quantizers._small_floats import (
     unpack_nibbles,
 )
 
-_CASES = "interposer_ops.quantizers._mx_quantizers_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._mx_quantizers_cases",
+    tolerance=Tolerance(roundings=0),
+)
 
-MX_BLOCK_SIZE = 32
-_E4M3_LARGEST_EXPONENT = 8
+MX_BLOCK_SIZE, NVFP4_BLOCK_SIZE = 32, 16
+_E4M3_MAX, _E4M3_LARGEST_EXPONENT = 448.0, 8
 _E2M1_LARGEST_EXPONENT = 2
 
 
-@standard_op(
-    "quantize_mxfp8",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
-def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@_op("quantize_mxfp8", batch_invariant=True, batched=("x",))
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to MXFP8 with e4m3 elements.
 
     e = floor(log2(max|x_b|)) - 8; q = round(clamp(x / 2^e, -448, 448)), ties to even
@@ -51,14 +59,8 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quotients.clamp(-448, 448).to(torch.float8_e4m3fn), scales
 
 
-@standard_op(
-    "quantize_mxfp4",
-    cases=_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=0),
-    batched=("x",),
-)
-def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@_op("quantize_mxfp4", batch_invariant=True, batched=("x",))
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize ``x`` to MXFP4, two elements per byte.
 
     e = floor(log2(max|x_b|)) - 2; q = round(clamp(x / 2^e, -6, 6)), ties to even; a zero keeps
@@ -74,16 +76,8 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_nibbles(encode_e2m1(quotients)), scales
 
 
-@standard_op(
-    "dequantize_mxfp4",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("packed", "scales"),
-)
-def dequantize_mxfp4(
-    packed: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+@_op("dequantize_mxfp4", sample=False, batched=("packed", "scales"))
+def dequantize_mxfp4(packed: Tensor, scales: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Return the numbers that MXFP4 elements stand for: e2m1 times 2^(scale - 127).
 
     Args:
@@ -95,13 +89,61 @@ def dequantize_mxfp4(
     """
     elements = decode_e2m1(unpack_nibbles(packed), torch.float32)
     blocks = elements.unflatten(-1, (scales.shape[-1], MX_BLOCK_SIZE))
-    scaled: torch.Tensor = blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)
+    scaled: Tensor = blocks * decode_e8m0(scales, torch.float32).unsqueeze(-1)
     return scaled.flatten(-2).to(out_dtype)
 
 
-def _scaled(x: torch.Tensor, largest_exponent: int) -> tuple[torch.Tensor, torch.Tensor]:
+@_op("quantize_nvfp4", batch_invariant=True, constants=("global_scale",), batched=("x",))
+def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize ``x`` to NVFP4, two elements per byte.
+
+    s_b = e4m3(min(max|x_b| * global_scale / 6, 448)); q = e2m1(x * global_scale / s_b), which
+    saturates and keeps the sign of a zero; where s_b is 0, so are all of its elements. Both are
+    rounded to nearest, ties to even.
+
+    Args:
+        x: ``[..., H]``, any float dtype, finite; H a multiple of 16.
+        global_scale: ``[1]`` float32, positive.
+    Returns: ``(packed, scales)``: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the
+        low nibble, and ``[..., H / 16]`` float8_e4m3fn.
+    Dims: ``hidden_size``.
+    """
+    wide = widened(x)
+    blocks = wide.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK_SIZE, NVFP4_BLOCK_SIZE))
+    fitting = blocks.abs().amax(-1) * global_scale / E2M1_MAX
+    scales = fitting.clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn)
+    stored = scales.to(wide.dtype)
+    divisors = torch.where(stored > 0, stored, torch.inf).unsqueeze(-1)
+    codes = encode_e2m1(blocks * global_scale / divisors)
+    return pack_nibbles(codes.flatten(-2)), scales
+
+
+@_op(
+    "dequantize_nvfp4", sample=False, constants=("global_scale",), tolerance=Tolerance(roundings=2)
+)
+def dequantize_nvfp4(
+    packed: Tensor, scales: Tensor, global_scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return the numbers that NVFP4 elements stand for: e2m1 * scale / global_scale.
+
+    Args:
+        packed: ``[..., H / 2]`` uint8 of two e2m1 codes, the first one in the low nibble.
+        scales: ``[..., H / 16]`` float8_e4m3fn.
+        global_scale: ``[1]`` float32, positive.
+        out_dtype: any float dtype.
+    Returns: ``[..., H]``, ``out_dtype``.
+    Dims: ``hidden_size``.
+    """
+    wide = global_scale.dtype
+    elements = decode_e2m1(unpack_nibbles(packed), wide)
+    blocks = elements.unflatten(-1, (scales.shape[-1], NVFP4_BLOCK_SIZE))
+    scaled: Tensor = blocks * (scales.to(wide) / global_scale).unsqueeze(-1)
+    return scaled.flatten(-2).to(out_dtype)
+
+
+def _scaled(x: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
     """Return x / 2^e and the biased e of each block."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widened(x)
     blocks = wide.unflatten(-1, (x.shape[-1] // MX_BLOCK_SIZE, MX_BLOCK_SIZE))
     scales = shared_exponents(blocks.abs().amax(-1), largest_exponent)
     return (blocks / decode_e8m0(scales, wide.dtype).unsqueeze(-1)).flatten(-2), scales

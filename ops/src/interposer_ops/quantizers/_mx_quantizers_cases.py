@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_numbers import normal_numbers
@@ -19,20 +20,31 @@ from interposer_ops.quantizers._quantizer_inputs_cases import (
     signed_choice,
     with_peaks,
 )
-from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, shared_exponents
-from interposer_testing.cases import Axis, CaseSpace, Point
+from interposer_ops.quantizers._small_floats import (
+    E2M1_MAX,
+    decode_e2m1,
+    decode_e8m0,
+    shared_exponents,
+)
+from interposer_testing.cases import Axis, CaseSpace, Point, peak
 
-_BLOCK = 32
+_BLOCK, _NV_BLOCK = 32, 16
 _TIES = "ties"
-_SHAPES = {
-    "many rows": (33, 256),
-    "one row": (1, 64),
-    "one block": (5, 32),
-    "odd number of blocks": (7, 96),
-    "no rows": (0, 64),
-    "three dimensions": (2, 3, 96),
-    "wide": (2, 4096),
-}
+
+
+def _shapes(block_size: int, num_blocks: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "many rows": (33, 256),
+        "one row": (1, 64),
+        "one block": (5, block_size),
+        "odd number of blocks": (7, 3 * block_size),
+        "no rows": (0, 64),
+        "three dimensions": (2, 3, num_blocks * block_size),
+        "wide": (2, 4096),
+    }
+
+
+_SHAPES, _NV_SHAPES = _shapes(_BLOCK, 3), _shapes(_NV_BLOCK, 5)
 # The exponents that blocks are scaled by; those of the last two need 8 bits of exponent.
 _EXPONENTS = {
     "": (-6, 3),
@@ -53,9 +65,9 @@ def _quantize(
     dtype: torch.dtype,
     generator: torch.Generator,
     *,
-    numbers: torch.Tensor,
+    numbers: Tensor,
     peaks: tuple[float, ...],
-    nearest: Callable[[torch.Tensor], torch.Tensor],
+    nearest: Callable[[Tensor], Tensor],
 ) -> Case:
     shape, content = point["shape"], point["numbers"]
     blocks = (*shape[:-1], shape[-1] // _BLOCK, _BLOCK)
@@ -71,10 +83,10 @@ def _blocks(
     blocks: tuple[int, ...],
     dtype: torch.dtype,
     generator: torch.Generator,
-    numbers: torch.Tensor,
+    numbers: Tensor,
     peaks: tuple[float, ...],
-    nearest: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    nearest: Callable[[Tensor], Tensor],
+) -> Tensor:
     choice = torch.tensor(peaks[point["peaks"]], dtype=torch.float64)
     tops = choice[torch.randint(0, len(choice), blocks[:-1], generator=generator)]
     lowest, highest = point["exponents"]
@@ -122,12 +134,7 @@ _E4M3 = fp8_numbers(torch.float8_e4m3fn)
 _E2M1 = decode_e2m1(torch.arange(8, dtype=torch.uint8), torch.float64)
 
 quantize_mxfp8_cases = _space(
-    partial(
-        _quantize,
-        numbers=_E4M3,
-        peaks=_E4M3_PEAKS,
-        nearest=nearest_fp8(torch.float8_e4m3fn),
-    )
+    partial(_quantize, numbers=_E4M3, peaks=_E4M3_PEAKS, nearest=nearest_fp8(torch.float8_e4m3fn))
 )
 """Blocks whose peaks are powers of two, ordinary or saturated, at all ends of exponents."""
 
@@ -139,9 +146,7 @@ quantize_mxfp4_cases = _space(
 
 def _dequantize(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     shape = point["shape"]
-    packed = torch.randint(
-        0, 256, (*shape[:-1], shape[-1] // 2), generator=generator, dtype=torch.uint8
-    )
+    packed = _packed(shape, generator)
     lowest, highest = point["exponents"]
     scales = torch.randint(
         lowest, highest, (*shape[:-1], shape[-1] // _BLOCK), generator=generator, dtype=torch.uint8
@@ -191,7 +196,7 @@ def _sample(
     num_tokens: int,
     seed: int,
     largest_exponent: int,
-    nearest: Callable[[torch.Tensor], torch.Tensor],
+    nearest: Callable[[Tensor], Tensor],
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
@@ -203,6 +208,146 @@ def _sample(
     return _case(cleared.flatten(-2), f"{num_tokens} tokens")
 
 
-def _case(x: torch.Tensor, label: str = "") -> Case:
+def _case(x: Tensor, label: str = "") -> Case:
     """Return a case whose results are exact: a scale is the exponent of a number."""
     return Case(label, {"x": x}, {"hidden_size": x.shape[-1]}, reduction=0)
+
+
+_EXCEEDING = "beyond the largest"  # what a quantizer has to saturate
+# Codes of e4m3 that block scales come to: 0x78 is 256, 0x7E 448, below 0x08 are subnormals.
+_SCALE_CODES = {
+    "": (0x20, 0x60),
+    "equal": (0x38, 0x39),
+    "smallest": (0x02, 0x0C),
+    "largest": (0x78, 0x7F),
+    _EXCEEDING: (0x7E, 0x7F),
+}
+_GLOBAL_SCALES = {"": 1.0, "large": 37.7, "small": 0.013}
+
+
+def _quantize_nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    shape = point["shape"]
+    blocks = (*shape[:-1], shape[-1] // _NV_BLOCK, _NV_BLOCK)
+    global_scale = torch.tensor([point["global scale"]])
+    if point["numbers"] == "zeros":
+        x = torch.zeros(blocks, dtype=dtype)
+    elif point["numbers"] == _TIES:
+        x = _tied(blocks, point["block scales"], dtype, generator)
+    else:
+        excess = 1.5 if point.labels["block scales"] == _EXCEEDING else 1.0
+        x = _ordinary(blocks, point["block scales"], excess, global_scale, dtype, generator)
+    return _nvfp4_case(x.flatten(-2), global_scale)
+
+
+def _ordinary(
+    blocks: tuple[int, ...],
+    codes: tuple[int, int],
+    excess: float,
+    global_scale: Tensor,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return blocks whose peaks bring block scales close to numbers of e4m3."""
+    scales = _scales(blocks[:-1], codes, generator)
+    near = 0.98 + 0.04 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)
+    unit = (scales / global_scale.double()).unsqueeze(-1)
+    x = (peaked(blocks, E2M1_MAX * excess * near, generator) * unit).to(dtype)
+    return clear_of_boundaries(x, x.double() / unit, nearest_e2m1)
+
+
+def _tied(
+    blocks: tuple[int, ...], codes: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Return blocks of ties, whose block scales are powers of two and the global scale is 1."""
+    drawn = _scales(blocks[:-1], codes, generator)
+    scales = torch.ldexp(torch.ones_like(drawn), torch.frexp(drawn).exponent - 1)
+    rows = signed_choice(midpoints(_E2M1), blocks, generator)
+    peaks = torch.full(blocks[:-1], E2M1_MAX, dtype=torch.float64)
+    return (with_peaks(rows, peaks, generator) * scales.unsqueeze(-1)).to(dtype)
+
+
+def _scales(shape: tuple[int, ...], codes: tuple[int, int], generator: torch.Generator) -> Tensor:
+    drawn = torch.randint(*codes, shape, generator=generator, dtype=torch.uint8)
+    return drawn.view(torch.float8_e4m3fn).double()
+
+
+def _fits(point: Point, dtype: torch.dtype) -> bool:
+    beyond = point.labels["block scales"] == _EXCEEDING
+    if point["numbers"] == _TIES:
+        return point["global scale"] == 1 and not beyond
+    return dtype != torch.float16 or not _exceeds_float16(point)
+
+
+def _exceeds_float16(point: Point) -> bool:
+    return bool(point["block scales"][1] > 0x78 and point["global scale"] < 1)
+
+
+quantize_nvfp4_cases = CaseSpace(
+    _quantize_nvfp4,
+    Axis("shape", _NV_SHAPES),
+    Axis("block scales", _SCALE_CODES),
+    Axis("global scale", _GLOBAL_SCALES),
+    Axis("numbers", {"": "", _TIES: _TIES, "zeros": "zeros"}),
+    strided={"x": "rows", "global_scale": "offset"},
+    crossed={
+        "shape": ("many rows", "odd number of blocks", "three dimensions"),
+        "block scales": ("",),
+        "global scale": ("large",),
+        "numbers": ("",),
+    },
+    alone={"shape": ("no rows",), "numbers": ("zeros",)},
+    valid=_fits,
+)
+"""Block scales from subnormal to saturated, with global scales of several magnitudes; ties."""
+
+
+def quantize_nvfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
+    """Return T rows of hidden states, each block with a number that fixes its scale."""
+    generator = torch.Generator().manual_seed(seed)
+    global_scale = torch.tensor([37.7])
+    blocks = (num_tokens, int(dims["hidden_size"]) // _NV_BLOCK, _NV_BLOCK)
+    x = _ordinary(blocks, _SCALE_CODES[""], 1.0, global_scale, dtype, generator)
+    return _nvfp4_case(x.flatten(-2), global_scale, f"{num_tokens} tokens")
+
+
+def _nvfp4_case(x: Tensor, global_scale: Tensor, label: str = "") -> Case:
+    """Return a case whose results are exact."""
+    arguments = {"x": x, "global_scale": global_scale}
+    return Case(label, arguments, {"hidden_size": x.shape[-1]}, reduction=0)
+
+
+def _dequantize_nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    shape = point["shape"]
+    packed = _packed(shape, generator)
+    scales = _scales((*shape[:-1], shape[-1] // _NV_BLOCK), point["block scales"], generator)
+    arguments = {
+        "packed": packed,
+        "scales": scales.to(torch.float8_e4m3fn),
+        "global_scale": torch.tensor([point["global scale"]]),
+        "out_dtype": dtype,
+    }
+    # A quotient and a product, in either order, or a product with the reciprocal.
+    largest = E2M1_MAX * peak(scales) / point["global scale"]
+    return Case("", arguments, {"hidden_size": shape[-1]}, reduction=2, magnitude=largest)
+
+
+dequantize_nvfp4_cases = CaseSpace(
+    _dequantize_nvfp4,
+    Axis("shape", _NV_SHAPES),
+    Axis("block scales", {n: c for n, c in _SCALE_CODES.items() if n != _EXCEEDING}),
+    Axis("global scale", _GLOBAL_SCALES),
+    strided={"packed": "rows", "scales": "rows", "global_scale": "offset"},
+    crossed={
+        "shape": ("many rows", "odd number of blocks", "three dimensions"),
+        "block scales": ("",),
+    },
+    alone={"shape": ("no rows",)},
+    valid=lambda point, dtype: dtype != torch.float16 or not _exceeds_float16(point),
+)
+"""Every pair of codes with block scales from subnormal to the largest."""
+
+
+def _packed(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return pairs of codes for rows of a shape."""
+    pairs = (*shape[:-1], shape[-1] // 2)
+    return torch.randint(0, 256, pairs, generator=generator, dtype=torch.uint8)

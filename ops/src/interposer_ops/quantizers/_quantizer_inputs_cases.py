@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from interposer import Case, Dims
+from interposer_ops._case_numbers import normal_numbers
 from interposer_ops.quantizers._small_floats import E2M1_MAX, decode_e2m1, encode_e2m1
 
 # More than a scale of float32 and a quotient can be wrong by, even with an approximate reciprocal.
@@ -35,10 +39,10 @@ SHAPES = {
 }
 """Shapes of activations that no block constrains."""
 
-Nearest = Callable[[torch.Tensor], torch.Tensor]
+Nearest = Callable[[Tensor], Tensor]
 
 
-def peaked(shape: tuple[int, ...], peaks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def peaked(shape: tuple[int, ...], peaks: Tensor, generator: torch.Generator) -> Tensor:
     """Return float64 numbers of many magnitudes, in each row one of its peak and none larger.
 
     Some are zeros of either sign.
@@ -54,14 +58,14 @@ def peaked(shape: tuple[int, ...], peaks: torch.Tensor, generator: torch.Generat
     return with_peaks(drawn * peaks.unsqueeze(-1), peaks, generator)
 
 
-def with_peaks(rows: torch.Tensor, peaks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def with_peaks(rows: Tensor, peaks: Tensor, generator: torch.Generator) -> Tensor:
     """Return ``rows`` with the peak of each, of either sign, put anywhere in it."""
     place = torch.randint(0, rows.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
     signs = torch.randint(0, 2, peaks.shape, generator=generator) * 2.0 - 1
     return rows.scatter(-1, place, (peaks * signs).unsqueeze(-1))
 
 
-def clear_of_boundaries(x: torch.Tensor, quotients: torch.Tensor, nearest: Nearest) -> torch.Tensor:
+def clear_of_boundaries(x: Tensor, quotients: Tensor, nearest: Nearest) -> Tensor:
     """Return ``x`` with zeros where a small relative error of the quotient changes its result."""
     changed = nearest(quotients * (1 - _MARGIN)) != nearest(quotients * (1 + _MARGIN))
     return x.masked_fill(changed, 0.0)
@@ -73,28 +77,37 @@ def nearest_fp8(dtype: torch.dtype) -> Nearest:
     return lambda quotients: quotients.clamp(-limit, limit).to(dtype).double()
 
 
-def nearest_e2m1(quotients: torch.Tensor) -> torch.Tensor:
+def nearest_e2m1(quotients: Tensor) -> Tensor:
     """Return float64 numbers rounded to e2m1, saturating at 6."""
     return decode_e2m1(encode_e2m1(quotients.clamp(-E2M1_MAX, E2M1_MAX)), torch.float64)
 
 
-def fp8_numbers(dtype: torch.dtype) -> torch.Tensor:
+def fp8_numbers(dtype: torch.dtype) -> Tensor:
     """Return all numbers of an 8-bit float that are finite and not negative, in float64."""
     numbers = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     return numbers[numbers.isfinite()]
 
 
-def midpoints(numbers: torch.Tensor) -> torch.Tensor:
+def midpoints(numbers: Tensor) -> Tensor:
     """Return what lies halfway between neighbours of ``numbers``, which ascend."""
     return (numbers[1:] + numbers[:-1]) / 2
 
 
-def signed_choice(
-    values: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator
-) -> torch.Tensor:
+def signed_choice(values: Tensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return ``values`` in any order and of either sign, all of them if there is room."""
     count = math.prod(shape)
     order = torch.randperm(len(values), generator=generator)
     chosen = values[order.repeat(-(-count // len(values)))[:count]]
     signs = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
     return (chosen * signs).view(shape)
+
+
+def sampled_rows(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Tensor:
+    """Return T rows of hidden states."""
+    generator = torch.Generator().manual_seed(seed)
+    return normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
+
+
+def bounded(case: Case, largest_scale: float, roundings: int) -> Case:
+    """Return the case with the bound of its scales, far below a step of the quantized numbers."""
+    return replace(case, reduction=roundings, magnitude=largest_scale)

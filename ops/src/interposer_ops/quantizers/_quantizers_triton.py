@@ -6,53 +6,56 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, E4M3, Build, given
 from interposer_ops._triton.declare import triton_kernel
-from interposer_ops._triton.rounding import divided, quantized, rounded
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
+from interposer_ops._triton.small_floats import (
+    Fp8Format,
+    divided,
+    fp8_format,
+    fp8_memory,
+    quantized,
+    rounded,
+)
 
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float; only the largest number counts
 
 
 @triton_kernel("quantize_fp8_per_token")
 def quantize_fp8_per_token_triton(
-    x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_per_token``."""
     return _quantized_fp8(x, x.shape[-1], out_dtype, scale_limit, False)
 
 
 @triton_kernel("quantize_fp8_blocks")
 def quantize_fp8_blocks_triton(
-    x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
+) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_blocks``."""
     return _quantized_fp8(x, block_size, out_dtype, None, power_of_two_scales)
 
 
 @triton_kernel("quantize_int8_per_token")
-def quantize_int8_per_token_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_int8_per_token``."""
     return _quantized_int8(x, None)
 
 
 @triton_kernel("quantize_int8_per_token_asymmetric")
-def quantize_int8_per_token_asymmetric_triton(
-    x: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_int8_per_token_asymmetric_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``quantize_int8_per_token_asymmetric``."""
     zero_points = torch.empty((*x.shape[:-1], 1), dtype=torch.int32, device=x.device)
     return *_quantized_int8(x, zero_points), zero_points
 
 
 def _quantized_fp8(
-    x: torch.Tensor,
-    block_size: int,
-    out_dtype: torch.dtype,
-    scale_limit: float | None,
+    x: Tensor, block_size: int, out_dtype: torch.dtype, scale_limit: float | None,
     power_of_two_scales: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     num_blocks = -(-x.shape[-1] // max(block_size, 1))
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     scales = torch.empty((*x.shape[:-1], num_blocks), dtype=torch.float32, device=x.device)
@@ -63,9 +66,7 @@ def _quantized_fp8(
     return q, scales
 
 
-def _quantized_int8(
-    x: torch.Tensor, zero_points: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized_int8(x: Tensor, zero_points: Tensor | None) -> tuple[Tensor, Tensor]:
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     if x.numel():
@@ -74,63 +75,28 @@ def _quantized_int8(
 
 
 def _launch(
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    block_size: int,
-    scale_limit: float | None,
-    format_: Fp8Format,
-    power_of_two_scales: bool,
-) -> None:
+    x: Tensor, q: Tensor, scales: Tensor, zero_points: Tensor | None,
+    block_size: int, scale_limit: float | None, format_: Fp8Format, power_of_two_scales: bool,
+) -> None:  # fmt: skip
     rows = as_rows(x)
     num_rows, width = rows.shape
     per_row = scales.shape[-1]
     block_size = min(block_size, width)
     tile = row_tile("quantize", x.device, block_size)
     _quantize_blocks[(tile.row_blocks(num_rows * per_row),)](
-        rows,
-        q,
-        scales,
-        zero_points,
-        num_rows * per_row,
-        rows.stride(0),
-        scale_limit,
+        rows, q, scales, zero_points, num_rows * per_row, rows.stride(0), scale_limit,
         format_.largest,
-        WIDTH=width,
-        BLOCK=block_size,
-        PER_ROW=per_row,
-        POWER_OF_TWO=power_of_two_scales,
-        MANTISSA=format_.mantissa,
-        BIAS=format_.bias,
-        UNSIGNED_ZERO=format_.unsigned_zero,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        WIDTH=width, BLOCK=block_size, PER_ROW=per_row, POWER_OF_TWO=power_of_two_scales,
+        FORMAT=format_, **tile.options,
+    )  # fmt: skip
 
 
 @triton.jit
 def _quantize_blocks(
-    x,
-    q,
-    scales,
-    zero_points,
-    num_blocks,
-    x_stride,
-    scale_limit,
-    largest,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, q, scales, zero_points, num_blocks, x_stride, scale_limit, largest,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Treat every block as a row of its own."""
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     there = block < num_blocks
@@ -147,7 +113,7 @@ def _quantize_blocks(
         low = tl.min(seen, axis=1, keep_dims=True)
         high = tl.max(seen, axis=1, keep_dims=True)
         scale, zero_point = _scale(low, high, zero_points, scale_limit, largest, POWER_OF_TWO)
-        code = quantized(value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO)
+        code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
         tl.store(q + column, code, mask=inside)
     else:
         lows = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -165,9 +131,7 @@ def _quantize_blocks(
             place = start + column
             inside = there & (place < size)
             value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-            code = quantized(
-                value, scale, zero_point, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO
-            )
+            code = quantized(value, scale, zero_point, largest, dtype, FORMAT)
             tl.store(q + place, code, mask=inside)
     tl.store(scales + block, scale, mask=there)
     if zero_points is not None:
@@ -202,3 +166,19 @@ def _raised(scale):
     count = ((count + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True).to(tl.int32)
     raised = tl.where(bits < 0x800000, count, raised)
     return tl.where(bits == 0, 1.0, raised.to(tl.float32, bitcast=True))
+
+
+_E4M3 = {"out_dtype": "float8_e4m3fn"}
+_PER_TOKEN, _BLOCKS = "quantize_fp8_per_token_triton", "quantize_fp8_blocks_triton"
+_ROWS, _WIDE = (BF16, 64, 4096), (BF16, 64, 14336)
+BUILDS = (
+    Build(_PER_TOKEN, "float8_e4m3fn, 4096 wide", given(_ROWS, E4M3, None), dims=_E4M3),
+    Build(_PER_TOKEN, "float8_e4m3fn, 14336 wide", given(_WIDE, E4M3, 1.0), dims=_E4M3),
+    Build(_BLOCKS, "128 of 4096", given(_ROWS, 128, E4M3, False)),
+    Build(_BLOCKS, "128 of 14336", given(_WIDE, 128, E4M3, True)),
+    *(
+        Build(f"{op}_triton", f"{rows[-1]} wide", given(rows))
+        for op in ("quantize_int8_per_token", "quantize_int8_per_token_asymmetric")
+        for rows in (_ROWS, _WIDE)
+    ),
+)

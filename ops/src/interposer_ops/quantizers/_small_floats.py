@@ -8,13 +8,14 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 E2M1_MAX = 6.0
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 
 
-def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+def encode_e2m1(x: Tensor) -> Tensor:
     """Return the codes of the e2m1 numbers nearest to ``x``, ties to even, saturating at 6.
 
     Bit 3 is the sign, of a zero too. The code of a magnitude counts the boundaries below it; a tie
@@ -37,7 +38,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     return magnitude | (x.signbit().to(torch.uint8) << 3)
 
 
-def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def decode_e2m1(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers that e2m1 codes stand for: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives.
 
     Args:
@@ -50,7 +51,7 @@ def decode_e2m1(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(codes >= 8, -magnitude, magnitude)
 
 
-def decode_e8m0(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def decode_e8m0(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 2^(e - 127) for every biased exponent, NaN for 255.
 
     Args:
@@ -62,7 +63,7 @@ def decode_e8m0(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return powers.masked_fill(exponents == _E8M0_NAN, torch.nan)
 
 
-def shared_exponents(peaks: torch.Tensor, largest_exponent: int) -> torch.Tensor:
+def shared_exponents(peaks: Tensor, largest_exponent: int) -> Tensor:
     """Return the biased exponents of blocks by the floor rule.
 
     e = floor(log2(peak)) - largest_exponent + 127, kept within 0 and 254; 0 for a block of zeros.
@@ -77,7 +78,7 @@ def shared_exponents(peaks: torch.Tensor, largest_exponent: int) -> torch.Tensor
     return torch.where(peaks > 0, biased, 0).clamp(0, _E8M0_NAN - 1).to(torch.uint8)
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
     """Return two codes of four bits per byte, the first one in the low nibble.
 
     Args:
@@ -85,11 +86,11 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     Returns: ``[..., n]`` uint8.
     """
     pairs = codes.unflatten(-1, (codes.shape[-1] // 2, 2))
-    packed: torch.Tensor = pairs[..., 0] | pairs[..., 1] << 4
+    packed: Tensor = pairs[..., 0] | pairs[..., 1] << 4
     return packed
 
 
-def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
     """Return the codes of four bits of every byte, that of the low nibble first.
 
     Args:

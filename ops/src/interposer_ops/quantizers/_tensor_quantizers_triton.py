@@ -6,20 +6,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    FP32,
+    INT32,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for, per_device
-from interposer_ops._triton.rounding import quantized
 from interposer_ops._triton.rows import as_rows, row_tile
-from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory
+from interposer_ops._triton.small_floats import Fp8Format, fp8_format, fp8_memory, quantized
 
 _INT8 = Fp8Format(0, 0, False, 127.0)  # no float, and the kernel knows its range
 
 
 @triton_kernel("quantize_fp8_static")
-def quantize_fp8_static_triton(
-    x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
-) -> torch.Tensor:
+def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Compute ``quantize_fp8_static``."""
     q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if q.numel():
@@ -28,9 +37,7 @@ def quantize_fp8_static_triton(
 
 
 @triton_kernel("quantize_fp8_dynamic", batch_invariant=False)
-def quantize_fp8_dynamic_triton(
-    x: torch.Tensor, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_fp8_dynamic_triton(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute ``quantize_fp8_dynamic``.
 
     Programs of a first launch leave the peaks of their shares, of which there is a limited number;
@@ -48,25 +55,14 @@ def quantize_fp8_dynamic_triton(
         min(num_blocks, _most_shares(x.device)), dtype=torch.float32, device=x.device
     )
     _find_peaks[(peaks.shape[0],)](
-        rows,
-        peaks,
-        num_rows,
-        num_blocks,
-        rows.stride(0),
-        WIDTH=width,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        rows, peaks, num_rows, num_blocks, rows.stride(0), WIDTH=width, **tile.options
     )
     _quantize(rows, fp8_memory(q), scale, None, peaks, fp8_format(out_dtype))
     return q, scale
 
 
 @triton_kernel("quantize_int8_static")
-def quantize_int8_static_triton(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-) -> torch.Tensor:
+def quantize_int8_static_triton(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Compute ``quantize_int8_static``."""
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     if q.numel():
@@ -80,48 +76,23 @@ def _most_shares(device: torch.device) -> int:
 
 
 def _quantize(
-    rows: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    peaks: torch.Tensor | None,
-    format_: Fp8Format,
-) -> None:
+    rows: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None,
+    peaks: Tensor | None, format_: Fp8Format,
+) -> None:  # fmt: skip
     num_rows, width = rows.shape
     tile = row_tile("quantize_tensor", rows.device, width)
     _quantize_elements[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        rows,
-        q,
-        scale,
-        zero_point,
-        peaks,
-        num_rows,
-        0 if peaks is None else peaks.shape[0],
-        rows.stride(0),
-        format_.largest,
-        WIDTH=width,
-        SHARES=_most_shares(rows.device),
-        MANTISSA=format_.mantissa,
-        BIAS=format_.bias,
-        UNSIGNED_ZERO=format_.unsigned_zero,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, q, scale, zero_point, peaks, num_rows, 0 if peaks is None else peaks.shape[0],
+        rows.stride(0), format_.largest,
+        WIDTH=width, SHARES=_most_shares(rows.device), FORMAT=format_, **tile.options,
+    )  # fmt: skip
 
 
 @triton.jit
 def _find_peaks(
-    x,
-    peaks,
-    num_rows,
-    num_blocks,
-    x_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, peaks, num_rows, num_blocks, x_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Store the largest magnitude in a program's share, which is every so-manieth block."""
     per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -136,23 +107,10 @@ def _find_peaks(
 
 @triton.jit
 def _quantize_elements(
-    x,
-    q,
-    scale,
-    zero_point,
-    peaks,
-    num_rows,
-    num_peaks,
-    x_stride,
-    largest,
-    WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, q, scale, zero_point, peaks, num_rows, num_peaks, x_stride, largest,
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize with the scale that is stored, or with the one that fits the peaks and store it."""
     if peaks is None:
         divisor = tl.load(scale)
@@ -168,5 +126,25 @@ def _quantize_elements(
     inside = (row < num_rows) & (column < WIDTH)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = q.dtype.element_ty
-    code = quantized(value, divisor, offset, largest, dtype, MANTISSA, BIAS, UNSIGNED_ZERO)
+    code = quantized(value, divisor, offset, largest, dtype, FORMAT)
     tl.store(q + row * WIDTH + column, code, mask=inside)
+
+
+def _fp8(kernel: str, dtype: torch.dtype, *scale: object) -> Build:
+    name, arguments = dtype_name(dtype), given((BF16, 64, 4096), *scale, dtype)
+    return Build(kernel, f"{name}, 4096 wide", arguments, dims={"out_dtype": name})
+
+
+_SCALE = (FP32, 1)
+BUILDS = (
+    *(_fp8("quantize_fp8_static_triton", dtype, _SCALE) for dtype in (E4M3, E5M2, E4M3_FNUZ)),
+    _fp8("quantize_fp8_dynamic_triton", E4M3),
+    *(
+        Build(
+            "quantize_int8_static_triton",
+            f"{width} wide",
+            given((BF16, 64, width), _SCALE, (INT32, 1)),
+        )
+        for width in (4096, 14336)
+    ),
+)

@@ -11,14 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
+from interposer_ops._widening import widened
 from interposer_ops.quantizers._small_floats import pack_nibbles
 
-_CASES = "interposer_ops.quantizers._weight_quantizers_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.quantizers._weight_quantizers_cases",
+    sample=False,
+    tolerance=Tolerance(roundings=0),
+    batched=("weight",),
+)
 
 # Numbers that are widened at a time: all that is computed with then stays in a core's cache, and is
 # small beside a weight. Four million at a time take four to seven times as long.
@@ -26,16 +35,10 @@ _AT_A_TIME = 1 << 19
 _MIDDLE = 8  # of the codes of four bits
 
 
-@standard_op(
-    "quantize_weight_int8",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int8")
 def quantize_weight_int8(
-    weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: Tensor, group_size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Round every group of inputs to codes of eight bits with a scale of its own.
 
     scale = 2 max|w_g| / 255, as ``scale_dtype`` has it, 1 for a group of zeros;
@@ -57,16 +60,10 @@ def quantize_weight_int8(
     return codes, scale
 
 
-@standard_op(
-    "quantize_weight_int4",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int4")
 def quantize_weight_int4(
-    weight: torch.Tensor, group_size: int, scale_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: Tensor, group_size: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Round every group of inputs to codes of four bits with a scale of its own.
 
     scale = 2 max|w_g| / 15, as ``scale_dtype`` has it, 1 for a group of zeros;
@@ -88,16 +85,10 @@ def quantize_weight_int4(
     return codes, scale
 
 
-@standard_op(
-    "quantize_weight_int4_asymmetric",
-    cases=_CASES,
-    sample=False,
-    tolerance=Tolerance(roundings=0),
-    batched=("weight",),
-)
+@_op("quantize_weight_int4_asymmetric")
 def quantize_weight_int4_asymmetric(
-    weight: torch.Tensor, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weight: Tensor, group_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round every group of inputs to codes of four bits with a scale and a zero point of its own.
 
     low = min(min(w_g), 0), high = max(max(w_g), 0); scale = (high - low) / 15, 1 for a group of
@@ -128,7 +119,7 @@ def quantize_weight_int4_asymmetric(
     return codes, scale, zero_points
 
 
-def row_chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[tuple[torch.Tensor, int]]:
+def row_chunks(weight: Tensor, multiple: int = 1) -> Iterator[tuple[Tensor, int]]:
     """Yield views of some rows at a time, and which one is the first.
 
     Args:
@@ -143,8 +134,8 @@ def row_chunks(weight: torch.Tensor, multiple: int = 1) -> Iterator[tuple[torch.
 
 
 def _symmetric(
-    rows: torch.Tensor, group_size: int, scale_dtype: torch.dtype, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Tensor, group_size: int, scale_dtype: torch.dtype, bits: int
+) -> tuple[Tensor, Tensor]:
     """Return signed codes, not yet integers in type, and float32 scales."""
     groups = _groups(rows, group_size)
     low, high = groups.amin(-1), groups.amax(-1)
@@ -154,7 +145,7 @@ def _symmetric(
     return codes.flatten(1), scale
 
 
-def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return scales as ``dtype`` has them, in float32; 1 for those that are 0."""
     facts = torch.finfo(dtype)
     # No number but zero may be lost to a scale that is too small for the dtype.
@@ -162,7 +153,7 @@ def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(scale == 0, 1.0, kept)
 
 
-def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return float32 of what positive numbers are in ``dtype``.
 
     Spelled out, as inductor leaves out a conversion to bfloat16 or float16 and back. Source:
@@ -180,16 +171,15 @@ def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(scale.isnan(), scale, finite)
 
 
-def _groups(rows: torch.Tensor, group_size: int) -> torch.Tensor:
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    groups: torch.Tensor = wide.unflatten(1, (rows.shape[1] // group_size, group_size))
+def _groups(rows: Tensor, group_size: int) -> Tensor:
+    groups: Tensor = widened(rows).unflatten(1, (rows.shape[1] // group_size, group_size))
     return groups
 
 
-def _pairs_of(weight: torch.Tensor) -> torch.Tensor:
+def _pairs_of(weight: Tensor) -> Tensor:
     return weight.new_empty((len(weight), weight.shape[1] // 2), dtype=torch.uint8)
 
 
-def _scales_of(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+def _scales_of(weight: Tensor, group_size: int) -> Tensor:
     shape = len(weight), weight.shape[1] // group_size
     return weight.new_empty(shape, dtype=torch.float32)

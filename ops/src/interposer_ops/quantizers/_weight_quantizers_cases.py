@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.quantizers._quantizer_inputs_cases import (
+    bounded,
     clear_of_boundaries,
     peaked,
     signed_choice,
@@ -26,15 +30,11 @@ _EVEN = {  # O, I, G
     "no rows": (0, 64, 32),
     "wide": (2, 4096, 4096),
 }
-_ANY = {
-    **_EVEN,
-    "odd width": (5, 127, 127),
-    "one number": (1, 1, 1),
-}
+_ANY = {**_EVEN, "odd width": (5, 127, 127), "one number": (1, 1, 1)}
 _SIGNS = {"": 0, "not negative": 1, "not positive": -1}
 # A scale is a difference divided by a constant, or multiplied by its rounded reciprocal: up to
 # three roundings, for each of which the bound of a sum allows twice as much.
-_SCALE_ROUNDINGS = 3
+_bounded = partial(bounded, roundings=3)
 # More than these roundings come to, so that what is stored in 16 bits is the same.
 _NEAR = 2.0**-20
 _LARGEST = 7.5  # of four bits, in units of the scale
@@ -107,7 +107,7 @@ def _int4_asymmetric(point: Point, dtype: torch.dtype, generator: torch.Generato
     return _bounded(Case("", arguments, _sizes(point)), peak(weight) / _LARGEST)
 
 
-def _cleared(weight: torch.Tensor) -> torch.Tensor:
+def _cleared(weight: Tensor) -> Tensor:
     """Return groups with zeros where a quotient or a zero point is near a boundary."""
     wide = weight.double()
     low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
@@ -128,9 +128,7 @@ def _cleared(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(kept, weight, weight.masked_fill(changed, 0.0))
 
 
-def _clear_of_midpoints(
-    peaks: torch.Tensor, largest: float, scale_dtype: torch.dtype
-) -> torch.Tensor:
+def _clear_of_midpoints(peaks: Tensor, largest: float, scale_dtype: torch.dtype) -> Tensor:
     """Return peaks whose scales are powers of two where a small error of a scale changes it."""
     scale = peaks / largest
     near = (scale * (1 - _NEAR)).to(scale_dtype) != (scale * (1 + _NEAR)).to(scale_dtype)
@@ -140,9 +138,7 @@ def _clear_of_midpoints(
     return torch.where(near, largest * power, peaks)
 
 
-def _positive_peaks(
-    groups: torch.Tensor, peaks: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
+def _positive_peaks(groups: Tensor, peaks: Tensor, generator: torch.Generator) -> Tensor:
     """Return groups of which no number but one is as large as the peak, which is positive."""
     place = torch.randint(0, groups.shape[-1], peaks.shape, generator=generator).unsqueeze(-1)
     smaller = torch.where(groups.abs() < peaks.unsqueeze(-1), groups, 0.0)
@@ -152,16 +148,6 @@ def _positive_peaks(
 def _sizes(point: Point) -> dict[str, int]:
     rows, width, group = point["weight"]
     return {"in_features": width, "out_features": rows, "num_groups": width // group}
-
-
-def _bounded(case: Case, largest_scale: float) -> Case:
-    return Case(
-        case.label,
-        case.arguments,
-        case.dims,
-        reduction=_SCALE_ROUNDINGS,
-        magnitude=largest_scale,
-    )
 
 
 _SCALE_DTYPES = Axis("scale dtype", {"": torch.float32, "bfloat16 scales": torch.bfloat16})

@@ -12,30 +12,27 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.rotary._rope_scaling import ROPE_TYPES, rotary_frequencies, rotary_table
     from interposer_ops.rotary._rotary import (
+        multimodal_rotary_embedding,
         rotary_embedding,
         rotary_embedding_interleaved,
         rotary_tables,
     )
-    from interposer_ops.rotary._rotary_sections import multimodal_rotary_embedding
 
+# fmt: off
 __all__ = [
-    "ROPE_TYPES",
-    "multimodal_rotary_embedding",
-    "rotary_embedding",
-    "rotary_embedding_interleaved",
-    "rotary_frequencies",
-    "rotary_table",
-    "rotary_tables",
+    "ROPE_TYPES", "multimodal_rotary_embedding", "rotary_embedding",
+    "rotary_embedding_interleaved", "rotary_frequencies", "rotary_table", "rotary_tables",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.rotary._rope_scaling": "ROPE_TYPES rotary_frequencies rotary_table",
         "interposer_ops.rotary._rotary": (
-            "rotary_embedding rotary_embedding_interleaved rotary_tables"
+            "multimodal_rotary_embedding rotary_embedding rotary_embedding_interleaved "
+            "rotary_tables"
         ),
-        "interposer_ops.rotary._rotary_sections": "multimodal_rotary_embedding",
     },
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer.errors import ConfigError, UnknownNameError
 
@@ -23,7 +24,7 @@ def rotary_table(
     theta: float,
     scaling: Mapping[str, Any] | None = None,
     longest: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return ``(cos, sin)``, each ``[L, R / 2]`` float32, for positions 0 to L - 1.
 
     Args:
@@ -45,7 +46,7 @@ def rotary_frequencies(
     theta: float,
     scaling: Mapping[str, Any] | None = None,
     num_positions: int | None = None,
-) -> tuple[torch.Tensor, float]:
+) -> tuple[Tensor, float]:
     """Return the angle per position, ``[R / 2]`` float32 in radians, and the table's magnitude.
 
     Args:
@@ -76,7 +77,7 @@ def rotary_frequencies(
     raise UnknownNameError("rope_type", kind, ROPE_TYPES)
 
 
-def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Stretch long wavelengths by ``factor``, keep short ones, blend between."""
     factor = _number(scaling, "factor")
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
@@ -88,8 +89,8 @@ def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(
-    plain: torch.Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
-) -> tuple[torch.Tensor, float]:
+    plain: Tensor, rotary_size: int, theta: float, scaling: Mapping[str, Any]
+) -> tuple[Tensor, float]:
     """Stretch dimensions that turn rarely over the original context, keep the others."""
     factor = _number(scaling, "factor")
     original = _number(scaling, "original_max_position_embeddings")
@@ -121,8 +122,8 @@ def _yarn_magnitude(factor: float, scaling: Mapping[str, Any]) -> float:
 
 
 def _longrope(
-    plain: torch.Tensor, scaling: Mapping[str, Any], num_positions: int | None
-) -> tuple[torch.Tensor, float]:
+    plain: Tensor, scaling: Mapping[str, Any], num_positions: int | None
+) -> tuple[Tensor, float]:
     """Stretch every wavelength by a factor of its own, of which there are two sets.
 
     All positions of a table take theirs from the same set, so that distances mean the same
@@ -141,7 +142,7 @@ def _longrope(
     return plain / factors, magnitude
 
 
-def _factors(scaling: Mapping[str, Any], name: str, count: int) -> torch.Tensor:
+def _factors(scaling: Mapping[str, Any], name: str, count: int) -> Tensor:
     """Return ``count`` positive factors, ``[R / 2]``."""
     values = scaling[name]
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != count:

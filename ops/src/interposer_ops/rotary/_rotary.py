@@ -1,29 +1,25 @@
-"""Rotary position embedding and the tables of its angles.
+"""Rotary position embedding, by one position or three, and the tables of its angles.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, R rotated size (R <= D).
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_ROTARY_CASES = "interposer_ops.rotary._rotary_cases"
-_ROTARY_TABLES_CASES = "interposer_ops.rotary._rotary_tables_cases"
+_op = partial(standard_op, cases="interposer_ops.rotary._rotary_cases")
+_rotation = partial(_op, tolerance=Tolerance(roundings=3))
+_rotation_of_rows = partial(_rotation, batch_invariant=True, batched=("query", "key", "cos", "sin"))
 
 
-@standard_op(
-    "rotary_embedding",
-    cases=_ROTARY_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=3),
-    batched=("query", "key", "cos", "sin"),
-)
-def rotary_embedding(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@_rotation_of_rows("rotary_embedding")
+def rotary_embedding(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate the first R elements of every head by its token's angles, in float32 or wider.
 
     With x = [a, b, rest], a and b of size R/2: y = [a cos - b sin, b cos + a sin, rest].
@@ -40,16 +36,10 @@ def rotary_embedding(
     return rotated_halves(query, cos, sin), rotated_halves(key, cos, sin)
 
 
-@standard_op(
-    "rotary_embedding_interleaved",
-    cases=_ROTARY_CASES,
-    batch_invariant=True,
-    tolerance=Tolerance(roundings=3),
-    batched=("query", "key", "cos", "sin"),
-)
+@_rotation_of_rows("rotary_embedding_interleaved")
 def rotary_embedding_interleaved(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Rotate neighbours among the first R elements of every head, in float32 or wider.
 
     With x = [a1, b1, a2, b2, ..., rest]: y = [a1 cos1 - b1 sin1, b1 cos1 + a1 sin1, ..., rest], as
@@ -67,15 +57,38 @@ def rotary_embedding_interleaved(
     return _rotated_pairs(query, cos, sin), _rotated_pairs(key, cos, sin)
 
 
-@standard_op(
-    "rotary_tables",
-    cases=_ROTARY_TABLES_CASES,
-    tolerance=Tolerance(roundings=6),
-    batched=("positions",),
-)
+@_rotation("multimodal_rotary_embedding")
+def multimodal_rotary_embedding(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sections: list[int], interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate as ``rotary_embedding`` does, each frequency by the angle of one of three positions.
+
+    The frequencies go to time, height and width, ``sections`` says how many to each: one after the
+    other (Qwen2-VL), or ``interleaved`` as time, height, width, time, ... until height and width
+    have theirs, and the others to time (Qwen3-VL).
+
+    Args:
+        query: ``[T, N, D]``, any float dtype; tokens may skip memory.
+        key: ``[T, K, D]``, dtype of ``query``; tokens may skip memory.
+        cos: ``[3, T, R / 2]``, float32 or wider, of the positions in time, height and width.
+        sin: ``[3, T, R / 2]``, dtype of ``cos``.
+        sections: three numbers, R / 2 together; if interleaved, those of height and width are at
+            most R / 6.
+        interleaved: says how sections are laid out; the halves of a head turn in either case.
+    Returns: rotated ``(query, key)``, contiguous, of their shapes and dtype.
+    Dims: head_size, rotary_size, interleaved.
+    Source: arXiv:2409.12191 (Qwen2-VL); the models of Qwen3-VL in transformers 5.
+    """
+    owners = _owners(sections, interleaved)
+    columns = list(range(len(owners)))
+    own_cos, own_sin = cos[owners, :, columns].T, sin[owners, :, columns].T
+    return rotated_halves(query, own_cos, own_sin), rotated_halves(key, own_cos, own_sin)
+
+
+@_op("rotary_tables", tolerance=Tolerance(roundings=6), batched=("positions",))
 def rotary_tables(
-    positions: torch.Tensor, inverse_frequencies: torch.Tensor, factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    positions: Tensor, inverse_frequencies: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of the angle of every token and frequency, times ``factor``.
 
     angle = position * inverse_frequency, which may be rounded to float32: at an angle of 4096 that
@@ -94,19 +107,27 @@ def rotary_tables(
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotated_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return what the op ``rotary_embedding`` does with one of its arguments."""
     half = cos.shape[-1]
-    wide = x.to(cos.dtype)
-    a, b, rest = wide.tensor_split((half, 2 * half), dim=-1)
+    a, b, rest = x.to(cos.dtype).tensor_split((half, 2 * half), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
 
 
-def _rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     turning, rest = x.to(cos.dtype).tensor_split((2 * half,), dim=-1)
     a, b = turning[..., ::2], turning[..., 1::2]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1)
     return torch.cat((pairs.flatten(-2), rest), dim=-1).to(x.dtype)
+
+
+def _owners(sections: list[int], interleaved: bool) -> list[int]:
+    """Return which of the three positions each frequency takes its angle from."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    return [
+        column % 3 if column < 3 * sections[column % 3] else 0 for column in range(sum(sections))
+    ]

@@ -9,36 +9,34 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import row_tile
 
 
 @triton_kernel("rotary_embedding")
 def rotary_embedding_triton(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding``."""
     return _rotated(query, key, cos, sin)
 
 
 @triton_kernel("rotary_embedding_interleaved")
 def rotary_embedding_interleaved_triton(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``rotary_embedding_interleaved``."""
     return _rotated(query, key, cos, sin, pairs=True)
 
 
 @triton_kernel("multimodal_rotary_embedding")
 def multimodal_rotary_embedding_triton(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sections: list[int],
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+    sections: list[int], interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``multimodal_rotary_embedding``."""
     time, height, width = sections
     layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
@@ -46,13 +44,9 @@ def multimodal_rotary_embedding_triton(
 
 
 def _rotated(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: bool = False,
-    layout: tuple[str, int, int] = ("one", 0, 0),
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
+    pairs: bool = False, layout: tuple[str, int, int] = ("one", 0, 0),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return query and key rotated.
 
     Args:
@@ -70,61 +64,23 @@ def _rotated(
     tile = row_tile("rotary", query.device, head_size)
     query_blocks = tile.row_blocks(num_tokens * num_heads)
     _rotate[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
-        query,
-        key,
-        cos,
-        sin,
-        turned,
-        turned_key,
-        num_tokens,
-        query.stride(0),
-        key.stride(0),
-        cos.stride(-2),
-        sin.stride(-2),
-        cos.stride(0),
-        sin.stride(0),
-        query_blocks,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF=half,
-        HEAD_SIZE=head_size,
-        PAIRS=pairs,
-        LAYOUT=layout[0],
-        END=layout[1],
-        OTHER_END=layout[2],
-        ROWS=tile.rows,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        query, key, cos, sin, turned, turned_key, num_tokens, query.stride(0), key.stride(0),
+        cos.stride(-2), sin.stride(-2), cos.stride(0), sin.stride(0), query_blocks,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HEAD_SIZE=head_size, PAIRS=pairs,
+        LAYOUT=layout[0], END=layout[1], OTHER_END=layout[2], ROWS=tile.rows,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return turned, turned_key
 
 
 @triton.jit
 def _rotate(
-    query,
-    key,
-    cos,
-    sin,
-    turned,
-    turned_key,
-    num_tokens,
-    query_stride,
-    key_stride,
-    cos_stride,
-    sin_stride,
-    cos_position_stride,
-    sin_position_stride,
-    query_blocks,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    END: tl.constexpr,
-    OTHER_END: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    query, key, cos, sin, turned, turned_key, num_tokens, query_stride, key_stride, cos_stride,
+    sin_stride, cos_position_stride, sin_position_stride, query_blocks,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr, END: tl.constexpr,
+    OTHER_END: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     if LAYOUT != "one":
         angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
         if LAYOUT == "parts":
@@ -154,15 +110,9 @@ def _rotate(
 
 @triton.jit
 def _rotate_rows(
-    source,
-    target,
-    cos,
-    sin,
-    there,
-    HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
+    source, target, cos, sin, there,
+    HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
     """Turn one head in each row of a column of pointers."""
     dtype: tl.constexpr = target.dtype.element_ty
     if HALF > 0:
@@ -184,3 +134,15 @@ def _rotate_rows(
         place = 2 * HALF + tl.arange(0, triton.next_power_of_2(HEAD_SIZE - 2 * HALF))[None, :]
         inside = there & (place < HEAD_SIZE)
         tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+
+
+_HEADS = (BF16, 64, 32, 128), (BF16, 64, 8, 128)
+_ANGLES, _THREE_ANGLES = (FP32, 64, 64), (FP32, 3, 64, 64)
+BUILDS = tuple(
+    Build(f"{op}_triton", "32 and 8 heads of 128", given(*_HEADS, *tables))
+    for op, *tables in (
+        ("rotary_embedding", _ANGLES, _ANGLES),
+        ("rotary_embedding_interleaved", _ANGLES, _ANGLES),
+        ("multimodal_rotary_embedding", _THREE_ANGLES, _THREE_ANGLES, [24, 20, 20], True),
+    )
+)

@@ -1,12 +1,13 @@
-"""Tokens that are ruled out, favoured or scaled before one is chosen.
+"""Logits that are capped or scaled, and tokens that are ruled out or favoured.
 
-Dimensions: B sequences, V vocabulary, M listed tokens. A list that is shorter than M is filled up
-with -1.
+Dimensions: T tokens, B sequences, V vocabulary, M listed tokens. A list that is shorter than M is
+filled up with -1.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -23,9 +24,7 @@ _WORD = 32  # tokens in a word of a bit mask
     tolerance=Tolerance(roundings=1),
     batched=("logits", "token_ids", "values"),
 )
-def apply_logit_bias(
-    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
+def apply_logit_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     """Add a value to the logit of each listed token.
 
     Args:
@@ -49,7 +48,7 @@ def apply_logit_bias(
     tolerance=Tolerance(roundings=0),
     batched=("logits", "bitmask"),
 )
-def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Tensor:
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     """Rule out the tokens whose bit is 0, as grammars do.
 
     The bit of token v is bit v mod 32, counted from the lowest, of word v / 32. Bits beyond the
@@ -74,8 +73,8 @@ def apply_token_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> torch.Te
     batched=("logits", "steps", "min_tokens", "stop_ids"),
 )
 def suppress_tokens_until(
-    logits: torch.Tensor, steps: torch.Tensor, min_tokens: torch.Tensor, stop_ids: torch.Tensor
-) -> torch.Tensor:
+    logits: Tensor, steps: Tensor, min_tokens: Tensor, stop_ids: Tensor
+) -> Tensor:
     """Rule out a request's stop tokens until it has generated its least number of tokens.
 
     Args:
@@ -98,7 +97,7 @@ def suppress_tokens_until(
     tolerance=Tolerance(roundings=2),
     batched=("logits", "temperature"),
 )
-def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Divide each row by its temperature; one of temperature 0, which is greedy, is left alone.
 
     Args:
@@ -113,14 +112,32 @@ def apply_temperature(logits: torch.Tensor, temperature: torch.Tensor) -> torch.
 
 
 @standard_op(
+    "logits_softcap",
+    cases="interposer_ops.sampling._logits_cases",
+    tolerance=Tolerance(roundings=1),
+    batched=("logits",),
+)
+def logits_softcap(logits: Tensor, cap: float) -> Tensor:
+    """Keep ``logits`` between -cap and cap: y = cap tanh(x / cap), in float32 or wider.
+
+    Args:
+        logits: ``[T, V]``, any float dtype; rows may skip memory.
+        cap: positive.
+    Returns: ``[T, V]``, dtype of ``logits``.
+    Dims: vocab_size.
+    Source: arXiv:2408.00118.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (cap * (wide / cap).tanh()).to(logits.dtype)
+
+
+@standard_op(
     "mask_top_k_top_p",
     cases=_CASES,
     tolerance=Tolerance(roundings=0),
     batched=("logits", "top_k", "top_p"),
 )
-def mask_top_k_top_p(
-    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
+def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Rule out what top-k drops, then what top-p drops of the rest (``truncation_threshold``).
 
     Equal tokens are kept or dropped together, and the likeliest is always kept.
@@ -140,7 +157,7 @@ def mask_top_k_top_p(
 @standard_op(
     "mask_min_p", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("logits", "min_p")
 )
-def mask_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Rule out each token that is less than ``min_p`` times as likely as the likeliest one.
 
     Args:
@@ -154,17 +171,14 @@ def mask_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     return _truncated(logits, None, None, min_p)
 
 
-def _places(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def _places(token_ids: Tensor, vocab_size: int) -> Tensor:
     """Return the columns of tokens in rows that have one more, for what is no token."""
     return torch.where(token_ids >= 0, token_ids, vocab_size).to(torch.int64)
 
 
 def _truncated(
-    logits: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-) -> torch.Tensor:
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled = wide - wide.amax(-1, keepdim=True)
     kept = scaled >= truncation_threshold(scaled, top_k, top_p, min_p)

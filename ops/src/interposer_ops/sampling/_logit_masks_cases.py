@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
-from interposer_ops.sampling._margins_cases import clear_rows, clearly_truncated
+from interposer_ops.sampling._logits_cases import (
+    LOGIT_SHAPES,
+    LOGITS,
+    clear_rows,
+    clearly_truncated,
+    num_rows,
+    random_logits,
+)
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, normal, peak, uniform
 
 # M, and how many places of each row hold a token; None for a random number.
@@ -106,12 +113,7 @@ suppress_tokens_until_cases = CaseSpace(
     Axis("ids", _IDS),
     strided={"logits": "rows", "stop_ids": "rows", "steps": "offset", "min_tokens": "offset"},
     special=_SPECIAL,
-    crossed={
-        "shape": ("many rows", "odd vocabulary"),
-        "list": ("",),
-        "steps": ("",),
-        "ids": ("",),
-    },
+    crossed={"shape": ("many rows", "odd vocabulary"), "list": ("",), "steps": ("",), "ids": ("",)},
     alone=_ALONE,
     valid=lambda point, dtype: (
         _is_small_or_plain(point, dtype)
@@ -270,18 +272,15 @@ def mask_min_p_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
 
 def _sampled(
     dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
-) -> tuple[torch.Tensor, torch.Generator]:
+) -> tuple[Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     return normal(shape, dtype, generator, 4.0), generator
 
 
 def _listed(
-    logits: torch.Tensor,
-    length: tuple[int, int | None],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> torch.Tensor:
+    logits: Tensor, length: tuple[int, int | None], dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
     """Return ``[B, M]`` different tokens, the first and the last among them, and -1 behind them."""
     rows, vocab_size = logits.shape
     places, used = length
@@ -296,16 +295,14 @@ def _listed(
     return token_ids
 
 
-def _bias_case(
-    logits: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor, label: str = ""
-) -> Case:
+def _bias_case(logits: Tensor, token_ids: Tensor, values: Tensor, label: str = "") -> Case:
     arguments = {"logits": logits, "token_ids": token_ids, "values": values}
     magnitude = peak(logits) + peak(values)
     return Case(label, arguments, {"vocab_size": logits.shape[1]}, magnitude=magnitude)
 
 
 def _bitmask_case(
-    logits: torch.Tensor, share: float, tail: bool, generator: torch.Generator, label: str = ""
+    logits: Tensor, share: float, tail: bool, generator: torch.Generator, label: str = ""
 ) -> Case:
     rows, vocab_size = logits.shape
     words = -(-vocab_size // 32)
@@ -318,22 +315,13 @@ def _bitmask_case(
 
 
 def _suppress_case(
-    logits: torch.Tensor,
-    steps: torch.Tensor,
-    min_tokens: torch.Tensor,
-    stop_ids: torch.Tensor,
-    label: str = "",
+    logits: Tensor, steps: Tensor, min_tokens: Tensor, stop_ids: Tensor, label: str = ""
 ) -> Case:
-    arguments = {
-        "logits": logits,
-        "steps": steps,
-        "min_tokens": min_tokens,
-        "stop_ids": stop_ids,
-    }
+    arguments = {"logits": logits, "steps": steps, "min_tokens": min_tokens, "stop_ids": stop_ids}
     return Case(label, arguments, {"vocab_size": logits.shape[1]}, reduction=0)
 
 
-def _temperature_case(logits: torch.Tensor, temperature: torch.Tensor, label: str = "") -> Case:
+def _temperature_case(logits: Tensor, temperature: Tensor, label: str = "") -> Case:
     # Two roundings, those of a reciprocal and of the product with it; nothing is added, but a
     # subnormal may be flushed before it is divided by a small number.
     smallest = float(temperature[temperature > 0].min()) if temperature.any() else 1.0
@@ -348,19 +336,19 @@ def _truncated_case(
     dtype: torch.dtype,
     generator: torch.Generator,
     label: str = "",
-    **columns: torch.Tensor | None,
+    **columns: Tensor | None,
 ) -> Case:
     """Return a case of rows that are clear about what the truncations keep."""
     given: dict[str, Any] = {"top_k": None, "top_p": None, "min_p": None, **columns}
     logits = torch.empty(shape, dtype=dtype)
 
-    def draw(rows: int) -> torch.Tensor:
+    def draw(rows: int) -> Tensor:
         return random_logits(kind, (rows, shape[1]), dtype, generator)
 
     for row in range(shape[0]):
         own = {n: None if c is None else c[row : row + 1] for n, c in given.items()}
 
-        def is_clear(drawn: torch.Tensor, own: dict[str, Any] = own) -> torch.Tensor:
+        def is_clear(drawn: Tensor, own: dict[str, Any] = own) -> Tensor:
             scaled = drawn.double()
             scaled -= scaled.amax(-1, keepdim=True)
             return clearly_truncated(scaled, **own)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -14,8 +15,8 @@ _CASES = "interposer_ops.sampling._logprobs_cases"
     "token_logprobs", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits", "tokens")
 )
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the log probability and the rank of one token per row, and those likeliest.
 
     logprob = logits - logsumexp(logits), in float32 or wider. Tokens are ranked by their logits,

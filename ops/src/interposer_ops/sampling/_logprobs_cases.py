@@ -6,6 +6,7 @@ Ids are compared exactly: logits are equal, or differ by 1/64 at least.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
@@ -52,12 +53,12 @@ def token_logprobs_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
     return _case(logits, tokens, int(dims["num_top"]), f"{num_tokens} tokens")
 
 
-def _stepped(logits: torch.Tensor) -> torch.Tensor:
+def _stepped(logits: Tensor) -> Tensor:
     """Round to multiples of the step; of float16 and bfloat16, those above 1 and 4 are anyway."""
     return ((logits.float() / _STEP).round() * _STEP).to(logits.dtype)
 
 
-def _case(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, label: str = "") -> Case:
+def _case(logits: Tensor, tokens: Tensor, num_top: int, label: str = "") -> Case:
     """Return the case of sums of exponentials, the largest of which is 1.
 
     The logarithm of the sum takes on its relative error, V roundings; a logit is added to it.

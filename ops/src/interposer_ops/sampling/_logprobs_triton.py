@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from interposer import Dim
+from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import natural_log
@@ -18,8 +20,8 @@ from interposer_ops.sampling._noise_triton import natural_log
 
 @triton_kernel("token_logprobs", dims={"num_top": Dim(at_most=64)})
 def token_logprobs_triton(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute ``token_logprobs``; the likeliest of a row are among those of its parts."""
     num_rows, vocab_size = logits.shape
     device, wide = logits.device, torch.float32
@@ -38,61 +40,25 @@ def token_logprobs_triton(
     best = torch.empty(num_rows, parts, slots, dtype=wide, device=device)
     found = torch.empty(num_rows, parts, slots, dtype=torch.int32, device=device)
     _judge_parts[(num_rows, parts)](
-        rows,
-        tokens,
-        peaks,
-        totals,
-        likelier,
-        best,
-        found,
-        rows.stride(0),
-        num_top,
-        VOCAB_SIZE=vocab_size,
-        SLOTS=slots,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, tokens, peaks, totals, likelier, best, found, rows.stride(0), num_top,
+        VOCAB_SIZE=vocab_size, SLOTS=slots, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     tile = row_tile("parts", device, parts * max(slots, 1))
     _judge_rows[(num_rows,)](
-        rows,
-        tokens,
-        peaks,
-        totals,
-        likelier,
-        best,
-        found,
-        logprobs,
-        ranks,
-        top_logprobs,
-        top_ids,
-        rows.stride(0),
-        parts,
-        num_top,
-        VOCAB_SIZE=vocab_size,
-        SLOTS=slots,
-        PARTS=triton.next_power_of_2(parts),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, tokens, peaks, totals, likelier, best, found, logprobs, ranks, top_logprobs, top_ids,
+        rows.stride(0), parts, num_top,
+        VOCAB_SIZE=vocab_size, SLOTS=slots, PARTS=triton.next_power_of_2(parts),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return logprobs, ranks, top_logprobs, top_ids
 
 
 @triton.jit
 def _judge_parts(
-    logits,
-    tokens,
-    peaks,
-    totals,
-    likelier,
-    best,
-    found,
-    stride,
-    num_top,
-    VOCAB_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, tokens, peaks, totals, likelier, best, found, stride, num_top,
+    VOCAB_SIZE: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -119,24 +85,10 @@ def _judge_parts(
 
 @triton.jit
 def _judge_rows(
-    logits,
-    tokens,
-    peaks,
-    totals,
-    likelier,
-    best,
-    found,
-    logprobs,
-    ranks,
-    top_logprobs,
-    top_ids,
-    stride,
-    num_parts,
-    num_top,
-    VOCAB_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    logits, tokens, peaks, totals, likelier, best, found, logprobs, ranks, top_logprobs, top_ids,
+    stride, num_parts, num_top,
+    VOCAB_SIZE: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     place = row * num_parts + part
@@ -163,3 +115,20 @@ def _judge_rows(
             known = tl.minimum(winner, VOCAB_SIZE - 1).to(tl.int64)
             tl.store(top_ids + row * num_top + turn, known)
             left = left & (token != winner)
+
+
+BUILDS = (
+    Build(
+        "token_logprobs_triton",
+        "20 likeliest of 128256",
+        given((FP32, 64, 128256), (INT64, 64), 20),
+        "float32",
+        {"num_top": 20},
+    ),
+    Build(
+        "token_logprobs_triton",
+        "none of the likeliest",
+        given((BF16, 64, 128256), (INT64, 64), 0),
+        dims={"num_top": 0},
+    ),
+)

@@ -7,6 +7,7 @@ the same. Dimensions: B sequences, V vocabulary.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def _signed(word: int) -> int:
@@ -19,9 +20,7 @@ _FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _BITS = 40  # of each hash that are used; tokens less likely than 2^-40 are out of reach
 
 
-def gumbel_noise(
-    seeds: torch.Tensor, steps: torch.Tensor, num_tokens: int, dtype: torch.dtype
-) -> torch.Tensor:
+def gumbel_noise(seeds: Tensor, steps: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
     """Return standard Gumbel noise, ``[B, V]``: g = -log(-log(1 - u)) in ``dtype``.
 
     u is ``uniform_noise``, the same in any dtype and on any device, so that two results differ by
@@ -36,7 +35,7 @@ def gumbel_noise(
     return -torch.log(-torch.log1p(-uniform_noise(seeds, steps, num_tokens).to(dtype)))
 
 
-def uniform_noise(seeds: torch.Tensor, steps: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def uniform_noise(seeds: Tensor, steps: Tensor, num_tokens: int) -> Tensor:
     """Return uniform noise in the open interval (0, 1), ``[B, V]`` float32, the same bits anywhere.
 
     With all integers modulo 2^64, c = 0x9E3779B97F4A7C15 and mix the finalizer of SplitMix64:
@@ -60,13 +59,13 @@ def uniform_noise(seeds: torch.Tensor, steps: torch.Tensor, num_tokens: int) -> 
     return (odd.float() * 2.0**-_BITS).clamp(max=1 - 2.0**-24)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     """Return a bijection of 64-bit words in which every bit depends on every bit."""
     x = (x ^ _shifted(x, 30)) * _FACTORS[0]
     x = (x ^ _shifted(x, 27)) * _FACTORS[1]
     return x ^ _shifted(x, 31)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(x: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros; torch's own shift of an int64 keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -17,23 +18,16 @@ _CASES = "interposer_ops.sampling._sampling_cases"
     cases=_CASES,
     batch_invariant=True,
     tolerance=Tolerance(roundings=4),
-    batched=(
-        "logits",
-        "prompt_mask",
-        "output_counts",
-        "repetition",
-        "presence",
-        "frequency",
-    ),
+    batched=("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
 )
 def apply_penalties(
-    logits: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    repetition: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor,
+    prompt_mask: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> Tensor:
     """Make tokens that were already used less likely, or more likely.
 
     Repetition comes first and counts prompt and output: of a used token, a positive logit is
@@ -68,14 +62,14 @@ def apply_penalties(
     batched=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "steps"),
 )
 def sample_tokens(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    seeds: Tensor,
+    steps: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Choose one token per row, greedily or at random.
 
     A row of temperature 0 takes its largest logit. Any other is divided by its temperature, cut
@@ -118,9 +112,7 @@ def sample_tokens(
     tolerance=Tolerance(roundings=0),
     batched=("logits", "temperature", "seeds", "steps"),
 )
-def gumbel_argmax(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
-) -> torch.Tensor:
+def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
     """Draw one token per row from the softmax of its tempered logits.
 
     The token of ``sample_tokens`` without truncation: the largest sum of logit / temperature and

@@ -10,10 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import LOGIT_SHAPES, LOGITS, num_rows, random_logits
-from interposer_ops.sampling._margins_cases import clear_rows, clearly_truncated, clearly_won
+from interposer_ops.sampling._logits_cases import (
+    LOGIT_SHAPES,
+    LOGITS,
+    clear_rows,
+    clearly_truncated,
+    clearly_won,
+    num_rows,
+    random_logits,
+)
 from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
@@ -155,7 +163,7 @@ def gumbel_argmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 
 
 def _penalties_case(
-    logits: torch.Tensor,
+    logits: Tensor,
     names: tuple[str, ...],
     counts_dtype: torch.dtype,
     generator: torch.Generator,
@@ -163,7 +171,7 @@ def _penalties_case(
 ) -> Case:
     batch_size, vocab_size = logits.shape
     counts = torch.randint(-3, 4, logits.shape, generator=generator).clamp(min=0)
-    penalties: dict[str, torch.Tensor] = {}
+    penalties: dict[str, Tensor] = {}
     for name, low, neutral in (("repetition", 0.5, 1.0), ("presence", -2, 0), ("frequency", -2, 0)):
         penalties[name] = uniform((batch_size,), torch.float32, generator, low, 2.0)
         # Of the rows that are penalised at all, the first two; the others are left alone.
@@ -189,7 +197,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of clear rows; without ``truncating``, those of ``gumbel_argmax``."""
     rows, vocab_size = shape
-    columns: dict[str, torch.Tensor | None] = {}
+    columns: dict[str, Tensor | None] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         numbers = torch.int64 if name == "top_k" else torch.float32
         columns[name] = (
@@ -210,17 +218,15 @@ def _arguments(
         gumbel = gumbel_noise(noise_of["seeds"][at], noise_of["steps"][at], vocab_size, _WIDE)
 
         def is_clear(
-            drawn: torch.Tensor,
-            own: dict[str, torch.Tensor | None] = own,
-            gumbel: torch.Tensor = gumbel,
-        ) -> torch.Tensor:
+            drawn: Tensor, own: dict[str, Tensor | None] = own, gumbel: Tensor = gumbel
+        ) -> Tensor:
             if own["temperature"] is None or not own["temperature"].all():
                 return torch.ones(1, dtype=torch.bool)  # found by comparison alone
             scaled = temper(drawn.double(), own["temperature"])
             kept, clear = clearly_truncated(scaled, own["top_k"], own["top_p"], own["min_p"])
             return clear & clearly_won(torch.where(kept, scaled + gumbel, float("-inf")))
 
-        def draw(count: int) -> torch.Tensor:
+        def draw(count: int) -> Tensor:
             return random_logits(kind, (count, vocab_size), dtype, generator)
 
         logits[at] = clear_rows(draw, is_clear, 1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import gumbel_noise, natural_log, stream_key
@@ -18,8 +20,8 @@ from interposer_ops.sampling._truncation_triton import distance_bits, limits_of
 
 @triton_kernel("gumbel_argmax")
 def gumbel_argmax_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, steps: torch.Tensor
-) -> torch.Tensor:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
+) -> Tensor:
     """Compute ``gumbel_argmax``; each part of a row is tempered from its own largest logit."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     _draw(logits, temperature, None, None, None, seeds, steps, tokens, None)
@@ -28,14 +30,10 @@ def gumbel_argmax_triton(
 
 @triton_kernel("sample_tokens")
 def sample_tokens_triton(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None,
+    top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor,
+    steps: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``sample_tokens``; one more launch finds what top-k, top-p and min-p keep."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
@@ -44,16 +42,10 @@ def sample_tokens_triton(
 
 
 def _draw(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-    tokens: torch.Tensor,
-    logprobs: torch.Tensor | None,
-) -> None:
+    logits: Tensor, temperature: Tensor | None, top_k: Tensor | None,
+    top_p: Tensor | None, min_p: Tensor | None, seeds: Tensor,
+    steps: Tensor, tokens: Tensor, logprobs: Tensor | None,
+) -> None:  # fmt: skip
     if logits.numel() == 0:
         return
     rows = as_rows(logits)
@@ -69,59 +61,27 @@ def _draw(
     scores, peaks, totals = figures
     found = torch.empty(num_rows, parts, dtype=torch.int32, device=rows.device)
     _best_of_parts[(num_rows, parts)](
-        rows,
-        temperature,
-        None if limits is None else limits.peaks,
-        None if limits is None else limits.farthest,
-        min_p,
-        seeds,
-        steps,
-        scores,
-        found,
-        peaks,
-        None if logprobs is None else totals,
-        rows.stride(0),
-        VOCAB_SIZE=vocab_size,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, temperature, None if limits is None else limits.peaks,
+        None if limits is None else limits.farthest, min_p, seeds, steps, scores, found, peaks,
+        None if logprobs is None else totals, rows.stride(0),
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     tile = row_tile("parts", rows.device, parts)
     _best_of_rows[(num_rows,)](
-        rows,
-        temperature,
-        scores,
-        found,
-        peaks,
-        None if logprobs is None else totals,
-        tokens,
-        logprobs,
-        rows.stride(0),
-        parts,
-        VOCAB_SIZE=vocab_size,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, temperature, scores, found, peaks, None if logprobs is None else totals, tokens,
+        logprobs, rows.stride(0), parts,
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit
 def _best_of_parts(
-    logits,
-    temperature,
-    row_peaks,
-    farthest,
-    min_p,
-    seeds,
-    steps,
-    scores,
-    found,
-    peaks,
-    totals,
+    logits, temperature, row_peaks, farthest, min_p, seeds, steps, scores, found, peaks, totals,
     stride,
-    VOCAB_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    VOCAB_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -154,19 +114,9 @@ def _best_of_parts(
 
 @triton.jit
 def _best_of_rows(
-    logits,
-    temperature,
-    scores,
-    found,
-    peaks,
-    totals,
-    tokens,
-    logprobs,
-    stride,
-    num_parts,
-    VOCAB_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, temperature, scores, found, peaks, totals, tokens, logprobs, stride, num_parts,
+    VOCAB_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, COLUMNS)
     there = part < num_parts
@@ -191,3 +141,26 @@ def _best_of_rows(
         mass = natural_log(tl.sum(total * tl.exp(lower)))
         chosen = tl.load(logits + row * stride + winner).to(tl.float32)
         tl.store(logprobs + row, chosen - (highest + mass))
+
+
+_LOGITS, _FLOATS, _WHOLE = (FP32, 64, 128256), (FP32, 64), (INT64, 64)
+
+BUILDS = (
+    Build(
+        "gumbel_argmax_triton",
+        "64 rows of 128256",
+        given(_LOGITS, _FLOATS, _WHOLE, _WHOLE),
+        "float32",
+    ),
+    Build(
+        "sample_tokens_triton",
+        "all truncations",
+        given(_LOGITS, _FLOATS, _WHOLE, _FLOATS, _FLOATS, _WHOLE, _WHOLE),
+        "float32",
+    ),
+    Build(
+        "sample_tokens_triton",
+        "greedy, bfloat16",
+        given((BF16, 64, 128256), None, None, None, None, _WHOLE, _WHOLE),
+    ),
+)

@@ -7,6 +7,7 @@ the first that is rejected or follows them all: 1 to n + 1 tokens.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
@@ -22,8 +23,8 @@ _CASES = "interposer_ops.sampling._speculative_cases"
     batched=("draft_tokens", "target_logits", "num_draft"),
 )
 def greedy_verify(
-    draft_tokens: torch.Tensor, target_logits: torch.Tensor, num_draft: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
+) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens as long as they are those that greedy decoding takes.
 
     The lowest index wins ties, as in ``sample_tokens``.
@@ -49,13 +50,13 @@ def greedy_verify(
     batched=("draft_tokens", "draft_probs", "target_probs", "num_draft", "seeds", "steps"),
 )
 def rejection_sample(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    num_draft: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Accept or replace drafted tokens so that all tokens are drawn from the target distribution.
 
     At draft i of n, with q the distribution that the token x was drawn from and p the target's:
@@ -108,11 +109,8 @@ def rejection_sample(
 
 
 def _verified(
-    draft_tokens: torch.Tensor,
-    is_accepted: torch.Tensor,
-    replacements: torch.Tensor,
-    num_draft: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor, is_accepted: Tensor, replacements: Tensor, num_draft: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the drafted tokens before the first that is not accepted, and its replacement."""
     places = torch.arange(replacements.shape[1], device=replacements.device)
     is_accepted = is_accepted & (places[:-1] < num_draft[:, None])

@@ -6,13 +6,15 @@ winner stands clear of the second. What is not to be read is NaN, or a token tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops.sampling._logits_cases import num_rows
-from interposer_ops.sampling._margins_cases import clearly_won
+from interposer_ops.sampling._logits_cases import clearly_won, num_rows
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 from interposer_testing.cases import Axis, CaseSpace, Point
 
@@ -128,7 +130,7 @@ def rejection_sample_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
     return _clear_case(shape, "all", kind, "dense", dtype, generator, label)
 
 
-def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> torch.Tensor:
+def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> Tensor:
     match kind:
         case "all":
             return torch.full((rows,), drafts)
@@ -137,17 +139,13 @@ def _counts(kind: str, rows: int, drafts: int, generator: torch.Generator) -> to
     return torch.randint(drafts + 1, (rows,), generator=generator)
 
 
-def _guessed(
-    best: torch.Tensor, quality: float, vocab_size: int, generator: torch.Generator
-) -> torch.Tensor:
+def _guessed(best: Tensor, quality: float, vocab_size: int, generator: torch.Generator) -> Tensor:
     """Return ``best`` with a share of ``quality`` left as it is, and other tokens elsewhere."""
     right = torch.rand(best.shape, generator=generator) < quality
     return torch.where(right, best, (best + 1) % vocab_size)
 
 
-def _greedy_case(
-    drafted: torch.Tensor, logits: torch.Tensor, num_draft: torch.Tensor, label: str = ""
-) -> Case:
+def _greedy_case(drafted: Tensor, logits: Tensor, num_draft: Tensor, label: str = "") -> Case:
     unread = torch.arange(drafted.shape[1]) >= num_draft[:, None]
     arguments = {
         "draft_tokens": drafted.masked_fill(unread, _NOWHERE),
@@ -169,10 +167,9 @@ def _clear_case(
 ) -> Case:
     rows, drafts, vocab_size = shape
     num_draft = _counts(counts, rows, drafts, generator)
-    drawn = [
-        _clear_row(shape[1:], num_draft[row : row + 1], kind, target_kind, dtype, generator)
-        for row in range(rows)
-    ] or [_row(shape[1:], num_draft, kind, target_kind, dtype, generator, rows=0)]
+    draw = partial(_row, (drafts, vocab_size), kind, target_kind, dtype, generator)
+    drawn = [_clear_row(draw, num_draft[row : row + 1]) for row in range(rows)]
+    drawn = drawn or [draw(num_draft)]
     arguments: dict[str, Any] = {
         name: None if part is None else torch.cat([row[name] for row in drawn])
         for name, part in drawn[0].items()
@@ -190,29 +187,22 @@ def _clear_case(
     return Case(label, arguments, dims, reduction=0)
 
 
-def _clear_row(
-    shape: tuple[int, int],
-    num_draft: torch.Tensor,
-    kind: str,
-    target_kind: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> dict[str, Any]:
+def _clear_row(draw: Callable[[Tensor], dict[str, Any]], num_draft: Tensor) -> dict[str, Any]:
     while True:
-        row = _row(shape, num_draft, kind, target_kind, dtype, generator)
+        row = draw(num_draft)
         if _is_clear(**row):
             return row
 
 
 def _row(
     shape: tuple[int, int],
-    num_draft: torch.Tensor,
     kind: str,
     target_kind: str,
     dtype: torch.dtype,
     generator: torch.Generator,
-    rows: int = 1,
+    num_draft: Tensor,
 ) -> dict[str, Any]:
+    rows = len(num_draft)
     drafts, vocab_size = shape
     logits = 2 * torch.randn(rows, drafts + 1, vocab_size, generator=generator)
     near = 0.3 * torch.randn(rows, drafts, vocab_size, generator=generator)
@@ -246,12 +236,12 @@ def _row(
 
 
 def _is_clear(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
+    draft_tokens: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    num_draft: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
 ) -> bool:
     """Say whether small errors change no acceptance and no draw of one row that may count."""
     target = target_probs[0].double()

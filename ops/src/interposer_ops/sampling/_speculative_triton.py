@@ -6,10 +6,15 @@ B sequences, S drafted tokens at most, V vocabulary, C parts of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import BF16, FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops.sampling._noise_triton import (
@@ -22,8 +27,8 @@ from interposer_ops.sampling._noise_triton import (
 
 @triton_kernel("greedy_verify")
 def greedy_verify_triton(
-    draft_tokens: torch.Tensor, target_logits: torch.Tensor, num_draft: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute ``greedy_verify``; places behind a row's drafts and one more are not read."""
     device = target_logits.device
     batch_size, places, vocab_size = target_logits.shape
@@ -37,48 +42,25 @@ def greedy_verify_triton(
     best = torch.empty(batch_size, places, parts, dtype=torch.float32, device=device)
     found = torch.empty(batch_size, places, parts, dtype=torch.int32, device=device)
     _best_of_parts[(batch_size * places, parts)](
-        logits,
-        num_draft,
-        best,
-        found,
-        logits.stride(0),
-        logits.stride(1),
-        places,
-        VOCAB_SIZE=vocab_size,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        logits, num_draft, best, found, logits.stride(0), logits.stride(1), places,
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     all_places, all_parts = triton.next_power_of_2(places), triton.next_power_of_2(parts)
     tile = row_tile("parts", device, all_places * all_parts)
     _verify_greedily[(batch_size,)](
-        drafts,
-        num_draft,
-        best,
-        found,
-        tokens,
-        accepted,
-        drafts.stride(0),
-        places,
-        parts,
-        VOCAB_SIZE=vocab_size,
-        PLACES=all_places,
-        PARTS=all_parts,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        drafts, num_draft, best, found, tokens, accepted, drafts.stride(0), places, parts,
+        VOCAB_SIZE=vocab_size, PLACES=all_places, PARTS=all_parts,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return tokens, accepted
 
 
 @triton_kernel("rejection_sample")
 def rejection_sample_triton(
-    draft_tokens: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    target_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    seeds: torch.Tensor,
-    steps: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+    num_draft: Tensor, seeds: Tensor, steps: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``rejection_sample``; of each row, only the one place that is drawn at is read."""
     device = target_probs.device
     batch_size, places, vocab_size = target_probs.shape
@@ -95,62 +77,31 @@ def rejection_sample_triton(
     found = torch.empty(2, batch_size, parts, dtype=torch.int32, device=device)
     all_places = triton.next_power_of_2(places)
     _draw_of_parts[(batch_size, parts)](
-        drafts,
-        draft,
-        target,
-        num_draft,
-        seeds,
-        steps,
-        accepted,
-        *best,
-        *found,
-        drafts.stride(0),
-        0 if draft is None else draft.stride(0),
-        0 if draft is None else draft.stride(1),
-        target.stride(0),
-        target.stride(1),
-        VOCAB_SIZE=vocab_size,
-        PLACES=all_places,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        drafts, draft, target, num_draft, seeds, steps, accepted, *best, *found, drafts.stride(0),
+        0 if draft is None else draft.stride(0), 0 if draft is None else draft.stride(1),
+        target.stride(0), target.stride(1),
+        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     tile = row_tile("parts", device, parts)
     _draw_of_rows[(batch_size,)](
-        drafts,
-        accepted,
-        *best,
-        *found,
-        tokens,
-        drafts.stride(0),
-        places,
-        parts,
-        VOCAB_SIZE=vocab_size,
-        PLACES=all_places,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        drafts, accepted, *best, *found, tokens, drafts.stride(0), places, parts,
+        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return tokens, accepted
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     """Return ``x`` with the elements of a row side by side."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 @triton.jit
 def _best_of_parts(
-    logits,
-    num_draft,
-    best,
-    found,
-    stride,
-    place_stride,
-    num_places,
-    VOCAB_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, num_draft, best, found, stride, place_stride, num_places,
+    VOCAB_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) // num_places).to(tl.int64)
     place = tl.program_id(0) % num_places
     if place <= tl.load(num_draft + row):
@@ -167,19 +118,9 @@ def _best_of_parts(
 
 @triton.jit
 def _verify_greedily(
-    draft_tokens,
-    num_draft,
-    best,
-    found,
-    tokens,
-    accepted,
-    stride,
-    num_places,
-    num_parts,
-    VOCAB_SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    draft_tokens, num_draft, best, found, tokens, accepted, stride, num_places, num_parts,
+    VOCAB_SIZE: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     part = tl.arange(0, PARTS)[None, :]
@@ -201,26 +142,11 @@ def _verify_greedily(
 
 @triton.jit
 def _draw_of_parts(
-    draft_tokens,
-    draft_probs,
-    target_probs,
-    num_draft,
-    seeds,
-    steps,
-    accepted,
-    best_rest,
-    best_target,
-    found_rest,
-    found_target,
-    drafts_stride,
-    draft_stride,
-    draft_place_stride,
-    target_stride,
-    target_place_stride,
-    VOCAB_SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    draft_tokens, draft_probs, target_probs, num_draft, seeds, steps, accepted, best_rest,
+    best_target, found_rest, found_target, drafts_stride, draft_stride, draft_place_stride,
+    target_stride, target_place_stride,
+    VOCAB_SIZE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     draft_tokens += row * drafts_stride
     target_probs += row * target_stride
@@ -266,20 +192,10 @@ def _draw_of_parts(
 
 @triton.jit
 def _draw_of_rows(
-    draft_tokens,
-    accepted,
-    best_rest,
-    best_target,
-    found_rest,
-    found_target,
-    tokens,
-    stride,
-    num_places,
-    num_parts,
-    VOCAB_SIZE: tl.constexpr,
-    PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    draft_tokens, accepted, best_rest, best_target, found_rest, found_target, tokens, stride,
+    num_places, num_parts,
+    VOCAB_SIZE: tl.constexpr, PLACES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, COLUMNS)
     there = part < num_parts
@@ -303,3 +219,19 @@ def _first_of_largest(value, token, there, VOCAB_SIZE: tl.constexpr):
     """Return the largest value and the lowest token that has it, the last one among NaNs."""
     largest = tl.max(tl.where(there, value, float("-inf")))
     return largest, tl.min(tl.where(there & (value == largest), token, VOCAB_SIZE - 1))
+
+
+_DRAFTS, _WHOLE = (INT64, 64, 4), (INT64, 64)
+
+
+def _rejected(draft: tuple[Any, ...] | None) -> Callable[..., Any]:
+    return given(_DRAFTS, draft, (FP32, 64, 5, 128256), _WHOLE, _WHOLE, _WHOLE)
+
+
+BUILDS = (
+    Build(
+        "greedy_verify_triton", "4 drafts, bfloat16", given(_DRAFTS, (BF16, 64, 5, 128256), _WHOLE)
+    ),
+    Build("rejection_sample_triton", "4 drafts", _rejected((FP32, 64, 4, 128256)), "float32"),
+    Build("rejection_sample_triton", "4 certain drafts", _rejected(None), "float32"),
+)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _UNITS = 2**52  # of probability mass in 1
 
 
-def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def temper(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return ``(logits - max) / temperature``, ``[B, V]``: at most 0, and 0 at the likeliest token.
 
     The maximum goes first, so that no positive temperature overflows it. Rows of temperature 0
@@ -18,11 +19,8 @@ def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def truncation_threshold(
-    scaled: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-) -> torch.Tensor:
+    scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
     """Return the least value of ``scaled`` that each row keeps, ``[B, 1]``, at most 0.
 
     A token is kept if its value reaches the threshold, so that equal tokens are kept or dropped

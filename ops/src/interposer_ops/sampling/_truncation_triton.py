@@ -14,10 +14,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from interposer_ops._triton.build import FP32, INT64, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops.sampling._logits_triton import each_logit
 from interposer_ops.sampling._noise_triton import natural_log
 
 _UNITS = tl.constexpr(4503599627370496.0)  # 2^52, of probability mass in 1
@@ -32,29 +35,24 @@ class Limits(NamedTuple):
         farthest: ``[B]`` int64, the largest ``distance_bits`` that is kept.
     """
 
-    peaks: torch.Tensor
-    farthest: torch.Tensor
+    peaks: Tensor
+    farthest: Tensor
 
 
 @triton_kernel("mask_top_k_top_p")
-def mask_top_k_top_p_triton(
-    logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
+def mask_top_k_top_p_triton(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Compute ``mask_top_k_top_p``."""
     return _cut(logits, top_k, top_p, None)
 
 
 @triton_kernel("mask_min_p")
-def mask_min_p_triton(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def mask_min_p_triton(logits: Tensor, min_p: Tensor) -> Tensor:
     """Compute ``mask_min_p``."""
     return _cut(logits, None, None, min_p)
 
 
 def limits_of(
-    rows: torch.Tensor,
-    temperature: torch.Tensor | None,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
+    rows: Tensor, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None
 ) -> Limits:
     """Return what top-k and top-p keep of each row, divided by its temperature before.
 
@@ -69,51 +67,20 @@ def limits_of(
     tile = row_tile("truncation", rows.device, vocab_size)
     pivots = parameters_for("truncation", rows.device).blocks["pivots"]
     _limit[(num_rows,)](
-        rows,
-        temperature,
-        top_k,
-        top_p,
-        peaks,
-        farthest,
-        rows.stride(0),
-        VOCAB_SIZE=vocab_size,
-        COLUMNS=tile.columns,
-        PIVOTS=pivots,
-        BITS=pivots.bit_length() - 1,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        rows, temperature, top_k, top_p, peaks, farthest, rows.stride(0),
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns, PIVOTS=pivots, BITS=pivots.bit_length() - 1,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return Limits(peaks, farthest)
 
 
 def _cut(
-    logits: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-) -> torch.Tensor:
-    y = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    if y.numel() == 0:
-        return y
-    rows = as_rows(logits)
-    num_rows, vocab_size = rows.shape
-    limits = limits_of(rows, None, top_k, top_p)
-    tile = row_tile("logits", y.device, vocab_size)
-    _mask[(tile.row_blocks(num_rows), tile.column_blocks(vocab_size))](
-        rows,
-        limits.peaks,
-        limits.farthest,
-        min_p,
-        y,
-        num_rows,
-        rows.stride(0),
-        VOCAB_SIZE=vocab_size,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return y
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
+    if logits.numel() == 0:
+        return logits.new_empty(logits.shape)
+    limits = limits_of(as_rows(logits), None, top_k, top_p)
+    return each_logit(_mask, logits, *limits, min_p)
 
 
 @triton.jit
@@ -124,18 +91,9 @@ def distance_bits(scaled):
 
 @triton.jit
 def _limit(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    farthest,
-    stride,
-    VOCAB_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    BITS: tl.constexpr,
-):
+    logits, temperature, top_k, top_p, peaks, farthest, stride,
+    VOCAB_SIZE: tl.constexpr, COLUMNS: tl.constexpr, PIVOTS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     column = tl.arange(0, COLUMNS)[None, :]
@@ -206,17 +164,9 @@ def _scaled(logits, start, column, peak, divisor, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def _mask(
-    logits,
-    peaks,
-    farthest,
-    min_p,
-    y,
-    num_rows,
-    stride,
-    VOCAB_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, peaks, farthest, min_p, y, num_rows, stride,
+    VOCAB_SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     there = row < num_rows
@@ -231,3 +181,11 @@ def _mask(
         is_kept = is_kept & (scaled >= natural_log(ratio))
     value = tl.where(is_kept, value, float("-inf"))
     tl.store(y + row * VOCAB_SIZE + column, value.to(y.dtype.element_ty), mask=inside)
+
+
+_LOGITS, _FLOATS, _LABEL = (FP32, 64, 128256), (FP32, 64), "64 rows of 128256"
+
+BUILDS = (
+    Build("mask_top_k_top_p_triton", _LABEL, given(_LOGITS, (INT64, 64), _FLOATS), "float32"),
+    Build("mask_min_p_triton", _LABEL, given(_LOGITS, _FLOATS), "float32"),
+)

@@ -82,7 +82,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where to write, and what to compute; ``first_slot`` is set where slots follow each other."""
+    """Slots to write and groups to compute; ``first_slot`` is set where slots follow each other."""
 
     slots: torch.Tensor
     first_slot: int | None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What one group allows, and what it has used that cannot be reclaimed."""
+    """The limit of one group, and what it uses that cannot be reclaimed."""
 
     limit_bytes: int
     used_bytes: int

@@ -1,4 +1,4 @@
-"""What a person should know of this machine, in sentences."""
+"""Facts on this machine for a person, in sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operating system says about processors, caches, NUMA nodes and memory.
+"""Processors, caches, NUMA nodes and memory, as the operating system reports them.
 
 Where files are read, ``root`` is the folder in which ``proc`` and ``sys`` lie.
 """
@@ -73,7 +73,7 @@ def processor_name(root: Path = _ROOT) -> str:
 
 
 def _arm_name(facts: Mapping[str, str]) -> str:
-    """Return what the numbers of an ARM processor stand for, empty where there are none."""
+    """Return the name of an ARM processor by its numbers, empty where there are none."""
     try:
         designer, part = int(facts["CPU implementer"], 16), int(facts["CPU part"], 16)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Projections with weights in oneDNN's blocked layout, and table lookup.
+"""Projections with weights in oneDNN's blocked layout, and lookup in embeddings.
 
 I input features, O output features.
 """

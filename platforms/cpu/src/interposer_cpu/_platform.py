@@ -43,7 +43,7 @@ class CPUPlatform(Platform):
         )
 
     def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        """Return what models may be computed in: bfloat16 first where the hardware computes in it.
+        """Return the dtypes of models: bfloat16 first where the hardware computes in it.
 
         Elsewhere native kernels widen it as they read it, which halves memory but not arithmetic,
         so it stands behind float32; without them torch would widen whole weights. float16 is

@@ -1,4 +1,4 @@
-"""The compiled library of this platform: whether it is there, and which instructions it uses.
+"""The compiled library of this platform: its presence, and the instructions that it uses.
 
 It holds every kernel once for each level of instructions of its architecture, and uses those of
 the highest level that the processor has.

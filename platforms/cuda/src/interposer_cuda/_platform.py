@@ -63,7 +63,7 @@ class CUDAPlatform(Platform):
         return [getattr(torch, name) for name in architecture_of(found.major, found.minor).dtypes]
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
-        """Return a block that holds to ``policy``, in what torch lets cuBLAS do too."""
+        """Return a block that holds torch and cuBLAS to ``policy``."""
         matmul = torch.backends.cuda.matmul
         return applied(policy, [(matmul, name) for name in _REDUCTIONS])
 
@@ -96,7 +96,7 @@ class CUDAPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes of the device."""
+        """Return a block that measures the memory that it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

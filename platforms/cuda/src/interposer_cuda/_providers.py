@@ -1,4 +1,4 @@
-"""Whether an optional package is installed in a version that is known; it is not imported.
+"""Verdicts on optional packages by their installed version, without importing them.
 
 Packages of compiled code may end the process that imports them in the wrong environment, so that
 their metadata is read first.

@@ -136,7 +136,7 @@ def _of_the_hub() -> list[Record]:
 
 
 def _attention() -> list[Record]:
-    """Return what attends besides ``paged``, none of which promises to be graph-safe."""
+    """Return the attention backends besides ``paged``; none promises to be graph-safe."""
     # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
     return [
         AttentionEntry(

@@ -30,7 +30,7 @@ _SETTINGS = ("GPU_ARCHS", "HIP_", "ROCR_", "HSA_", "ROCM_", "CUDA_VISIBLE_DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """What came of importing a package in another process.
+    """The outcome of importing a package in another process.
 
     Attributes:
         named: the package with its version.
@@ -45,7 +45,7 @@ class Inquiry:
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def judge(self, *functions: str) -> Verdict:
-        """Refuse where a function, or a parameter that calls name, is missing."""
+        """Refuse where a function or a named parameter is missing."""
         if not self.verdict:
             return self.verdict
         for name in functions:
@@ -90,7 +90,7 @@ class ExaminedPackage:
         self._lock = RLock()
 
     def refresh(self) -> None:
-        """Forget what was found, so that it is found out again where it is asked for next."""
+        """Forget the results, so that the next question inquires again."""
         with self._lock:
             self._remembered.clear()
             self._functions.clear()

@@ -1,4 +1,4 @@
-"""Whether flash-attn is installed and takes a specification, said without importing it or torch.
+"""Verdicts of flash-attn on a specification, without importing it or torch.
 
 Source: the README of Dao-AILab/flash-attention, "AMD ROCm Support": MI200 to MI355 by kernels of
 CK, the same and RDNA by those of Triton, floats of 16 bits, heads up to 256; its

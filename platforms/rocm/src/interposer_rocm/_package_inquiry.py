@@ -1,4 +1,4 @@
-"""A program that imports a package of kernels and prints, as JSON, what came of it.
+"""A program that imports a package of kernels and prints the outcome as JSON.
 
     python package_inquiry.py PATHS FUNCTION...
 

@@ -65,7 +65,7 @@ class ROCmPlatform(Platform):
         return [getattr(torch, name) for name in known.dtypes]
 
     def numerics(self, policy: NumericsPolicy) -> contextlib.AbstractContextManager[None]:
-        """Return a block that holds to ``policy``, in what torch lets AMD's libraries do too."""
+        """Return a block that holds torch and AMD's libraries to ``policy``."""
         matmul = torch.backends.cuda.matmul
         return applied(policy, [(matmul, name) for name in _REDUCTIONS])
 
@@ -78,7 +78,7 @@ class ROCmPlatform(Platform):
 
     @classmethod
     def provides(cls, member: str) -> Verdict:
-        """Say what ``Platform.provides`` does, but for graphs of a HIP that fails silently."""
+        """Answer as ``Platform.provides``, and refuse graphs of a HIP that fails silently."""
         verdict = super().provides(member)
         if verdict and member == "capture_graph":
             return TorchBuild.installed().judge_graphs()
@@ -107,7 +107,7 @@ class ROCmPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes of the device."""
+        """Return a block that measures the memory that it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

@@ -1,4 +1,4 @@
-"""Which products of 8-bit floats torch's operator takes on a GPU of AMD, without importing torch.
+"""Products of 8-bit floats that torch's operator takes on a GPU of AMD, without importing torch.
 
 Source: ``ScaledBlas.cpp`` of torch 2.11 to 2.13: devices (gfx942, gfx950, gfx1200, gfx1201),
 operands of fnuz on gfx942 alone, sizes in multiples of 16, results of scales per row in bfloat16,
@@ -30,6 +30,6 @@ def judge(request: Request) -> Verdict:
 
 
 def judge_split(request: Request) -> Verdict:
-    """Accept what the operator takes where portable kernels split sums of few rows."""
+    """Accept products that the operator takes, where portable kernels split sums of few rows."""
     verdict = judge(request)
     return judge_few_rows(request) if verdict else verdict

@@ -81,7 +81,7 @@ class XPUPlatform(Platform):
         return torch.accelerator.max_memory_reserved(device)
 
     def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
-        """Return a block that is told what it takes of the device."""
+        """Return a block that measures the memory that it takes of the device."""
         return memory_profile(device)
 
     def start_method(self) -> str:

@@ -1,4 +1,4 @@
-"""Whether the installed triton compiles for these GPUs, found out without importing it."""
+"""Verdict on the installed triton for these GPUs, without importing it."""
 
 from __future__ import annotations
 

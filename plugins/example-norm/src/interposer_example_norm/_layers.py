@@ -1,4 +1,4 @@
-"""A replacement of the standard norm layer that shows in a printed model what it computes with."""
+"""A replacement of the standard norm layer that prints its kernel with the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this distribution declares. It names its code by import string and imports none of it."""
+"""The records of this distribution, which name its code by import string and import none of it."""
 
 from __future__ import annotations
 

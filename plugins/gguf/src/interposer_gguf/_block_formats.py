@@ -23,7 +23,7 @@ Scales = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How the numbers of a block are stored: each is code * scale + offset, those of its group.
+    """The layout of a block: each number is code * scale + offset, those of its group.
 
     Attributes:
         name: what ggml calls it, in lower case.

@@ -1,4 +1,4 @@
-"""Tables of embeddings that are rows of blocks of GGUF files, alone or shared by a head.
+"""Embeddings in blocks of GGUF files, alone or tied to an lm_head.
 
 Dimensions: V vocabulary, H hidden size.
 """
@@ -48,7 +48,7 @@ class BlocksEmbedding(EmbeddingMethod):
         layout = self.layout
         check_blocks(layout, site, hidden_size)
         self.prefix, self.dtype = site.prefix, site.dtype
-        table: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size}
+        dims: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size}
         sizes: dict[str, Any] = {"in_features": hidden_size, "out_features": vocab_size}
         kind = BlocksProduct
         # One call for each pair of ops keeps their types apart.
@@ -56,21 +56,21 @@ class BlocksEmbedding(EmbeddingMethod):
         self.bound: Any
         if head is not None and is_grouped(layout):
             kind, groups = GroupedProduct, group_dims(layout, hidden_size)
-            table, sizes = {**table, **groups}, {**sizes, **groups}
+            dims, sizes = {**dims, **groups}, {**sizes, **groups}
             if layout.name == "q4_0":
                 sizes["scale_dtype"] = "float32"
                 self.lookup, self.bound = site.bind_table(
-                    w4a16_embedding, table, w4a16_linear, sizes, head
+                    w4a16_embedding, dims, w4a16_linear, sizes, head
                 )
             else:
                 self.lookup, self.bound = site.bind_table(
-                    w8a16_embedding, table, w8a16_linear, sizes, head
+                    w8a16_embedding, dims, w8a16_linear, sizes, head
                 )
         else:
-            table |= {"stored_as": layout.name, "tied": False}
+            dims |= {"stored_as": layout.name, "tied": False}
             sizes["stored_as"] = layout.name
             self.lookup, self.bound = site.bind_table(
-                gguf_embedding, table, gguf_linear, sizes, head
+                gguf_embedding, dims, gguf_linear, sizes, head
             )
         self.rows = kind(layout, (), self.bound)
         stored = self.rows.empty(vocab_size, hidden_size, site)
@@ -78,7 +78,7 @@ class BlocksEmbedding(EmbeddingMethod):
         layer.register_parameter(layout.name, parameter(stored, sample=sample))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 table ``[V, H]``: each code times its scale, plus its offset."""
+        """Return ``[V, H]`` in float64: each code times its scale, plus its offset."""
         return self.rows.numbers(layer.get_parameter(self.layout.name))
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:

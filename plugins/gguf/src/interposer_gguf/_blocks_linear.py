@@ -96,7 +96,7 @@ class BlocksLinear(LinearMethod):
         return zip(self.sizes, bias.split(list(self.sizes.values())), strict=True)
 
     def _order(self) -> tuple[tuple[int, int, int], ...]:
-        """Return for each fused layer which product it stands in, and where it begins and ends."""
+        """Return the product of each fused layer, and its first and last output there."""
         places = {}
         for index, product in enumerate(self.products):
             ends = list(accumulate(self.sizes[part] for part in product.parts))

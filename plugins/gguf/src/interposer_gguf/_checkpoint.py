@@ -123,5 +123,5 @@ def _name(file: GGUFFile, stored: str) -> str:
 
 
 def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
-    """Say whether a tensor is in blocks, and the matrix of a layer that takes it so."""
+    """Say whether a tensor is stored in blocks, for a layer that takes them."""
     return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)

@@ -17,7 +17,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""What Hugging Face calls the architectures that are read."""
+"""Names of Hugging Face for the architectures that are read."""
 
 _MIXTURE = ("expert_count", "expert_used_count")
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}

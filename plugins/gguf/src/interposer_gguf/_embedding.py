@@ -1,6 +1,6 @@
-"""Lookup in tables of rows in the blocks of GGUF files.
+"""Lookup in embeddings in blocks of GGUF files.
 
-Dimensions: T tokens, V rows of the table, H hidden size.
+Dimensions: T tokens, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of lookup in tables of blocks. T tokens, V rows of the table, H hidden size."""
+"""Cases of lookup in embeddings of blocks. T tokens, V vocabulary, H hidden size."""
 
 from __future__ import annotations
 

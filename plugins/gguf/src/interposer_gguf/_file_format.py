@@ -60,7 +60,7 @@ _AGAIN = "copy the file again"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor stands in its file.
+    """The place of a tensor in its file.
 
     Attributes:
         stored_as: ``f32``, ``f16``, ``bf16`` or the name of a block format.
@@ -76,7 +76,7 @@ class StoredTensor:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether its rows are blocks, not floats."""
+        """Its rows are blocks, not floats."""
         return self.stored_as in FORMATS
 
 

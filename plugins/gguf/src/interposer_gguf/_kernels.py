@@ -1,4 +1,4 @@
-"""CPU kernels that dequantize some rows of a weight at a time, so that they stay in the cache.
+"""CPU kernels that dequantize a weight by some rows, small enough for the cache.
 
 Dimensions: T tokens, I input features, O output features, R rows of a step, G groups of
 inputs that share a scale.

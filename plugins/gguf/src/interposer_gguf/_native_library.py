@@ -1,4 +1,4 @@
-"""The library of native kernels: where it is, what it needs, and who may use it.
+"""The library of native kernels: its place, its requirements and its users.
 
 It is C++ that knows neither torch nor Python, called by way of ctypes. It holds each kernel once
 for every level of vector instructions and says itself which of them this processor has. Threads
@@ -44,7 +44,7 @@ class Library:
 
 
 def path() -> Path | None:
-    """Return where the library is, or None where the installation has none."""
+    """Return the path of the library, or None where the installation has none."""
     found = sorted(Path(__file__).with_name("_native").glob("libinterposer_gguf.*"))
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers cut a text before they merge, by the names that GGUF files have.
+"""Cuts of byte-level tokenizers before they merge, by the names that GGUF files have.
 
 Source: the names, and which of them mean the same, are those of llama.cpp (llama-vocab.cpp); the
 patterns stand in the tokenizer.json of the models: GPT-2, Llama 3, Qwen2 and SmolLM.
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a byte-level tokenizer does beside merging.
+    """The steps of a byte-level tokenizer beside merging.
 
     Attributes:
         steps: of a tokenizer.json's ``pre_tokenizer``.

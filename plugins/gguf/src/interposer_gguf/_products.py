@@ -22,7 +22,7 @@ from interposer_ops.linear import linear
 from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_ops.quantizers import pack_nibbles
 
-# Numbers whose codes are unpacked at a time: a table of embeddings has hundreds of millions.
+# Numbers whose codes are unpacked at a time: an embedding has hundreds of millions.
 _STEP = 1 << 22
 
 Operands = tuple[Any, ...]
@@ -36,7 +36,7 @@ def parameter(tensor: torch.Tensor, **attributes: object) -> nn.Parameter:
 
 
 def not_numbers(layer: str, product: Product) -> CheckpointError:
-    """Return what is to be raised where the rows of a layer stand for no numbers."""
+    """Return the error for rows of a layer that stand for no numbers."""
     return CheckpointError(
         f"{layer}.{product.name}",
         "holds a scale or an offset that is infinite or not a number",
@@ -85,7 +85,7 @@ class Product(ABC):
     def sample(
         self, rows: int, in_features: int
     ) -> Callable[[torch.Generator], torch.Tensor] | None:
-        """Return what draws such a parameter, or None where any numbers may stand."""
+        """Return the sampler of such a parameter, None where any numbers will do."""
         return None
 
     def is_finite(self, rows: torch.Tensor) -> bool:
@@ -126,7 +126,7 @@ class BlocksProduct(Product):
     def sample(
         self, rows: int, in_features: int
     ) -> Callable[[torch.Generator], torch.Tensor] | None:
-        """Return what draws rows whose scales are numbers."""
+        """Return a sampler of rows whose scales are numbers."""
         return partial(random_rows, self.layout, rows, in_features)
 
     def is_finite(self, rows: torch.Tensor) -> bool:

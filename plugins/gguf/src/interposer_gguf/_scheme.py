@@ -1,4 +1,4 @@
-"""The scheme of GGUF files: every linear layer and table has a block format of its own.
+"""The scheme of GGUF files: every linear layer and embedding has a block format of its own.
 
 Dimensions: I input features, O output features.
 """
@@ -62,7 +62,7 @@ class GGUF(QuantizationScheme):
         return self.linear_method(prefix, (prefix.rpartition(".")[2],))
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for the table at ``prefix``, or None where it is plain."""
+        """Return the method for the embedding at ``prefix``, or None where it is plain."""
         layout = self.formats.get(prefix)
         return None if layout is None else BlocksEmbedding(layout)
 

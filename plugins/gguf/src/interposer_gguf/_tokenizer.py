@@ -146,7 +146,7 @@ def _byte_level(settings: Settings, vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentence_piece(settings: Settings, vocabulary: _Vocabulary) -> dict[str, Any]:
-    """Return the parts of a tokenizer that merges what has the highest score.
+    """Return the parts of a tokenizer that merges by the highest score.
 
     Merges are not stored: whatever two tokens make a third is one, and those of the highest score
     come first.

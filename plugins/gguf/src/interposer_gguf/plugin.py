@@ -1,4 +1,4 @@
-"""What this distribution declares. It names its code by import string and imports none of it."""
+"""The records of this distribution, which name its code by import string and import none of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def interposer_records() -> list[Record]:
             score=20.0,
             properties=_OPAQUE,
         ),
-        # For a table that a head shares: the one above may lay codes out anew, for itself alone.
+        # For an embedding that is tied to an lm_head: the one above may lay codes out anew, for
+        # itself alone.
         Kernel(
             "gguf_linear",
             "gguf_linear_as_stored",

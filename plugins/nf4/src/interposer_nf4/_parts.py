@@ -1,4 +1,4 @@
-"""The layers of a checkpoint that one layer fuses, and the parameters that hold their tensors."""
+"""The layers of a checkpoint that one layer fuses, and the parameters of their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bitsandbytes says about the packed weight of a layer, as JSON in a tensor of bytes."""
+"""The description of a packed weight by bitsandbytes, as JSON in a tensor of bytes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _pattern(text: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_pattern)]
-"""A regular expression that the start of a layer's name matches, or the end of that name."""
+"""A regular expression for the start of a layer's name, or the end of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class EightBit:
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean.
+    """The fields of ``quantization_config`` that change the meaning of tensors.
 
     In which dtype bitsandbytes computes, with which threshold it multiplies outliers apart, and as
     which dtype the packed bytes are stored, change nothing; they are checked for what they are.

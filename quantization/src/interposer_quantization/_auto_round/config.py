@@ -6,8 +6,8 @@ Names, defaults and the order in which ``extra_config`` applies are those of aut
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = (SEARCH_SETTINGS - {"block_name_to_quantize", "quant_block_lis
 _PLAIN_BITS = 16
 
 Stored = gptq_config.Weights | awq_config.Weights
-"""How the weights of a layer are stored, in the words of the format that packs them."""
+"""Storage of the weights of a layer, in the words of the format that packs them."""
 
 
 def _pattern(text: str) -> str:
@@ -63,7 +63,7 @@ Packing = Literal[
 
 
 class Override(SettingsModel):
-    """Settings that hold for some layers only; null is what holds for all."""
+    """Settings of some layers only; null stands for the settings of all."""
 
     bits: Literal[4, 8, 16, 32] | None = None
     group_size: GroupSize | None = None
@@ -86,8 +86,10 @@ class Override(SettingsModel):
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = _WITHOUT_EFFECT
     quant_method: Literal["auto-round", "inc"] = "auto-round"
     bits: Literal[4, 8]
     group_size: GroupSize = 128
@@ -106,14 +108,6 @@ class Settings(SettingsModel):
     super_bits: None = None
     super_group_size: None = None
     rotation_config: None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, _WITHOUT_EFFECT, _SUPPORTED)
 
     @property
     def is_awq(self) -> bool:
@@ -171,7 +165,7 @@ class Settings(SettingsModel):
         return Override()
 
     def _blocks(self) -> tuple[str, ...] | None:
-        """Return how the names of layers start that are quantized; None where all are."""
+        """Return the prefixes of quantized layers; None where all are quantized."""
         listed = self.quant_block_list or self.block_name_to_quantize or self.to_quant_block_names
         if not listed:
             return None

@@ -5,55 +5,38 @@ Source: the exporters of auto-round 0.16, ``export_to_autoround`` and ``export_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
-
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
+from interposer import ExpertsMethod, LinearMethod, Site
 from interposer_quantization._auto_round.config import Settings, Stored
 from interposer_quantization._awq import config as awq_config
 from interposer_quantization._awq.scheme import AWQLinear, awq_experts
 from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._gptq import config as gptq_config
 from interposer_quantization._gptq.scheme import GPTQLinear, gptq_experts
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._scheme import StoredScheme
 from interposer_quantization._weights.packed_linear import PackedLinear
 
 _MEND = "give them the same bits, group_size and sym, or leave all of them plain"
 
 
-class AutoRound(QuantizationScheme):
+class AutoRound(StoredScheme):
     """Codes of 4 or 8 bits in the words of GPTQ or AWQ, by layer."""
 
     method = "auto-round"
+    settings_class = Settings
+    settings: Settings
+    mend = _MEND
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: layers that are fused there are stored in different ways.
-        """
-        found = stored_alike(prefix, parts, self.settings.stored, _MEND)
-        if isinstance(found, gptq_config.Weights):
-            kind = GPTQLinear if self.settings.has_order else UnorderedGPTQLinear
-            return kind(found)
-        return AWQLinear(found) if isinstance(found, awq_config.Weights) else None
+    def _method(self, stored: Stored) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        if isinstance(stored, awq_config.Weights):
+            return AWQLinear(stored)
+        return GPTQLinear(stored) if self.settings.has_order else UnorderedGPTQLinear(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.stored, self._experts, _MEND)
 
     def head_method(self, prefix: str) -> LinearMethod | None:

@@ -6,9 +6,9 @@ same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -52,7 +52,7 @@ Version = Annotated[Literal["gemm"], BeforeValidator(_lower)]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights of a layer are stored.
+    """Storage of the weights of a layer.
 
     Attributes:
         inputs_per_scale: the group size; None where one group takes all inputs.
@@ -69,8 +69,10 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = SEARCH_SETTINGS | _RUNTIME
     quant_method: Literal["awq"] = "awq"
     method: Literal["awq"] | None = None
     bits: Literal[4] = 4
@@ -88,15 +90,7 @@ class Settings(SettingsModel):
     lm_head: bool | None = None
     dynamic: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, SEARCH_SETTINGS | _RUNTIME, _SUPPORTED)
-
-    def weights(self, name: str) -> Weights | None:
+    def stored(self, name: str) -> Weights | None:
         """Return how the linear layer ``name`` is stored, or None if it is not quantized.
 
         As AutoAWQ has it, an entry of ``modules_to_not_convert`` names every layer that holds it

@@ -7,16 +7,13 @@ Source: the layout is that of AutoAWQ 0.2, ``WQLinear_GEMM``; the method is arXi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod
 from interposer_quantization._awq.config import Settings, Weights
 from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._experts.stored import StoredExperts
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._scheme import HeadScheme
 from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words, unpack_words
 from interposer_quantization._weights.packed_linear import PackedLinear
 
@@ -24,38 +21,21 @@ _BITS = 4
 _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
-class AWQ(QuantizationScheme):
+class AWQ(HeadScheme):
     """Codes of 4 bits, one scale and zero point per group of inputs."""
 
     method = "awq"
+    settings_class = Settings
+    settings: Settings
+    mend = _MEND
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> AWQ:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: layers that are fused there are stored in different ways.
-        """
-        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
-        return None if found is None else AWQLinear(found)
+    def _method(self, stored: Weights) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        return AWQLinear(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
-        return StoredExperts(self.settings.weights, awq_experts, _MEND)
-
-    def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
+        return StoredExperts(self.settings.stored, awq_experts, _MEND)
 
 
 class AWQLinear(PackedLinear):

@@ -79,13 +79,13 @@ class _Arguments(SettingsModel):
 
 
 class WeightArguments(_Arguments):
-    """How the weights of a group of layers are quantized."""
+    """Quantization of the weights of a group of layers."""
 
     dynamic: Literal[False] = False
     actorder: Literal["weight", "static", "group", "dynamic", False] | None = None
 
     def read(self) -> Weights:
-        """Return what is stored of weights that were quantized so."""
+        """Return the storage of weights that were quantized so."""
         # Of the orders, only these two leave a trace: the group of every input.
         reordered = self.actorder in ("group", "dynamic") and self._strategy == "group"
         return Weights(
@@ -94,7 +94,7 @@ class WeightArguments(_Arguments):
 
 
 class InputArguments(_Arguments):
-    """How the inputs of a group of layers are quantized."""
+    """Quantization of the inputs of a group of layers."""
 
     dynamic: Literal[False, True, "local"] = False
     actorder: Literal[False] | None = None
@@ -116,7 +116,7 @@ class InputArguments(_Arguments):
         return self
 
     def read(self) -> Inputs:
-        """Return what becomes of inputs that are quantized so.
+        """Return the treatment of inputs that are quantized so.
 
         With a scale found for all tokens of a batch, their number would change the result: each
         token gets its own, which is the finer.
@@ -135,7 +135,7 @@ class InputArguments(_Arguments):
 
 
 class CacheArguments(_Arguments):
-    """How keys and values are quantized: to 8 bits, by a scale per layer or per kv head."""
+    """Quantization of keys and values: to 8 bits, by a scale per layer or per kv head."""
 
     num_bits: Literal[8] = 8
     symmetric: Literal[True] = True

@@ -58,7 +58,7 @@ Empty = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class DenseSparsity(SettingsModel):
-    """What early releases say where nothing is stored sparsely."""
+    """The statement of early releases that nothing is stored sparsely."""
 
     format: Literal["dense"]
     global_sparsity: float | None = None
@@ -69,7 +69,7 @@ class DenseSparsity(SettingsModel):
 
 
 class Group(SettingsModel):
-    """Layers that are quantized alike, or none of whose numbers are."""
+    """Layers that are quantized alike, or not at all."""
 
     targets: list[Pattern]
     weights: WeightArguments | None = None
@@ -86,7 +86,7 @@ class Group(SettingsModel):
         return self
 
     def stored(self, form: str) -> Stored | None:
-        """Return how the layers are stored, None for plain; ``form`` is that of the whole."""
+        """Return the storage of the layers, None for plain; ``form`` is the checkpoint's."""
         if self.weights is None:
             return None
         inputs = None if self.input_activations is None else self.input_activations.read()

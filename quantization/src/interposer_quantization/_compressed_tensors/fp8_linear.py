@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, Site
-from interposer.errors import ConfigError
 from interposer_ops.linear import linear
 from interposer_ops.quantizers import decode_e8m0
 from interposer_quantization._compressed_tensors.exponents import (
@@ -26,7 +25,7 @@ from interposer_quantization._compressed_tensors.parameters import (
 )
 from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
-from interposer_quantization._fp8.parameters import FORMAT, register
+from interposer_quantization._fp8.parameters import FORMAT, check_block_rows, register
 
 
 class Fp8WeightLinear(WeightLinear):
@@ -35,13 +34,27 @@ class Fp8WeightLinear(WeightLinear):
     No op multiplies by such weights unless inputs are alike. So they are brought to the model's
     dtype once, when the layer is finalized, and take its memory from then on.
 
-    ``exponents`` says that scales are powers of two, of which the exponents are stored.
+    Args:
+        exponents: scales are powers of two, of which the exponents are stored.
+        weight, scale: names of the parameters.
+        spread: scales of R by C blocks are stored as ``[R, 1, C, 1]``.
     """
 
-    def __init__(self, weights: Weights, inputs: Inputs | None, exponents: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        inputs: Inputs | None,
+        exponents: bool = False,
+        *,
+        weight: str = "weight",
+        scale: str = "weight_scale",
+        spread: bool = False,
+    ) -> None:
         super().__init__(inputs)
         self.weights = weights
         self.exponents = exponents
+        self.weight, self.scale = weight, scale
+        self.spread = spread
 
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
@@ -50,18 +63,18 @@ class Fp8WeightLinear(WeightLinear):
 
         Raises: ConfigError: groups do not divide the layer, or a block lies across two layers.
         """
-        register(layer, weight=torch.empty(out_features, in_features, dtype=FORMAT))
+        register(layer, **{self.weight: torch.empty(out_features, in_features, dtype=FORMAT)})
         strategy, size = self.weights.strategy, self.weights.inputs_per_scale
         if self.exponents:
             num_groups = number_of_groups(site, in_features, size or in_features)
-            register_exponents(layer, "weight_scale", out_features, num_groups)
+            register_exponents(layer, self.scale, out_features, num_groups)
         elif strategy == "block":
             self._register_blocks(layer, site, in_features)
         elif strategy == "tensor":
-            register_scales(layer, "weight_scale", self.members, None)
+            register_scales(layer, self.scale, self.members, None)
         else:
             columns = number_of_groups(site, in_features, size or in_features)
-            register_scales(layer, "weight_scale", self.members, columns)
+            register_scales(layer, self.scale, self.members, columns)
         return site.bind_kernel(linear, in_features=in_features, out_features=out_features)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
@@ -73,15 +86,16 @@ class Fp8WeightLinear(WeightLinear):
 
         Raises: CheckpointError: a scale is not a positive number.
         """
-        scales = layer.get_parameter("weight_scale")
+        scales = layer.get_parameter(self.scale)
         if self.exponents:
-            check_exponents(self.members, scales, "weight_scale")
+            check_exponents(self.members, scales, self.scale)
         else:
-            self.members.check(scales, "weight_scale")
+            self.members.check(scales, self.scale)
         return {"weight": self._plain(layer)}
 
     def _plain(self, layer: nn.Module) -> torch.Tensor:
-        weight, stored = layer.get_parameter("weight"), layer.get_parameter("weight_scale")
+        weight, held = layer.get_parameter(self.weight), layer.get_parameter(self.scale)
+        stored = held[:, 0, :, 0] if self.spread else held.data
         numbers = decode_e8m0(stored, torch.float32) if self.exponents else stored
         scales = scales_by_output(numbers, self.members)
         if self.weights.strategy == "block":
@@ -95,13 +109,7 @@ class Fp8WeightLinear(WeightLinear):
 
     def _register_blocks(self, layer: nn.Module, site: Site, in_features: int) -> None:
         rows, columns = self.weights.size or (1, 1)
-        sizes = self.members.sizes
-        if len(sizes) > 1 and any(size % rows for size in sizes.values()):
-            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ConfigError(
-                f"{site.prefix}: blocks of {rows} rows do not divide the outputs of the layers "
-                f"that are fused there: {listed}. Try: blocks that do, or name them in 'ignore'"
-            )
-        num_rows = -(-sum(sizes.values()) // rows)
-        scales = torch.empty(num_rows, -(-in_features // columns), dtype=torch.float32)
-        register(layer, weight_scale=scales)
+        check_block_rows(site, self.members, rows)
+        shape = -(-sum(self.members.sizes.values()) // rows), -(-in_features // columns)
+        spread = (shape[0], 1, shape[1], 1) if self.spread else shape
+        register(layer, **{self.scale: torch.empty(spread, dtype=torch.float32)})

@@ -1,4 +1,4 @@
-"""Inputs that are rounded to few bits where no op multiplies by these themselves."""
+"""Inputs that are rounded to few bits, for which no op has codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def bound_rounding(inputs: Inputs, site: Site, in_features: int) -> Rounding:
-    """Return the function that quantizes an input and gives back the numbers that it stands for.
+    """Return the function that quantizes an input and dequantizes it again.
 
     They are in the input's dtype.
     """

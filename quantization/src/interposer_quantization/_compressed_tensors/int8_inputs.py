@@ -1,4 +1,4 @@
-"""Inputs of linear layers that are quantized to int8, and what a checkpoint stores for them.
+"""Inputs of linear layers that are quantized to int8, and their stored scales.
 
 Dimensions: I input features, P layers of the checkpoint that are fused.
 """

@@ -22,6 +22,8 @@ from interposer_quantization._fp8.parameters import Members, register
 class Int8Linear(LinearMethod):
     """``weight`` ``[O, I]`` int8 with ``weight_scale`` ``[O, 1]``, or ``[P]``: one of a layer."""
 
+    weight_name, scale_name = "weight", "weight_scale"
+
     def __init__(self, weights: Weights, inputs: Inputs) -> None:
         self.weights = weights
         self.inputs = Int8Inputs(inputs)
@@ -32,13 +34,11 @@ class Int8Linear(LinearMethod):
         """Register ``weight``, the scales, what inputs need and, if asked for, ``bias``."""
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        register(
-            layer,
-            weight=torch.empty(out_features, in_features, dtype=torch.int8),
-            bias=torch.empty(out_features, dtype=site.dtype) if bias else None,
-        )
+        codes = torch.empty(out_features, in_features, dtype=torch.int8)
+        offset = torch.empty(out_features, dtype=site.dtype) if bias else None
+        register(layer, **{self.weight_name: codes, "bias": offset})
         per_output = self.weights.strategy == "channel"
-        register_scales(layer, "weight_scale", self.members, 1 if per_output else None)
+        register_scales(layer, self.scale_name, self.members, 1 if per_output else None)
         self.inputs.create(layer, site, self.members, in_features)
         self.bound = site.bind_kernel(
             int8_linear,
@@ -52,7 +52,9 @@ class Int8Linear(LinearMethod):
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each integer times its scale."""
-        return layer.get_parameter("weight").double() * self._scale(layer).double().unsqueeze(1)
+        return layer.get_parameter(self.weight_name).double() * self._scale(
+            layer
+        ).double().unsqueeze(1)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each integer less the zero point, scaled."""
@@ -64,10 +66,10 @@ class Int8Linear(LinearMethod):
         Raises: CheckpointError: a scale is not a positive number, or layers that are fused
             disagree on their common input.
         """
-        self.members.check(layer.get_parameter("weight_scale"), "weight_scale")
+        self.members.check(layer.get_parameter(self.scale_name), self.scale_name)
         static = self.inputs.stored(layer)
         constants = {
-            "weight": layer.get_parameter("weight"),
+            "weight": layer.get_parameter(self.weight_name),
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
@@ -76,7 +78,7 @@ class Int8Linear(LinearMethod):
 
     def _scale(self, layer: nn.Module) -> torch.Tensor:
         """Return the weight's scales ``[O]`` or ``[1]``."""
-        scale = layer.get_parameter("weight_scale")
+        scale = layer.get_parameter(self.scale_name)
         if scale.ndim == 2:
             return scale.squeeze(1)
         return scale if len(scale) == 1 else self.members.per_output(scale)

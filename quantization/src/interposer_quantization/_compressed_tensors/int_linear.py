@@ -14,7 +14,6 @@ from torch import nn
 
 from interposer import BoundKernel, Site
 from interposer.errors import CheckpointError
-from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
 from interposer_quantization._compressed_tensors.parameters import (
     number_of_groups,
     register_scales,
@@ -25,6 +24,7 @@ from interposer_quantization._compressed_tensors.weight_linear import WeightLine
 from interposer_quantization._fp8.parameters import Members
 from interposer_quantization._weights.int_packing import kernel_codes
 from interposer_quantization._weights.packed_linear import register_stored
+from interposer_quantization._weights.weight_only import bind_weight_only
 
 _NARROW = 4  # bits; half of a byte
 
@@ -36,8 +36,11 @@ class IntLinear(WeightLinear):
     model's dtype. They are ``weight_scale``: ``[O, G]``, or ``[P]`` where one serves a layer.
 
     Attributes:
+        scale_name: of the parameter that holds the scales.
         narrow: two codes are held in a byte, which they fill, and not one.
     """
+
+    scale_name = "weight_scale"
 
     def __init__(self, weights: Weights, inputs: Inputs | None) -> None:
         super().__init__(inputs)
@@ -81,7 +84,7 @@ class IntLinear(WeightLinear):
         self.num_groups = number_of_groups(site, in_features, size)
         self.register_codes(layer, site, in_features, out_features)
         columns = None if self.weights.strategy == "tensor" else self.num_groups
-        register_scales(layer, "weight_scale", self.members, columns)
+        register_scales(layer, self.scale_name, self.members, columns)
 
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
@@ -91,31 +94,19 @@ class IntLinear(WeightLinear):
         Raises: ConfigError: groups or words do not divide the layer.
         """
         self.register_weight(layer, site, in_features, out_features)
-        size = in_features // self.num_groups
-        # Both ops take the same operands; one call each keeps their types apart.
-        if self.narrow:
-            return site.bind_kernel(
-                w4a16_linear,
-                in_features=in_features,
-                out_features=out_features,
-                group_size=size,
-                num_groups=self.num_groups,
-                asymmetric=not self.weights.symmetric,
-                scale_dtype="float32",
-            )
-        return site.bind_kernel(
-            w8a16_linear,
-            in_features=in_features,
-            out_features=out_features,
-            group_size=size,
-            num_groups=self.num_groups,
-            asymmetric=not self.weights.symmetric,
+        return bind_weight_only(
+            site,
+            4 if self.narrow else 8,
+            in_features,
+            out_features,
+            in_features // self.num_groups,
+            not self.weights.symmetric,
         )
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each code less its zero point, times its scale."""
         codes, zeros = self.codes(layer).double(), self.zero_points(layer)
-        scales = scales_by_output(layer.get_parameter("weight_scale"), self.members).double()
+        scales = scales_by_output(layer.get_parameter(self.scale_name), self.members).double()
         groups = self.groups(layer)
         if groups is None:
             groups = torch.arange(self.in_features, device=codes.device)
@@ -136,9 +127,9 @@ class IntLinear(WeightLinear):
 
         Raises: CheckpointError: one is zero or not finite.
         """
-        scales = layer.get_parameter("weight_scale")
+        scales = layer.get_parameter(self.scale_name)
         # Of the rest, magnitudes are what is looked at.
-        self.members.check(scales.abs(), "weight_scale")
+        self.members.check(scales.abs(), self.scale_name)
         return scales_by_output(scales, self.members)
 
 
@@ -148,39 +139,41 @@ class PlainIntLinear(IntLinear):
     Codes of up to four bits are packed when the layer is finalized.
     """
 
+    weight_name, zero_name = "weight", "weight_zero_point"
+
     def register_codes(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> None:
         """Register ``weight`` and, if weights are asymmetric, ``weight_zero_point``."""
-        self._register_int8(layer, "weight", (out_features, in_features))
+        self._register_int8(layer, self.weight_name, (out_features, in_features))
         if self.weights.symmetric:
             return
         num_parts = len(self.members.sizes)
         whole = self.weights.strategy == "tensor"
         shape = (num_parts,) if whole else (out_features, self.num_groups)
-        self._register_int8(layer, "weight_zero_point", shape, per_part=whole)
+        self._register_int8(layer, self.zero_name, shape, per_part=whole)
 
     def codes(self, layer: nn.Module) -> torch.Tensor:
         """Return the codes as they are stored."""
-        return layer.get_parameter("weight")
+        return layer.get_parameter(self.weight_name)
 
     def zero_points(self, layer: nn.Module) -> torch.Tensor | None:
         """Return the zero points as they are stored."""
-        return None if self.weights.symmetric else layer.get_parameter("weight_zero_point")
+        return None if self.weights.symmetric else layer.get_parameter(self.zero_name)
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
-        """Return what is stored, packed where codes are ``narrow``.
+        """Return the stored tensors, packed where codes are ``narrow``.
 
         Raises: CheckpointError: a scale is zero or not finite, or a code has more bits than all.
         """
         scales, zeros = self.check_scales(layer), self.zero_points(layer)
-        weight: torch.Tensor = layer.get_parameter("weight")
+        weight: torch.Tensor = layer.get_parameter(self.weight_name)
         zeros = None if zeros is None else scales_by_output(zeros, self.members)
         if self.narrow:
-            self._check_codes("weight", weight)
+            self._check_codes(self.weight_name, weight)
             weight = kernel_codes(_unsigned(weight), _NARROW)
             if zeros is not None:
-                self._check_codes("weight_zero_point", zeros)
+                self._check_codes(self.zero_name, zeros)
                 zeros = _unsigned(zeros)
         return {"weight": weight, "scale": scales, "zero_points": zeros}
 

@@ -13,7 +13,13 @@ from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
 from interposer_ops.quantized_linear import CodedProduct, mxfp4_linear, mxfp8_linear
-from interposer_ops.quantizers import decode_e2m1, decode_e8m0, quantize_mxfp8, unpack_nibbles
+from interposer_ops.quantizers import (
+    decode_e2m1,
+    decode_e8m0,
+    quantize_fp8_blocks,
+    quantize_mxfp8,
+    unpack_nibbles,
+)
 from interposer_quantization._compressed_tensors.exponents import (
     check_exponents,
     register_exponents,
@@ -21,7 +27,9 @@ from interposer_quantization._compressed_tensors.exponents import (
 from interposer_quantization._compressed_tensors.parameters import final_operands, number_of_groups
 from interposer_quantization._compressed_tensors.stored import MX_GROUP
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
-from interposer_quantization._fp8.parameters import FORMAT, Members, register
+from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
+
+_MANTISSA_BITS = 23
 
 
 class Mxfp4Linear(WeightLinear):
@@ -63,7 +71,14 @@ class Mxfp8Linear(LinearMethod):
 
     Inputs are quantized alike, each block of 32 with the exponent that the microscaling
     specification gives it.
+
+    Args:
+        rounds_up: scales of inputs are rounded up to powers of two instead, so that nothing
+            saturates.
     """
+
+    def __init__(self, rounds_up: bool = False) -> None:
+        self.rounds_up = rounds_up
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
@@ -81,7 +96,19 @@ class Mxfp8Linear(LinearMethod):
             bias=torch.empty(out_features, dtype=site.dtype) if bias else None,
         )
         register_exponents(layer, "weight_scale", out_features, num_groups)
-        self.quantize = site.bind(quantize_mxfp8, hidden_size=in_features)
+        self.quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+        self.options: tuple[Any, ...] = ()
+        if self.rounds_up:
+            self.options = MX_GROUP, FORMAT, True
+            self.quantize = site.bind(
+                quantize_fp8_blocks,
+                hidden_size=in_features,
+                block_size=MX_GROUP,
+                out_dtype=FORMAT_NAME,
+                power_of_two_scales=True,
+            )
+        else:
+            self.quantize = site.bind(quantize_mxfp8, hidden_size=in_features)
         self.bound = site.bind_kernel(
             mxfp8_linear, in_features=in_features, out_features=out_features
         )
@@ -92,8 +119,8 @@ class Mxfp8Linear(LinearMethod):
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each rounded number times its power of two."""
-        quantized, scales = self.quantize(x)
-        return _scaled(quantized.double(), scales)
+        quantized, scales = self.quantize(x, *self.options)
+        return _scaled(quantized.double(), self._exponents(scales))
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the quantizer and the bound kernel as one function, with its constants.
@@ -107,7 +134,7 @@ class Mxfp8Linear(LinearMethod):
             "weight_scales": scales,
             "bias": layer._parameters["bias"],
         }
-        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply)
+        kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, self.options)
         return kernel, final_operands(layer, self.bound, constants)
 
     def _multiply(
@@ -118,7 +145,15 @@ class Mxfp8Linear(LinearMethod):
         weight_scales: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.bound.function(codes, scales, weight, weight_scales, bias, self.dtype)
+        exponents = self._exponents(scales)
+        return self.bound.function(codes, exponents, weight, weight_scales, bias, self.dtype)
+
+    def _exponents(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return the biased exponents, uint8, of the scales that the quantizer returns."""
+        # The exponent of a float32 is biased as E8M0 is, and a power of two has nothing besides.
+        if self.rounds_up:
+            return (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+        return scales
 
 
 def _scaled(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:

@@ -7,35 +7,105 @@ Dimensions: I input features, O output features, P layers of the checkpoint that
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
-from interposer_ops.quantized_linear import nvfp4_linear, w8a16_linear
+from interposer_ops.quantized_linear import nvfp4_linear
 from interposer_ops.quantizers import decode_e2m1, quantize_nvfp4, unpack_nibbles
 from interposer_quantization._compressed_tensors.parameters import (
+    DIFFERENT,
     common_number,
     final_operands,
     number_of_groups,
 )
-from interposer_quantization._compressed_tensors.stored import NVFP4_GROUP
+from interposer_quantization._compressed_tensors.stored import NVFP4_GROUP, Inputs
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, Members, register, register_per_part
+from interposer_quantization._weights.weight_only import bind_weight_only
 
-_PACKED, _SCALE, _GLOBAL = "weight_packed", "weight_scale", "weight_global_scale"
-_INPUT = "input_global_scale"
-_WHY = "quantize them together, so that they share it"
+_SCALE = "weight_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4Storage:
+    """The tensors of a format.
+
+    Attributes:
+        packed: two e2m1 codes a byte, the first in the low nibble.
+        tensor_scale, input_scale: one number for a layer of the checkpoint.
+        divides: numbers are divided by these two, else multiplied.
+        problem, mend: what is wrong where fused layers disagree on these, and what to do.
+    """
+
+    packed: str = "weight_packed"
+    tensor_scale: str = "weight_global_scale"
+    input_scale: str = "input_global_scale"
+    divides: bool = True
+    problem: str = DIFFERENT
+    mend: str = "quantize them together, so that they share it"
+
+    def register(self, layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
+        """Register codes and scales of weights, and return the number of groups."""
+        num_groups = number_of_groups(site, in_features, NVFP4_GROUP)
+        rows = sum(members.sizes.values())
+        packed = torch.empty(rows, in_features // 2, dtype=torch.uint8)
+        scales = torch.empty(rows, num_groups, dtype=FORMAT)
+        register(layer, **{self.packed: packed, _SCALE: scales})
+        register_per_part(layer, self.tensor_scale, len(members.sizes))
+        return num_groups
+
+    def check(self, layer: nn.Module, members: Members) -> None:
+        """Raise CheckpointError if a scale is not a positive number."""
+        scales = layer.get_parameter(_SCALE).float()
+        # A scale that was rounded to zero is that of a block of zeros.
+        members.check(torch.where(scales == 0, 1, scales), _SCALE)
+        members.check(layer.get_parameter(self.tensor_scale), self.tensor_scale)
+
+    def scales(self, layer: nn.Module, members: Members) -> torch.Tensor:
+        """Return ``[O, I / 16]`` float32: the scales of both levels as one."""
+        by_output = members.per_output(layer.get_parameter(self.tensor_scale)).unsqueeze(1)
+        scales = layer.get_parameter(_SCALE).float()
+        return scales / by_output if self.divides else scales * by_output
+
+    def dequantized(
+        self, layer: nn.Module, members: Members, *, exact: bool = False
+    ) -> torch.Tensor:
+        """Return the float64 weight ``[O, I]``: each number times both its scales.
+
+        Args:
+            exact: scales of both levels are multiplied without being rounded to float32.
+        """
+        scales = self.scales(layer, members).double()
+        if exact:
+            by_output = members.per_output(layer.get_parameter(self.tensor_scale)).double()
+            scales = layer.get_parameter(_SCALE).double() * by_output.unsqueeze(1)
+        return _scaled(layer.get_parameter(self.packed), scales)
+
+
+COMPRESSED = Nvfp4Storage()
+MODELOPT = Nvfp4Storage(
+    "weight",
+    "weight_scale_2",
+    "input_scale",
+    divides=False,
+    problem="layers of one input run as one product, which has one {name}",
+    mend="export the model with a release of ModelOpt that makes them equal",
+)
 
 
 class Nvfp4Linear(LinearMethod):
     """Weights in NVFP4, inputs brought to it on the way.
 
-    ``weight_packed`` is ``[O, I / 2]`` uint8 of two e2m1 codes, the first in the low nibble,
-    ``weight_scale`` ``[O, I / 16]`` float8_e4m3fn; ``weight_global_scale`` and
-    ``input_global_scale`` are ``[P]``, one number for layers that run as one product.
+    Codes are ``[O, I / 2]``, ``weight_scale`` is ``[O, I / 16]`` float8_e4m3fn; the scales of a
+    layer and of its input are ``[P]``, one number for layers that run as one product.
     """
+
+    def __init__(self, storage: Nvfp4Storage = COMPRESSED) -> None:
+        self.storage = storage
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
@@ -46,8 +116,8 @@ class Nvfp4Linear(LinearMethod):
         """
         self.members = Members(layer, site, out_features)
         self.dtype = site.dtype
-        _register(layer, site, self.members, in_features)
-        register_per_part(layer, _INPUT, len(self.members.sizes))
+        self.storage.register(layer, site, self.members, in_features)
+        register_per_part(layer, self.storage.input_scale, len(self.members.sizes))
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
         # Its scale is a constant of the model, which a kernel may prepare.
         self.quantizer = site.bind_kernel(quantize_nvfp4, hidden_size=in_features)
@@ -57,13 +127,14 @@ class Nvfp4Linear(LinearMethod):
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""
-        return _dequantized(layer, self.members)
+        return self.storage.dequantized(layer, self.members, exact=not self.storage.divides)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each rounded number times both its scales."""
-        scale = layer.get_parameter(_INPUT)[:1]
-        packed, scales = quantize_nvfp4(x, scale)
-        return _scaled(packed, scales.double() / scale.double())
+        stored = layer.get_parameter(self.storage.input_scale)[:1]
+        packed, scales = quantize_nvfp4(x, stored if self.storage.divides else 1 / stored)
+        wide, by = scales.double(), stored.double()
+        return _scaled(packed, wide / by if self.storage.divides else wide * by)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the quantizer and the bound kernel as one function, with its constants.
@@ -71,16 +142,22 @@ class Nvfp4Linear(LinearMethod):
         Raises: CheckpointError: a scale is not a positive number, or layers that are fused
             disagree on a global one.
         """
-        _check(layer, self.members)
-        inputs = layer.get_parameter(_INPUT)
-        self.members.check(inputs, _INPUT)
-        scale = common_number(self.members, inputs, _INPUT, _WHY)
-        weights = common_number(self.members, layer.get_parameter(_GLOBAL), _GLOBAL, _WHY)
+        storage = self.storage
+        storage.check(layer, self.members)
+        self.members.check(layer.get_parameter(storage.input_scale), storage.input_scale)
+        scale, weights = (
+            common_number(
+                self.members, layer.get_parameter(name), name, storage.mend, storage.problem
+            )
+            for name in (storage.input_scale, storage.tensor_scale)
+        )
+        alpha = 1 / (scale * weights) if storage.divides else weights * scale
+        scale = scale if storage.divides else scale.reciprocal()
         prepared = self.quantizer.prepared(global_scale=scale)["global_scale"]
         constants = {
-            "weight": layer.get_parameter(_PACKED),
+            "weight": layer.get_parameter(storage.packed),
             "weight_scales": layer.get_parameter(_SCALE),
-            "alpha": 1 / (scale * weights),
+            "alpha": alpha,
             "bias": layer._parameters["bias"],
         }
         return self._project, (*final_operands(layer, self.bound, constants), prepared)
@@ -105,6 +182,10 @@ class Nvfp4WeightLinear(WeightLinear):
     exactly, in groups of 16.
     """
 
+    def __init__(self, inputs: Inputs | None, storage: Nvfp4Storage = COMPRESSED) -> None:
+        super().__init__(inputs)
+        self.storage = storage
+
     def create_stored(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int
     ) -> BoundKernel[Any, Any]:
@@ -112,62 +193,23 @@ class Nvfp4WeightLinear(WeightLinear):
 
         Raises: ConfigError: groups do not divide the inputs.
         """
-        num_groups = _register(layer, site, self.members, in_features)
-        return site.bind_kernel(
-            w8a16_linear,
-            in_features=in_features,
-            out_features=out_features,
-            group_size=NVFP4_GROUP,
-            num_groups=num_groups,
-            asymmetric=False,
-        )
+        self.storage.register(layer, site, self.members, in_features)
+        return bind_weight_only(site, 8, in_features, out_features, NVFP4_GROUP)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""
-        return _dequantized(layer, self.members)
+        return self.storage.dequantized(layer, self.members)
 
     def constants(self, layer: nn.Module) -> dict[str, torch.Tensor | None]:
         """Return twice the numbers as int8, and half of what both scales make.
 
         Raises: CheckpointError: a scale is not a positive number.
         """
-        _check(layer, self.members)
-        codes = unpack_nibbles(layer.get_parameter(_PACKED))
+        self.storage.check(layer, self.members)
+        codes = unpack_nibbles(layer.get_parameter(self.storage.packed))
         doubled = (2 * decode_e2m1(codes, torch.float32)).to(torch.int8)
-        scale = _scales(layer, self.members) / 2
+        scale = self.storage.scales(layer, self.members) / 2
         return {"weight": doubled, "scale": scale, "zero_points": None}
-
-
-def _register(layer: nn.Module, site: Site, members: Members, in_features: int) -> int:
-    """Register codes and scales of weights, and return the number of groups."""
-    num_groups = number_of_groups(site, in_features, NVFP4_GROUP)
-    rows = sum(members.sizes.values())
-    register(
-        layer,
-        **{
-            _PACKED: torch.empty(rows, in_features // 2, dtype=torch.uint8),
-            _SCALE: torch.empty(rows, num_groups, dtype=FORMAT),
-        },
-    )
-    register_per_part(layer, _GLOBAL, len(members.sizes))
-    return num_groups
-
-
-def _check(layer: nn.Module, members: Members) -> None:
-    scales = layer.get_parameter(_SCALE).float()
-    # A scale that was rounded to zero is that of a block of zeros.
-    members.check(torch.where(scales == 0, 1, scales), _SCALE)
-    members.check(layer.get_parameter(_GLOBAL), _GLOBAL)
-
-
-def _scales(layer: nn.Module, members: Members) -> torch.Tensor:
-    """Return ``[O, I / 16]`` float32: the scales of both levels as one."""
-    by_output = members.per_output(layer.get_parameter(_GLOBAL)).unsqueeze(1)
-    return layer.get_parameter(_SCALE).float() / by_output
-
-
-def _dequantized(layer: nn.Module, members: Members) -> torch.Tensor:
-    return _scaled(layer.get_parameter(_PACKED), _scales(layer, members).double())
 
 
 def _scaled(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the linear layers of compressed-tensors share: sizes, scales and what is held in the end.
+"""Common parts of the linear layers of compressed-tensors: sizes, scales and constants.
 
 Dimensions: I input features, O output features, G groups, P layers of the checkpoint that are
 fused.
@@ -32,7 +32,7 @@ def number_of_groups(site: Site, in_features: int, size: int) -> int:
 
 
 def register_scales(layer: nn.Module, name: str, members: Members, columns: int | None) -> None:
-    """Register the scales ``name``, float32: ``[O, columns]``, or ``[P]`` where that is None."""
+    """Register the float32 scales ``name``: ``[O, columns]``, or ``[P]`` without columns."""
     if columns is None:
         register_per_part(layer, name, len(members.sizes))
         return
@@ -45,12 +45,18 @@ def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
     return scales if scales.ndim == 2 else members.per_output(scales).unsqueeze(1)
 
 
-def common_number(members: Members, numbers: torch.Tensor, name: str, why: str) -> torch.Tensor:
-    """Return the one ``[1]`` of ``numbers`` ``[P]`` that all layers have that are fused.
+DIFFERENT = "layers that run as one product differ in what they share"
+
+
+def common_number(
+    members: Members, numbers: torch.Tensor, name: str, why: str, problem: str = DIFFERENT
+) -> torch.Tensor:
+    """Return the number ``[1]`` that all fused layers have, of ``numbers`` ``[P]``.
 
     Args:
         name: of the tensor that holds them.
         why: what the layers would have to share, and what to do.
+        problem: what is wrong; ``{name}`` stands for ``name``.
     Raises: CheckpointError: they are different.
     """
     if not (numbers == numbers[0]).all():
@@ -59,9 +65,7 @@ def common_number(members: Members, numbers: torch.Tensor, name: str, why: str) 
             for member, number in zip(members.sizes, numbers, strict=True)
         )
         first = members.tensor(next(iter(members.sizes)), name)
-        raise CheckpointError(
-            first, f"layers that run as one product differ in what they share: {listed}", why
-        )
+        raise CheckpointError(first, f"{problem.format(name=name)}: {listed}", why)
     return numbers[:1]
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
-from interposer import CacheFormat, ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer import CacheFormat, ExpertsMethod, LinearMethod
 from interposer_quantization._compressed_tensors.config import Settings
 from interposer_quantization._compressed_tensors.experts import experts_of
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
@@ -22,46 +19,29 @@ from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._fp8.parameters import FORMAT
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._scheme import HeadScheme
 
 _MEND = "quantize them alike, or name all of them in 'ignore'"
 
 
-class CompressedTensors(QuantizationScheme):
+class CompressedTensors(HeadScheme):
     """Integers and floats of a few bits, in groups of layers that each have a format."""
 
     method = "compressed-tensors"
+    settings_class = Settings
+    settings: Settings
+    mend = _MEND
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> CompressedTensors:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: layers that are fused there are stored in different ways.
-        """
-        stored = stored_alike(prefix, parts, self.settings.stored, _MEND)
-        return None if stored is None else _method(stored)
+    def _method(self, stored: Stored) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        return _method(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
         return StoredExperts(self.settings.stored, experts_of, _MEND)
 
-    def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
-
     def cache_format(self, prefix: str) -> CacheFormat | None:
-        """Return that of 8 bits where the settings ask for it; None: keys as they are."""
+        """Return the scheme of an 8-bit cache, None for keys as they are."""
         cache = self.settings.kv_cache_scheme
         if cache is None:
             return None

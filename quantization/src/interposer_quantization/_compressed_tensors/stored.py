@@ -1,4 +1,4 @@
-"""How compressed-tensors stores one linear layer, and which of these ways are read."""
+"""Storage of one linear layer by compressed-tensors, and the formats that are read."""
 
 from __future__ import annotations
 

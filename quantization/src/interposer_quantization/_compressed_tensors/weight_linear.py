@@ -1,4 +1,4 @@
-"""Linear layers that multiply in the model's dtype, by weights that are stored narrower.
+"""Linear layers that multiply narrower weights in the model's dtype.
 
 Dimensions: I input features, O output features.
 """
@@ -18,6 +18,7 @@ from interposer_quantization._compressed_tensors.inputs import bound_rounding
 from interposer_quantization._compressed_tensors.parameters import final_operands
 from interposer_quantization._compressed_tensors.stored import Inputs
 from interposer_quantization._fp8.parameters import Members, register
+from interposer_quantization._weights.weight_only import product_of_sorted
 
 
 class WeightLinear(LinearMethod):
@@ -82,17 +83,10 @@ class WeightLinear(LinearMethod):
         operands = final_operands(layer, self.bound, ordered)
         kernel: Callable[..., torch.Tensor] = self.bound.function
         if order is not None:
-            kernel, operands = partial(_product_of_sorted, kernel), (order, *operands)
+            kernel, operands = partial(product_of_sorted, kernel), (order, *operands)
         if self.round_input is not None:
             kernel = partial(_product_of_rounded, self.round_input, kernel)
         return kernel, operands
-
-
-def _product_of_sorted(
-    kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
-) -> torch.Tensor:
-    """Return the product with a weight whose inputs were sorted so."""
-    return kernel(x.index_select(-1, order), *operands)
 
 
 def _product_of_rounded(

@@ -120,7 +120,7 @@ class PackedExperts(ExpertsMethod):
         return matrices
 
     def _register_order(self, layer: nn.Module, projection: Projection, count: int) -> None:
-        """Register ``g_idx``, which some writers leave out where groups follow each other."""
+        """Register ``g_idx``; some writers leave it out where groups follow each other."""
         order = self._in_order(projection).expand(count, -1)
         empty = torch.empty(order.shape, dtype=torch.int32)
         projection.register(layer, "g_idx", empty, lambda _: order)

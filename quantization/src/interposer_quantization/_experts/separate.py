@@ -54,7 +54,7 @@ class Projection:
         register_stored(layer, f"{self.name}_{stored}", tensor, **attributes)
 
     def taken(self, layer: nn.Module, stored: str) -> torch.Tensor:
-        """Return what ``register`` registered, which the layer loses."""
+        """Take away and return the parameters of ``register``."""
         tensor = layer.get_parameter(f"{self.name}_{stored}").data
         layer.register_parameter(f"{self.name}_{stored}", None)
         return tensor

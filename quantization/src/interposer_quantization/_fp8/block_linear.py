@@ -12,10 +12,16 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, Site
-from interposer.errors import ConfigError
 from interposer_ops.quantized_linear import CodedProduct, fp8_block_linear
 from interposer_ops.quantizers import quantize_fp8_blocks
-from interposer_quantization._fp8.parameters import FORMAT, FORMAT_NAME, Members, register
+from interposer_quantization._compressed_tensors.parameters import final_operands
+from interposer_quantization._fp8.parameters import (
+    FORMAT,
+    FORMAT_NAME,
+    Members,
+    check_block_rows,
+    register,
+)
 
 
 class Fp8BlockLinear(LinearMethod):
@@ -48,14 +54,7 @@ class Fp8BlockLinear(LinearMethod):
         Raises: ConfigError: a block would lie across two of the layers that are fused.
         """
         self.members = Members(layer, site, out_features)
-        sizes = self.members.sizes
-        if len(sizes) > 1 and any(size % self.block_rows for size in sizes.values()):
-            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ConfigError(
-                f"{site.prefix}: blocks of {self.block_rows} rows do not divide the outputs of the "
-                f"layers that are fused there: {listed}. "
-                "Try: blocks that do, or name them in 'modules_to_not_convert' or 'ignore'"
-            )
+        check_block_rows(site, self.members, self.block_rows)
         self.dtype = site.dtype
         self.quantize = site.bind(
             quantize_fp8_blocks,
@@ -100,17 +99,16 @@ class Fp8BlockLinear(LinearMethod):
 
         Raises: CheckpointError: a scale is not a positive number.
         """
-        names = {"weight": "weight", "weight_scales": self.scale_name, "bias": "bias"}
-        self.members.check(layer.get_parameter(self.scale_name), self.scale_name)
-        stored = {operand: layer._parameters[name] for operand, name in names.items()}
-        prepared = self.bound.prepared(**stored)
-        for operand, name in names.items():
-            if prepared[operand] is not stored[operand]:
-                # The prepared copy replaces it; held twice it would double the memory.
-                layer.register_parameter(name, None)
+        scales = layer.get_parameter(self.scale_name)
+        self.members.check(scales, self.scale_name)
+        constants = {
+            "weight": layer.get_parameter("weight"),
+            "weight_scales": scales,
+            "bias": layer._parameters["bias"],
+        }
         options = self.block_columns, FORMAT, self.power_of_two_scales
         kernel = CodedProduct(self.quantize, self.bound.function, self._multiply, options)
-        return kernel, tuple(prepared[operand] for operand in names)
+        return kernel, final_operands(layer, self.bound, constants)
 
     def _quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.quantize(x, self.block_columns, FORMAT, self.power_of_two_scales)

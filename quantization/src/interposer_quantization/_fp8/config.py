@@ -7,9 +7,8 @@ Field names, defaults and the way in which layers are left out are those of tran
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
@@ -39,7 +38,7 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_pattern)]
 
 
 class LayersLeftOut(SettingsModel):
-    """Settings that say which layers stay plain."""
+    """Settings with the layers that stay plain."""
 
     modules_to_not_convert: list[Pattern] | None = None
 
@@ -55,7 +54,7 @@ class LayersLeftOut(SettingsModel):
             for pattern in self.left_out
         )
 
-    def stored(self, name: str) -> str | None:
+    def stored(self, name: str) -> Any:
         """Return the format of the weights of the linear layer ``name``, None if left out."""
         return None if self.leaves_out(name) else "float8_e4m3fn"
 
@@ -63,6 +62,7 @@ class LayersLeftOut(SettingsModel):
 class Fp8Settings(LayersLeftOut):
     """The whole ``quantization_config`` of the method ``fp8``."""
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["fp8"] = "fp8"
     activation_scheme: Literal["dynamic", "static"] = "dynamic"
     weight_block_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
@@ -74,14 +74,6 @@ class Fp8Settings(LayersLeftOut):
     dequantize: Literal[False] | None = None
     expert_dtype: Literal["fp8"] | None = None
     kv_cache_scheme: None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Fp8Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, (), _SUPPORTED)
 
     @model_validator(mode="after")
     def _coherent(self) -> Fp8Settings:
@@ -122,13 +114,6 @@ class Fp8Settings(LayersLeftOut):
 class FbgemmSettings(LayersLeftOut):
     """The whole ``quantization_config`` of the method ``fbgemm_fp8``."""
 
+    supported: ClassVar[str] = _FBGEMM_SUPPORTED
     quant_method: Literal["fbgemm_fp8"] = "fbgemm_fp8"
     activation_scale_ub: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1200.0
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> FbgemmSettings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, (), _FBGEMM_SUPPORTED)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from interposer import LinearMethod, Site
-from interposer.errors import CheckpointError
 from interposer_ops.quantized_linear import CodedProduct, StaticProduct, fp8_linear
 from interposer_ops.quantizers import quantize_fp8_per_token, quantize_fp8_static
+from interposer_quantization._compressed_tensors.parameters import common_number, final_operands
 from interposer_quantization._fp8.parameters import (
     FORMAT,
     FORMAT_NAME,
@@ -24,6 +24,7 @@ from interposer_quantization._fp8.parameters import (
     register_per_part,
 )
 
+_DIFFERENT = "layers of one input quantize it differently, but run as one product"
 _MEND = "calibrate them on the same input, or quantize inputs dynamically"
 
 
@@ -37,6 +38,7 @@ class _Fp8Linear(LinearMethod):
         scale_limit: largest scale of a token, or None.
         mend: what to do where layers that are fused disagree on the scale of their input, in the
             words of the format.
+        weight: name of the parameter that holds the weight.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class _Fp8Linear(LinearMethod):
         input_scale: str | None = None,
         scale_limit: float | None = None,
         mend: str = _MEND,
+        weight: str = "weight",
     ) -> None:
+        self.weight = weight
         self.weight_scale = weight_scale
         self.input_scale = input_scale
         self.scale_limit = scale_limit
@@ -67,7 +71,7 @@ class _Fp8Linear(LinearMethod):
         self.dtype = site.dtype
         weight = torch.empty(out_features, in_features, dtype=FORMAT)
         offset = torch.empty(out_features, dtype=site.dtype) if bias else None
-        register(layer, weight=weight, bias=offset)
+        register(layer, **{self.weight: weight, "bias": offset})
         per_output = self._create_scale(layer)
         if self.input_scale is not None:
             register_per_part(layer, self.input_scale, len(self.members.sizes))
@@ -93,7 +97,7 @@ class _Fp8Linear(LinearMethod):
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times its scale."""
-        return layer.get_parameter("weight").double() * self._scale(layer).double().unsqueeze(1)
+        return layer.get_parameter(self.weight).double() * self._scale(layer).double().unsqueeze(1)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each rounded number times its scale."""
@@ -110,40 +114,24 @@ class _Fp8Linear(LinearMethod):
             disagree on the scale of their common input.
         """
         self.members.check(layer.get_parameter(self.weight_scale), self.weight_scale)
-        stored = {
-            "weight": layer.get_parameter("weight"),
+        static: tuple[torch.Tensor, ...] = ()
+        if self.input_scale is not None:
+            numbers = layer.get_parameter(self.input_scale)
+            self.members.check(numbers, self.input_scale)
+            name, mend = self.input_scale, self.mend
+            static = (common_number(self.members, numbers, name, mend, _DIFFERENT),)
+        constants = {
+            "weight": layer.get_parameter(self.weight),
             "weight_scale": self._scale(layer),
             "bias": layer._parameters["bias"],
         }
-        prepared = self.bound.prepared(**stored)
-        names = {"weight": "weight", "weight_scale": self.weight_scale, "bias": "bias"}
-        for operand, name in names.items():
-            if prepared[operand] is not layer._parameters[name]:
-                # What was derived replaces it; held twice it would double the memory.
-                layer.register_parameter(name, None)
-        constants = tuple(prepared[name] for name in stored)
+        operands = final_operands(layer, self.bound, constants)
         product = self.bound.function
-        if self.input_scale is None:
-            options = FORMAT, self.scale_limit
-            dynamic = CodedProduct(self.quantize_per_token, product, self._multiply, options)
-            return dynamic, constants
-        kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
-        return kernel, (*constants, self._common_input_scale(layer, self.input_scale))
-
-    def _common_input_scale(self, layer: nn.Module, name: str) -> torch.Tensor:
-        scales = layer.get_parameter(name)
-        self.members.check(scales, name)
-        if not (scales == scales[0]).all():
-            listed = ", ".join(
-                f"{self.members.tensor(member, name)} = {float(scale):.9g}"
-                for member, scale in zip(self.members.sizes, scales, strict=True)
-            )
-            raise CheckpointError(
-                self.members.tensor(next(iter(self.members.sizes)), name),
-                f"layers of one input quantize it differently, but run as one product: {listed}",
-                self.mend,
-            )
-        return scales[:1]
+        if static:
+            kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
+            return kernel, (*operands, *static)
+        options = FORMAT, self.scale_limit
+        return CodedProduct(self.quantize_per_token, product, self._multiply, options), operands
 
     def _multiply(
         self,
@@ -174,21 +162,31 @@ class Fp8TensorLinear(_Fp8Linear):
 
 
 class Fp8RowLinear(_Fp8Linear):
-    """One weight scale for each output, ``weight_scale`` ``[O, 1]``.
+    """One weight scale for each output, ``[O, 1]``, or ``[O]`` if ``flat``.
 
     ``largest_input`` is what magnitudes of a token are counted as that are larger when its scale
     is chosen; they saturate. ``input_scale`` names the parameter of a scale for all tokens.
     """
 
-    def __init__(self, largest_input: float | None = None, input_scale: str | None = None) -> None:
+    def __init__(
+        self,
+        largest_input: float | None = None,
+        input_scale: str | None = None,
+        *,
+        flat: bool = False,
+        weight: str = "weight",
+        weight_scale: str = "weight_scale",
+    ) -> None:
         limit = None if largest_input is None else largest_input / torch.finfo(FORMAT).max
-        super().__init__("weight_scale", input_scale, limit)
+        super().__init__(weight_scale, input_scale, limit, weight=weight)
+        self.flat = flat
 
     def _create_scale(self, layer: nn.Module) -> bool:
         out_features = sum(self.members.sizes.values())
-        scale = torch.empty(out_features, 1, dtype=torch.float32)
-        register(layer, **{self.weight_scale: scale})
+        shape = (out_features,) if self.flat else (out_features, 1)
+        register(layer, **{self.weight_scale: torch.empty(shape, dtype=torch.float32)})
         return True
 
     def _scale(self, layer: nn.Module) -> torch.Tensor:
-        return layer.get_parameter(self.weight_scale).squeeze(1)
+        scale = layer.get_parameter(self.weight_scale)
+        return scale if self.flat else scale.squeeze(1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import Site
-from interposer.errors import CheckpointError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_ops.layers.linear import Linear
 
 FORMAT = torch.float8_e4m3fn
@@ -17,7 +17,7 @@ FORMAT_NAME = "float8_e4m3fn"
 
 
 class Members:
-    """The layers of the checkpoint that one layer fuses, or the one that it is.
+    """The layers of the checkpoint in one layer: those that it fuses, or one.
 
     Attributes:
         sizes: outputs by the name that the checkpoint uses, in the order of the outputs.
@@ -59,6 +59,18 @@ class Members:
                     f"the first is {float(stored[place])}{where}",
                     "copy the checkpoint again, or quantize the model again",
                 )
+
+
+def check_block_rows(site: Site, members: Members, rows: int) -> None:
+    """Raise ConfigError if a block of ``rows`` would lie across two fused layers."""
+    sizes = members.sizes
+    if len(sizes) > 1 and any(size % rows for size in sizes.values()):
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{site.prefix}: blocks of {rows} rows do not divide the outputs of the "
+            f"layers that are fused there: {listed}. "
+            "Try: blocks that do, or name them in 'modules_to_not_convert' or 'ignore'"
+        )
 
 
 def register(layer: nn.Module, **tensors: torch.Tensor | None) -> None:

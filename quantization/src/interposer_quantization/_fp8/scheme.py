@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod
 from interposer.errors import ConfigError
 from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.config import FbgemmSettings, Fp8Settings
 from interposer_quantization._fp8.experts import Fp8Experts
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._scheme import StoredScheme
 
 _MEND = "quantize all of them, or name all of them in 'modules_to_not_convert'"
 _SAME_INPUT = "calibrate them on the same input, or quantize with activation_scheme 'dynamic'"
 
 
-class Fp8(QuantizationScheme):
+class Fp8(StoredScheme):
     """Weights with a scale per block or one for all, inputs quantized on the way."""
 
     method = "fp8"
+    settings_class = Fp8Settings
+    settings: Fp8Settings
+    mend = _MEND
 
-    def __init__(self, settings: Fp8Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Fp8:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Fp8Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: of the layers that are fused there only some are quantized.
-        """
-        if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
-            return None
+    def _method(self, stored: str) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
         weight_scale, input_scale = self.settings.scale_names
         if self.settings.weight_block_size is not None:
             rows, columns = self.settings.weight_block_size
@@ -67,27 +50,14 @@ class Fp8(QuantizationScheme):
         )
 
 
-class FbgemmFp8(QuantizationScheme):
+class FbgemmFp8(StoredScheme):
     """Weights with a scale per output, inputs quantized per token up to a bound."""
 
     method = "fbgemm_fp8"
+    settings_class = FbgemmSettings
+    settings: FbgemmSettings
+    mend = _MEND
 
-    def __init__(self, settings: FbgemmSettings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> FbgemmFp8:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown or not supported; the text says what is.
-        """
-        return cls(FbgemmSettings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: of the layers that are fused there only some are quantized.
-        """
-        if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
-            return None
+    def _method(self, stored: str) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
         return Fp8RowLinear(self.settings.activation_scale_ub)

@@ -7,9 +7,9 @@ GPTQModel 5; AutoGPTQ, optimum and auto-round write the same names.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
@@ -76,7 +76,7 @@ class Override(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights of a layer are stored.
+    """Storage of the weights of a layer.
 
     Attributes:
         inputs_per_scale: the group size; None where one group takes all inputs.
@@ -100,8 +100,10 @@ class Weights:
 
 
 class Settings(SettingsModel):
-    """The whole ``quantization_config``, less what does not change what the tensors mean."""
+    """The fields of ``quantization_config`` that change the meaning of tensors."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = SEARCH_SETTINGS | _RUNTIME
     quant_method: Literal["gptq"] = "gptq"
     method: Literal["gptq"] | None = None
     bits: Bits
@@ -126,15 +128,7 @@ class Settings(SettingsModel):
             )
         return self
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, SEARCH_SETTINGS | _RUNTIME, _SUPPORTED)
-
-    def weights(self, name: str) -> Weights | None:
+    def stored(self, name: str) -> Weights | None:
         """Return how the linear layer ``name`` is stored, or None if it is not quantized."""
         if not self._listed(name):
             return None
@@ -158,7 +152,7 @@ class Settings(SettingsModel):
         )
 
     def _listed(self, name: str) -> bool:
-        """Return whether the layer is among those that are quantized in every block."""
+        """Return whether the layer is quantized in every block."""
         if name == "lm_head":
             return bool(self.lm_head)  # it stands in no block
         listed = self.modules_in_block_to_quantize

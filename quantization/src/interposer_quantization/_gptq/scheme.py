@@ -8,18 +8,15 @@ GPTQModel 5 (``gptq_v2``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
+from interposer import ExpertsMethod, LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._gptq.config import Settings, Weights
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._scheme import HeadScheme
 from interposer_quantization._weights.input_groups import check_groups
 from interposer_quantization._weights.int_packing import pack_words, unpack_words
 from interposer_quantization._weights.packed_linear import PackedLinear, register_stored
@@ -29,38 +26,21 @@ _MEND = "quantize them alike, or none of them"
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
-class GPTQ(QuantizationScheme):
+class GPTQ(HeadScheme):
     """Codes of 4 or 8 bits, groups of inputs in any order, zero points or none."""
 
     method = "gptq"
+    settings_class = Settings
+    settings: Settings
+    mend = _MEND
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> GPTQ:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: layers that are fused there are stored in different ways.
-        """
-        found = stored_alike(prefix, parts, self.settings.weights, _MEND)
-        return None if found is None else GPTQLinear(found)
+    def _method(self, stored: Weights) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        return GPTQLinear(stored)
 
     def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out how each is stored."""
-        return StoredExperts(self.settings.weights, gptq_experts, _MEND)
-
-    def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        return self.linear_method(prefix, (prefix.rpartition(".")[2],))
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
+        return StoredExperts(self.settings.stored, gptq_experts, _MEND)
 
 
 class GPTQLinear(PackedLinear):

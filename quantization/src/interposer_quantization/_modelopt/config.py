@@ -1,4 +1,4 @@
-"""What ModelOpt says about a checkpoint, as far as it is read.
+"""ModelOpt's description of a checkpoint, as far as it is read.
 
 It stands in ``quantization_config`` of config.json, in hf_quant_config.json beside it, whose part
 ``quantization`` is found under that name among the settings, or in both.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -30,7 +30,7 @@ Algorithm = Literal[
     "W4A16_NVFP4",
     "W8A16",
 ]
-"""How the weights of a layer are stored, and its input is quantized."""
+"""Storage of a layer's weights, and quantization of its input."""
 
 
 def _named(algorithm: object) -> object:
@@ -66,7 +66,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a layer is stored.
+    """Storage of a layer.
 
     Attributes:
         group_size: inputs that share a scale; None where the algorithm has no groups.
@@ -82,7 +82,7 @@ class Stored:
 
 
 class CacheNumbers(SettingsModel):
-    """How keys and values are quantized: to FP8, with one scale each for a layer."""
+    """Quantization of keys and values: to FP8, with one scale each for a layer."""
 
     num_bits: Literal[8]
     type: Literal["float"]
@@ -90,7 +90,7 @@ class CacheNumbers(SettingsModel):
 
 
 class Layer(SettingsModel):
-    """How one layer is quantized."""
+    """Quantization of one layer."""
 
     quant_algo: OfLayer
     group_size: int | None = None
@@ -111,7 +111,7 @@ class Layer(SettingsModel):
 
 
 class Numbers(SettingsModel):
-    """What weights or inputs are rounded to."""
+    """Numbers that weights or inputs are rounded to."""
 
     num_bits: int
     type: Literal["float", "int"]
@@ -142,7 +142,7 @@ class Group(SettingsModel):
 
 
 class _Statement(SettingsModel):
-    """What both files say in the same words."""
+    """Fields that both files have under the same names."""
 
     quant_algo: Stated | None = None
     kv_cache_quant_algo: Literal["FP8"] | None = None
@@ -173,19 +173,13 @@ class FileSettings(_Statement):
 class Settings(_Statement):
     """The whole ``quantization_config``, and what stands beside it."""
 
+    supported: ClassVar[str] = _SUPPORTED
+    without_effect: ClassVar[Collection[str]] = frozenset({"producer"})
     quant_method: Literal["modelopt"] = "modelopt"
     kv_cache_scheme: CacheNumbers | None = None
     ignore: list[str] | None = None
     config_groups: dict[str, Group] | None = None
     quantization: FileSettings | None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, {"producer"}, _SUPPORTED)
 
     @model_validator(mode="after")
     def _agreed(self) -> Settings:

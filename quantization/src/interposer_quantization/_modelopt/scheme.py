@@ -3,70 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
-from interposer import CacheFormat, LinearMethod, QuantizationScheme
-from interposer_quantization._fp8.linear import Fp8TensorLinear
-from interposer_quantization._modelopt.blocks import MxFp8Linear, NvFp4Linear
-from interposer_quantization._modelopt.channels import Fp8ChannelLinear
+from interposer import CacheFormat, LinearMethod
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._compressed_tensors.mx_linear import Mxfp8Linear
+from interposer_quantization._compressed_tensors.nvfp4_linear import (
+    MODELOPT,
+    Nvfp4Linear,
+    Nvfp4WeightLinear,
+)
+from interposer_quantization._compressed_tensors.stored import Weights
+from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._modelopt.config import Algorithm, Settings, Stored
 from interposer_quantization._modelopt.input_scale import ScaledInputLinear
-from interposer_quantization._modelopt.weights import (
-    Fp8BlockWeightLinear,
-    Int4WeightLinear,
-    Int8WeightLinear,
-    NvFp4WeightLinear,
-)
-from interposer_quantization._weights.fused_layers import stored_alike
+from interposer_quantization._modelopt.weights import Int4WeightLinear, Int8WeightLinear
+from interposer_quantization._scheme import StoredScheme
 
 _SAME_INPUT = (
     "export the model with a release of ModelOpt that makes them equal, or quantize it as "
     "FP8_PER_CHANNEL_PER_TOKEN, which has no such scale"
 )
 
+_BLOCKS = Weights("float", 8, True, "block", (128, 128), reordered=False)
 _METHODS: Mapping[Algorithm, Callable[[], LinearMethod]] = {
     "FP8": lambda: Fp8TensorLinear("weight_scale", "input_scale", mend=_SAME_INPUT),
-    "FP8_PER_CHANNEL_PER_TOKEN": Fp8ChannelLinear,
-    "FP8_PB_WO": lambda: Fp8BlockWeightLinear(None),
-    "MXFP8": MxFp8Linear,
-    "NVFP4": NvFp4Linear,
-    "NVFP4_AWQ": lambda: ScaledInputLinear(NvFp4Linear()),
-    "W4A16_NVFP4": lambda: NvFp4WeightLinear(None),
+    "FP8_PER_CHANNEL_PER_TOKEN": lambda: Fp8RowLinear(flat=True),
+    "FP8_PB_WO": lambda: Fp8WeightLinear(_BLOCKS, None, spread=True),
+    # Scales of inputs are rounded as those of weights were; the OCP specification rounds down.
+    "MXFP8": lambda: Mxfp8Linear(rounds_up=True),
+    "NVFP4": lambda: Nvfp4Linear(MODELOPT),
+    "NVFP4_AWQ": lambda: ScaledInputLinear(Nvfp4Linear(MODELOPT)),
+    "W4A16_NVFP4": lambda: Nvfp4WeightLinear(None, MODELOPT),
     "W8A16": lambda: Int8WeightLinear(None),
 }
 
 
-class ModelOpt(QuantizationScheme):
+class ModelOpt(StoredScheme):
     """Weights in 8 or 4 bits; with floats of some kinds inputs are quantized on the way."""
 
     method = "modelopt"
+    settings_class = Settings
+    settings: Settings
+    mend = "quantize them alike, or leave out all of them"
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> ModelOpt:
-        """Return the scheme that ``quantization_config`` or hf_quant_config.json describes.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: layers that are fused there are quantized in different ways.
-        """
-        mend = "quantize them alike, or leave out all of them"
-        found: Stored | None = stored_alike(prefix, parts, self.settings.stored, mend)
-        if found is None:
-            return None
-        if found.group_size is not None and found.algorithm == "W4A16_AWQ":
-            return ScaledInputLinear(Int4WeightLinear(found.group_size))
-        return _METHODS[found.algorithm]()
+    def _method(self, stored: Stored) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        if stored.group_size is not None and stored.algorithm == "W4A16_AWQ":
+            return ScaledInputLinear(Int4WeightLinear(stored.group_size))
+        return _METHODS[stored.algorithm]()
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return FP8 with scales beside those of the projections, where the settings say so."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, LinearMethod
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._mxfp4.experts import Mxfp4Experts
+from interposer_quantization._scheme import ParsedScheme
 
 _SUPPORTED = """\
 Supported: 'modules_to_not_convert', names or expressions for experts that stay plain.
@@ -17,34 +18,18 @@ Try: quantize the original model that way"""
 class Settings(LayersLeftOut):
     """The whole ``quantization_config``, by the names of transformers 5.23 (``Mxfp4Config``)."""
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["mxfp4"] = "mxfp4"
     # It may be written, but only as saying nothing.
     dequantize: Literal[False] | None = None
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
 
-        Raises: ConfigError: a setting is unknown or not supported.
-        """
-        return cls.parsed(settings, (), _SUPPORTED)
-
-
-class Mxfp4(QuantizationScheme):
+class Mxfp4(ParsedScheme):
     """Routed experts in MXFP4; everything else is plain, as nothing else has such a form."""
 
     method = "mxfp4"
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Mxfp4:
-        """Return the scheme that ``quantization_config`` describes.
-
-        Raises: ConfigError: a setting is unknown or not supported; the text says what is.
-        """
-        return cls(Settings.parse(settings))
+    settings_class = Settings
+    settings: Settings
 
     def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
         """Return None: linear layers stay plain."""

@@ -1,4 +1,4 @@
-"""A table of embeddings whose plain rows become integers when it is finalized, once for all uses.
+"""An embedding whose plain rows become integers when it is finalized, once for all uses.
 
 Dimensions: V vocabulary, H hidden size, G groups of a row.
 """
@@ -75,12 +75,12 @@ class OnlineEmbedding(EmbeddingMethod):
         register_passing(layer, "weight", torch.empty(shape, dtype=site.dtype))
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
-        """Return the float64 table ``[V, H]`` that the codes and scales of ``weight`` mean."""
+        """Return ``[V, H]`` in float64, as the codes and scales of ``weight`` mean it."""
         weight, scale = self._quantized(layer.get_parameter("weight").data)
         codes = unpack_nibbles(weight).double() - _MIDDLE if self.narrow else weight.double()
         grouped = codes.unflatten(1, (scale.shape[1], -1))
-        table: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
-        return table
+        numbers: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
+        return numbers
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
         """Return the bound kernels, both with the same codes.
@@ -89,7 +89,7 @@ class OnlineEmbedding(EmbeddingMethod):
         """
         weight = layer.get_parameter("weight").data
         codes, scale = self._quantized(weight)
-        # Kernels that share a copy of the table are to get the very same tensors.
+        # Kernels that share a copy of the codes are to get the very same tensors.
         scale = self.head.scales(scale)
         # Before kernels prepare their own: it is not needed any more.
         register(layer, weight=None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme
+from interposer import LinearMethod
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._online.fp8_linear import (
@@ -17,9 +17,8 @@ from interposer_quantization._online.fp8_linear import (
     quantized_members,
     quantized_rows,
 )
-from interposer_quantization._online.head import HeadSettings
+from interposer_quantization._online.head import HeadSettings, OnlineScheme
 from interposer_quantization._online.linear import OnlineLinear
-from interposer_quantization._weights.fused_layers import stored_alike
 
 _SUPPORTED = """\
 Supported: 'strategy' 'channel', 'tensor' or 'block', the latter with a 'weight_block_size' of two \
@@ -30,19 +29,12 @@ _MEND = "name all of them in 'modules_to_not_convert', or none"
 
 
 class OnlineFp8Settings(HeadSettings):
-    """What can be said of it; the blocks of ``block`` are of 128 by 128 unless stated."""
+    """Settings of online FP8; the blocks of ``block`` are of 128 by 128 unless stated."""
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["online_fp8"] = "online_fp8"
     strategy: Literal["channel", "tensor", "block"] = "channel"
     weight_block_size: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, (), _SUPPORTED)
 
     @model_validator(mode="after")
     def _coherent(self) -> OnlineFp8Settings:
@@ -53,30 +45,16 @@ class OnlineFp8Settings(HeadSettings):
         return self
 
 
-class OnlineFp8(QuantizationScheme):
+class OnlineFp8(OnlineScheme):
     """Weights rounded to float8_e4m3fn when a layer is finalized, inputs as they come."""
 
     method = "online_fp8"
+    settings_class = OnlineFp8Settings
+    settings: OnlineFp8Settings
+    mend = _MEND
 
-    def __init__(self, settings: OnlineFp8Settings) -> None:
-        self.settings = settings
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> OnlineFp8:
-        """Return the scheme for these settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(OnlineFp8Settings.parse(settings))
-
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: of the layers that are fused there only some are left out.
-        """
-        if stored_alike(prefix, parts, self.settings.stored, _MEND) is None:
-            return None
+    def _method(self, stored: str) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
         if self.settings.strategy == "channel":
             return _online(Fp8RowLinear(None), "weight_scale", quantized_rows)
         if self.settings.strategy == "tensor":
@@ -84,14 +62,6 @@ class OnlineFp8(QuantizationScheme):
         rows, columns = self.settings.weight_block_size or (128, 128)
         blocks = Fp8BlockLinear(rows, columns, False, "weight_scale_inv")
         return _online(blocks, "weight_scale_inv", quantized_blocks(rows, columns))
-
-    def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        return self.settings.head_method(prefix)
-
-    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for a table that ``head`` shares, or None to leave it plain."""
-        return self.settings.embedding_method(prefix, head)
 
 
 def _online(method: LinearMethod, scale_name: str, quantize: Quantize) -> OnlineLinear:

@@ -1,4 +1,4 @@
-"""What is said of the head, and of the table that it shares, where a model is quantized online."""
+"""Settings of the lm_head, and of a tied embedding, of a model that is quantized online."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from interposer.errors import ConfigError
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._online.embedding import OnlineEmbedding
 from interposer_quantization._online.integer_linear import OnlineIntegerLinear, largest_group
+from interposer_quantization._scheme import StoredScheme
 from interposer_quantization.writing._integer_formats import IntegerFormat
 
 # Rounding scales to it moves numbers by less than their own rounding does, and kernels read half
@@ -22,7 +23,7 @@ _GROUP_SIZES = (32, 16)
 
 
 class HeadSettings(LayersLeftOut):
-    """How the language model head is held: symmetric integers.
+    """Settings of the lm_head: symmetric integers.
 
     Those of 8 bits have a scale for each row of the vocabulary unless ``head_group_size`` is
     stated. Those of 4 bits have groups of that size, by default the ``group_size`` of the linear
@@ -59,9 +60,9 @@ class HeadSettings(LayersLeftOut):
         return OnlineIntegerLinear(self.head_format, _SCALES)
 
     def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for a table that ``head`` shares, or None to leave it plain.
+        """Return the method for an embedding tied to ``head``, or None to leave it plain.
 
-        A table that is only looked up stays: a step reads few of its rows.
+        An embedding without a tied lm_head stays plain: a step reads few of its rows.
 
         Raises: ConfigError: it is left out, although settings say how the head is held.
         """
@@ -94,3 +95,17 @@ class HeadSettings(LayersLeftOut):
                 f"held: {', '.join(map(repr, stated))}. Try: leave these or that out"
             )
         return True
+
+
+class OnlineScheme(StoredScheme):
+    """A scheme that quantizes linear layers, the lm_head and a tied embedding while they load."""
+
+    settings: HeadSettings
+
+    def head_method(self, prefix: str) -> LinearMethod | None:
+        """Return the method for a head with a weight of its own, or None to leave it plain."""
+        return self.settings.head_method(prefix)
+
+    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
+        """Return the method for an embedding tied to ``head``, or None to leave it plain."""
+        return self.settings.embedding_method(prefix, head)

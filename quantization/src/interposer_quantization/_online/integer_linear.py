@@ -28,7 +28,7 @@ FormatOf = Callable[[Site, int], IntegerFormat]
 
 
 class OnlineIntegerLinear(OnlineLinear):
-    """A layer whose product is that of one of compressed-tensors.
+    """A layer with the product of a layer of compressed-tensors.
 
     Attributes:
         scale_dtype: that scales are rounded to before numbers are divided by them.

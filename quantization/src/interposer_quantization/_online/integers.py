@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
-from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme, Site
-from interposer_quantization._online.head import HeadSettings
+from interposer import LinearMethod, Site
+from interposer_quantization._online.head import HeadSettings, OnlineScheme
 from interposer_quantization._online.integer_linear import OnlineIntegerLinear, largest_group
-from interposer_quantization._weights.fused_layers import stored_alike
 from interposer_quantization.writing._integer_formats import IntegerFormat
 from interposer_quantization.writing._schemes import weight_format
 
@@ -27,12 +26,13 @@ Try: load(..., quantization={"quant_method": "int4", "group_size": 32})"""
 
 
 class OnlineSettings(HeadSettings):
-    """What can be said of it; what each means, and goes with, is as in ``weight_format``.
+    """Settings of online integers; each means what it does in ``weight_format``.
 
     Without ``group_size``, groups of 4-bit integers have 128 inputs, or the next of 64, 32 and 16
     that divides the inputs of a layer.
     """
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["online_int8", "online_int4", "online_w4a8"]
     group_size: PositiveInt | None = None
     asymmetric: bool = False
@@ -44,7 +44,7 @@ class OnlineSettings(HeadSettings):
 
         Raises: ConfigError: a setting is unknown, contradictory or not supported.
         """
-        parsed = cls.parsed(settings, (), _SUPPORTED)
+        parsed = super().parse(settings)
         parsed.format(None)
         return parsed
 
@@ -80,13 +80,12 @@ class OnlineSettings(HeadSettings):
         return None if self.leaves_out(name) else self.scheme
 
 
-class _OnlineIntegers(QuantizationScheme):
+class _OnlineIntegers(OnlineScheme):
     """Weights rounded to nearest when a layer is finalized, and inputs as the format says."""
 
-    method: ClassVar[str]
-
-    def __init__(self, settings: OnlineSettings) -> None:
-        self.settings = settings
+    settings_class = OnlineSettings
+    settings: OnlineSettings
+    mend = _MEND
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> Self:
@@ -95,23 +94,11 @@ class _OnlineIntegers(QuantizationScheme):
         Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
             what is.
         """
-        return cls(OnlineSettings.parse({"quant_method": cls.method, **settings}))
+        return super().parse({"quant_method": cls.method, **settings})
 
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: of the layers that are fused there only some are left out.
-        """
-        plain = stored_alike(prefix, parts, self.settings.stored, _MEND) is None
-        return None if plain else OnlineIntegerLinear(self.settings.layer_format)
-
-    def head_method(self, prefix: str) -> LinearMethod | None:
-        """Return the method for a head with a weight of its own, or None to leave it plain."""
-        return self.settings.head_method(prefix)
-
-    def embedding_method(self, prefix: str, head: str | None) -> EmbeddingMethod | None:
-        """Return the method for a table that ``head`` shares, or None to leave it plain."""
-        return self.settings.embedding_method(prefix, head)
+    def _method(self, stored: str) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        return OnlineIntegerLinear(self.settings.layer_format)
 
 
 class OnlineInt8(_OnlineIntegers):

@@ -7,9 +7,8 @@ Source: ``config_to_dict`` of torchao 0.18 and ``TorchAoConfig`` of transformers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -27,7 +26,7 @@ Try: quantize the original model that way"""
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the weights of a layer are stored, in 8 bits each.
+    """Storage of the weights of a layer, in 8 bits each.
 
     Attributes:
         inputs_per_scale: the group size; None where one scale holds for a whole output.
@@ -50,7 +49,7 @@ class Weights:
 
 
 class Place(SettingsModel):
-    """What a granularity says about itself."""
+    """The fields of a granularity."""
 
     dim: Literal[-1] | None = None
     axis: Literal[0] | None = None
@@ -58,7 +57,7 @@ class Place(SettingsModel):
 
 
 class Granularity(SettingsModel):
-    """How many weights share a scale: those of a row, or of a group in it."""
+    """The weights that share a scale: those of a row, or of a group in it."""
 
     type_: Literal["PerRow", "PerAxis", "PerGroup"] = Field(alias="_type")
     version: Literal[1] = Field(1, alias="_version")
@@ -79,13 +78,13 @@ class Member(SettingsModel):
 
 
 class Packing(Member):
-    """How the words of integers are laid out."""
+    """The layout of packed integers."""
 
     data: Literal["UNPACKED_TO_INT8"] = Field(alias="_data")
 
 
 class WeightDtype(Member):
-    """Which integers there are; all are stored in 8 bits."""
+    """The dtype of integers; all are stored in 8 bits."""
 
     data: Literal["int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8"] = Field(
         alias="_data"
@@ -121,7 +120,7 @@ class Int8WeightOnly(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored: with zero points, which are 0."""
+        """Return the storage of weights, with zero points of 0."""
         return Weights(self.data.granularity.data.group_size, symmetric=True)
 
 
@@ -140,7 +139,7 @@ class IntxWeightOnly(SettingsModel):
 
 
 class InputMapping(Member):
-    """Whether inputs have zero points."""
+    """Return whether inputs have zero points."""
 
     data: Literal["SYMMETRIC", "ASYMMETRIC"] = Field(alias="_data")
 
@@ -180,7 +179,7 @@ class Int8Dynamic(SettingsModel):
 
     @property
     def weights(self) -> Weights:
-        """Return how weights are stored, with zero points that are 0."""
+        """Return the storage of weights, with zero points of 0."""
         symmetric = self.data.act_mapping_type.data == "SYMMETRIC"
         inputs: Literal["symmetric", "asymmetric"] = "symmetric" if symmetric else "asymmetric"
         return Weights(None, symmetric=True, inputs=inputs)
@@ -284,19 +283,12 @@ Configuration = Annotated[
 class Settings(LayersLeftOut):
     """The whole ``quantization_config``."""
 
+    supported: ClassVar[str] = _SUPPORTED
     quant_method: Literal["torchao"] = "torchao"
     quant_type: dict[Literal["default"], Configuration] = Field(min_length=1)
     include_input_output_embeddings: Literal[False] | None = None
     untie_embedding_weights: Literal[False] | None = None
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Settings:
-        """Return the settings.
-
-        Raises: ConfigError: a setting is unknown, contradictory or not supported.
-        """
-        return cls.parsed(settings, (), _SUPPORTED)
-
-    def weights(self, name: str) -> Weights | None:
+    def stored(self, name: str) -> Weights | None:
         """Return how the linear layer ``name`` is stored, or None if it is left out."""
-        return None if self.stored(name) is None else self.quant_type["default"].weights
+        return None if self.leaves_out(name) else self.quant_type["default"].weights

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from interposer import LinearMethod
+from interposer_quantization._compressed_tensors import stored as compressed
+from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._fp8.linear import Fp8RowLinear
+from interposer_quantization._scheme import StoredScheme
+from interposer_quantization._torchao.config import Settings, Weights
+from interposer_quantization._torchao.linear import (
+    SCALE,
+    WEIGHT,
+    TorchAoInt8Linear,
+    TorchAoLinear,
+)
 
-from interposer import LinearMethod, QuantizationScheme
-from interposer_quantization._torchao.config import Settings
-from interposer_quantization._torchao.fp8_linear import TorchAoFp8Linear, TorchAoFp8WeightLinear
-from interposer_quantization._torchao.int8_linear import TorchAoInt8Linear
-from interposer_quantization._torchao.linear import TorchAoLinear
-from interposer_quantization._weights.fused_layers import stored_alike
 
-
-class TorchAo(QuantizationScheme):
+class TorchAo(StoredScheme):
     """Integers in 8 bits each, or 8-bit floats; inputs as they are, or quantized on the way."""
 
     method = "torchao"
+    settings_class = Settings
+    settings: Settings
+    mend = "name all of them in 'modules_to_not_convert', or none"
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def _method(self, stored: Weights) -> LinearMethod:
+        """Return the method for linear layers that are stored so."""
+        plain = stored.inputs == "plain"
+        if stored.kind == "float8":
+            return _fp8_method(plain)
+        if plain or not stored.symmetric or stored.inputs_per_scale is not None:
+            return TorchAoLinear(stored)
+        return TorchAoInt8Linear(stored)
 
-    @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> TorchAo:
-        """Return the scheme that ``quantization_config`` describes.
 
-        Raises: ConfigError: a setting is unknown, contradictory or not supported; the text says
-            what is.
-        """
-        return cls(Settings.parse(settings))
+def _fp8_method(plain: bool) -> LinearMethod:
+    """Return the method for floats with a scale per output; inputs are quantized unless plain.
 
-    def linear_method(self, prefix: str, parts: tuple[str, ...]) -> LinearMethod | None:
-        """Return the method for the layer at ``prefix``, or None to leave it plain.
-
-        Raises: ConfigError: of the layers that are fused there only some are quantized.
-        """
-        mend = "name all of them in 'modules_to_not_convert', or none"
-        found = stored_alike(prefix, parts, self.settings.weights, mend)
-        if found is None:
-            return None
-        plain = found.inputs == "plain"
-        if found.kind == "float8":
-            return TorchAoFp8WeightLinear(None) if plain else TorchAoFp8Linear()
-        if plain or not found.symmetric or found.inputs_per_scale is not None:
-            return TorchAoLinear(found)
-        return TorchAoInt8Linear(found)
+    Source: ``Float8Tensor`` of torchao 0.18, quantized per row.
+    """
+    if plain:
+        weights = compressed.Weights("float", 8, True, "channel", None, reordered=False)
+        return Fp8WeightLinear(weights, None, weight=WEIGHT, scale=SCALE)
+    return Fp8RowLinear(weight=WEIGHT, weight_scale=SCALE)

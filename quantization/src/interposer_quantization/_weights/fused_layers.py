@@ -1,4 +1,4 @@
-"""What layers that are fused have in common."""
+"""Common storage of fused layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 def stored_alike(
     prefix: str, parts: tuple[str, ...], stored: Callable[[str], T | None], mend: str
 ) -> T | None:
-    """Return how all layers that are fused at ``prefix`` are stored, None for plain.
+    """Return the common storage of all layers fused at ``prefix``, None for plain.
 
     Args:
         stored: how the layer of a full name is stored, by the checkpoint's settings.

@@ -1,4 +1,4 @@
-"""The groups that the inputs of a weight are in, where a checkpoint stores them.
+"""The groups of a weight's inputs, as a checkpoint stores them.
 
 Dimensions: I input features.
 """

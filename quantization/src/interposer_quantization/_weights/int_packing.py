@@ -1,4 +1,4 @@
-"""Unsigned codes of 4 or 8 bits in words of 32: what checkpoints store, and what kernels take.
+"""Unsigned codes of 4 or 8 bits in words of 32, of checkpoints and of kernels.
 
 Nothing here reads a word as bytes, so that the order of bytes of the machine does not matter.
 Dimensions: W words of a row, N = W * 32 / bits codes of a row.

@@ -20,7 +20,7 @@ from interposer_quantization.writing._integer_formats import IntegerFormat
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a weight was rounded to.
+    """A weight as codes and scales.
 
     Attributes:
         codes: ``[O, I]`` int8, or ``[O, I / 2]`` uint8 of two codes each.
@@ -34,7 +34,7 @@ class Rounded:
 
     @property
     def finite(self) -> bool:
-        """Say whether all scales are, as they are of every weight that is."""
+        """Say whether all scales are finite, as those of a finite weight are."""
         return bool(self.scale.isfinite().all())
 
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from interposer import LinearMethod, Site
 from interposer.errors import CheckpointError, ConfigError
-from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
+from interposer_quantization._compressed_tensors.parameters import number_of_groups
 from interposer_quantization._weights.int_packing import kernel_codes
+from interposer_quantization._weights.weight_only import bind_weight_only, product_of_sorted
 
 _STORED = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -81,34 +82,11 @@ class PackedLinear(LinearMethod):
             site.prefix.rpartition(".")[2]: out_features
         }
         size = self.group_size or in_features
-        num_groups, rest = divmod(in_features, size)
-        if rest or not num_groups:
-            raise ConfigError(
-                f"{site.prefix}: groups of {size} do not divide its {in_features} inputs. "
-                "Try: quantize with a group size that does, or leave the layer plain"
-            )
-        self.num_groups = num_groups
+        self.num_groups = num_groups = number_of_groups(site, in_features, size)
         self._check_words(in_features)
-        # Both ops take the same operands; one call each keeps their types apart.
-        if self.bits == 4:
-            self.bound = site.bind_kernel(
-                w4a16_linear,
-                in_features=in_features,
-                out_features=out_features,
-                group_size=size,
-                num_groups=num_groups,
-                asymmetric=not self.symmetric,
-                scale_dtype="float32",
-            )
-        else:
-            self.bound = site.bind_kernel(
-                w8a16_linear,
-                in_features=in_features,
-                out_features=out_features,
-                group_size=size,
-                num_groups=num_groups,
-                asymmetric=not self.symmetric,
-            )
+        self.bound = bind_weight_only(
+            site, self.bits, in_features, out_features, size, not self.symmetric
+        )
         *shape, dim = self.weight_words(in_features, out_features)
         register_stored(layer, "qweight", torch.empty(shape, dtype=torch.int32), shard_dim=dim)
         zeros = torch.empty(num_groups, out_features // self.codes_per_word, dtype=torch.int32)
@@ -169,7 +147,7 @@ class PackedLinear(LinearMethod):
         operands = tuple(prepared[name] for name in constants)
         if order is None:
             return self.bound.function, operands
-        return partial(_product_of_sorted, self.bound.function), (order, *operands)
+        return partial(product_of_sorted, self.bound.function), (order, *operands)
 
     def tensor_names(self, name: str) -> list[str]:
         """Return the checkpoint's names of such a tensor, one for each layer that is fused."""
@@ -227,13 +205,6 @@ class PackedLinear(LinearMethod):
                 f"{self.middle} where quantization_config says that weights are symmetric",
                 "correct the quantization_config if the zero points are right",
             )
-
-
-def _product_of_sorted(
-    kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
-) -> torch.Tensor:
-    """Return the product with a weight whose inputs were sorted so."""
-    return kernel(x.index_select(-1, order), *operands)
 
 
 def register_stored(

@@ -1,4 +1,4 @@
-"""How a head multiplies by a table of integers that it shares with the embedding.
+"""Products of an lm_head and the integers of an embedding that it is tied to.
 
 Dimensions: T tokens, V vocabulary, H hidden size, G groups of a row.
 """

@@ -53,7 +53,7 @@ class Fp8Format(WeightFormat):
         return {"weight": codes.to(_E4M3), "weight_scale": grid.scale.to(dtype)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
         rows, columns = shape
         return {"weight": meta(_E4M3, rows, columns), "weight_scale": meta(dtype, rows, 1)}
 
@@ -126,7 +126,7 @@ class Mxfp8Format(_MxFormat):
         return {"weight": codes.to(_E4M3), "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
         rows, columns = shape
         return {
             "weight": meta(_E4M3, rows, columns),
@@ -159,7 +159,7 @@ class Mxfp4Format(_MxFormat):
         return {"weight_packed": packed, "weight_scale": _exponents(grid.scale)}
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
         rows, columns = shape
         return {
             "weight_packed": meta(torch.uint8, rows, columns // 2),
@@ -211,7 +211,7 @@ class Nvfp4Format(WeightFormat):
         }
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
         rows, columns = shape
         return {
             "weight_packed": meta(torch.uint8, rows, columns // 2),

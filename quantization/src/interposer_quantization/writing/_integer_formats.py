@@ -102,7 +102,7 @@ class IntegerFormat(WeightFormat):
         return tensors
 
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
         rows, columns = shape
         num_groups = columns // (self.inputs_per_scale or columns)
         scale = meta(dtype, rows, num_groups)

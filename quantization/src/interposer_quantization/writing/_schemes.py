@@ -25,7 +25,7 @@ SCHEMES: Mapping[str, str] = {
     "nvfp4": "4-bit floats, an 8-bit float for each 16 inputs",
 }
 ACTIVATIONS = ("int8", "none")
-"""What inputs of integer weights can be rounded to."""
+"""Formats that inputs of integer weights can be rounded to."""
 
 _INT4 = ("int4", "w4a8")
 _INT4_GROUP_SIZE = 128

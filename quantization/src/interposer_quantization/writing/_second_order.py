@@ -14,7 +14,7 @@ import torch
 from interposer_quantization.writing._weight_format import Grid, WeightFormat, tensor_peak
 
 DAMPING = 0.01
-"""What is added to the diagonal of the second moments, as a share of its mean."""
+"""The addition to the diagonal of the second moments, as a fraction of its mean."""
 
 _COLUMNS = 128
 
@@ -43,7 +43,7 @@ class SecondMoments:
 
 
 class Curvature:
-    """How much the outputs change with each weight: what rounding needs to know of the inputs.
+    """The change of the outputs with each weight, which rounding takes from the inputs.
 
     Layers of one input share it.
 
@@ -80,7 +80,7 @@ def second_order_rounded(
     curvature: Curvature,
     peak: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds for ``weight`` rounded so that E |(W - Q) x|^2 is small.
+    """Return the tensors of ``weight``, rounded so that E |(W - Q) x|^2 is small.
 
     Columns are rounded one after the other. The error of each is made good in those that are
     still to come: with U the upper Cholesky factor of the inverse of H = E x x^T,

@@ -1,4 +1,4 @@
-"""What every format of weights has in common: groups of inputs, each with a grid of its own.
+"""The base of all weight formats: groups of inputs, each with scales of its own.
 
 Dimensions: O output features, I input features, N groups of an output, G inputs of a group.
 """
@@ -32,7 +32,7 @@ class Grid:
 
     @property
     def step(self) -> torch.Tensor:
-        """What a code of 1 stands for, ``[O, N]``."""
+        """Return the value of a code of 1, ``[O, N]``."""
         return self.scale if self.tensor_scale is None else self.scale / self.tensor_scale
 
     def group(self, index: int) -> Grid:
@@ -61,7 +61,7 @@ def storable_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class WeightFormat(ABC):
-    """How the weight of a linear layer is rounded and stored.
+    """A format that weights of linear layers are rounded to and stored in.
 
     Attributes:
         storage: compressed-tensors' name of the format.
@@ -95,7 +95,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def layout(self, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what ``rounded`` does for a weight of that shape and dtype, on the meta device."""
+        """Return the tensors of ``rounded`` for this shape and dtype, on the meta device."""
 
     @abstractmethod
     def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

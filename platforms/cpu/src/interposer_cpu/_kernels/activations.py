@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from interposer_cpu._kernels.rows import TYPES, distances
+from interposer_cpu._kernels.fusion import fused
+from interposer_cpu._kernels.interface import GELU, SILU, TYPES
+from interposer_cpu._kernels.rows import distances
 from interposer_cpu.native import library
 
-_SILU = 0
-_GELU = {"none": 1, "tanh": 2}
 
-
+@fused("activation", read=lambda: SILU)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Return the op ``silu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
-    return _gated(x, _SILU)
+    return _gated(x, SILU)
 
 
+@fused("activation", read=lambda approximate: GELU[approximate])
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Return the op ``gelu_and_mul``: ``[..., 2 I]`` to ``[..., I]``."""
-    return _gated(x, _GELU[approximate])
+    return _gated(x, GELU[approximate])
 
 
 def _gated(x: torch.Tensor, activation: int) -> torch.Tensor:

@@ -6,23 +6,13 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 
-from interposer import (
-    AttentionBatch,
-    AttentionSpec,
-    Capability,
-    KVCacheLayout,
-    Site,
-    Verdict,
-)
+from interposer import AttentionBatch, AttentionSpec, Site, Verdict
 from interposer_cpu import native
-from interposer_cpu._kernels.paged import NativePagedBackend, facts_of
-
-# Numbers of the library's C interface.
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+from interposer_cpu._kernels.paged import NativePagedBackend
 
 _LANES = 16
 _MOST_HEAD_SIZE = 1024
@@ -30,7 +20,7 @@ _MOST_HEAD_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step is divided into.
+    """The blocks of queries and keys of one step.
 
     Attributes:
         blocks: int64, what the library reads; it points to tensors of ``batch``.
@@ -42,24 +32,22 @@ class Plan:
     batch: AttentionBatch
 
 
+@final
 class NativeBackend(NativePagedBackend):
-    """Blocks of queries over tiles of 16 keys, long contexts in parts of 512."""
+    """Blocks of queries over tiles of 16 keys, long contexts in parts of 512.
+
+    Pages hold tiles: see native/attention/cache.h.
+    """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         library = native.library()
         self._attend, self._plan = library.attention, library.plan_attention
         self._cache_size = spec.cache_dtype.itemsize
-        # Strides of a query, key or value whose heads follow each other.
-        self._rest = (spec.head_size, 1)
-        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
-        self._facts = facts_of(spec, *types)
 
     @classmethod
-    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose pages and heads are made of sixteens."""
-        if spec.dtype not in _TYPES:
-            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+    def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
+        """Accept pages and heads that are made of sixteens."""
         if spec.head_size % _LANES or spec.head_size > _MOST_HEAD_SIZE:
             return Verdict.refuse(
                 f"takes head sizes of multiples of {_LANES} up to {_MOST_HEAD_SIZE}, "
@@ -69,20 +57,7 @@ class NativeBackend(NativePagedBackend):
             return Verdict.refuse(
                 f"stores keys {_LANES} tokens at a time, the page size is {spec.page_size}"
             )
-        if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
-            return Verdict.refuse(
-                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
-                f"asked for {spec.cache_dtype}"
-            )
-        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
-        verdict = plain.judge_plain_decoder()
-        return native.judge_device(capability) if verdict else verdict
-
-    def kv_layout(self) -> KVCacheLayout:
-        """Return ``[K, P, 2, S, D]``, whose pages hold tiles: see native/attention/cache.h."""
-        spec = self.spec
-        page_shape = (spec.num_kv_heads, 2, spec.page_size, spec.head_size)
-        return KVCacheLayout(page_shape, 1, (0, 1, 2, 3, 4), spec.cache_dtype)
+        return Verdict.accept()
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Return blocks of queries and of keys, shared by all layers."""

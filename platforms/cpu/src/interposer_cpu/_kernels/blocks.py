@@ -1,35 +1,38 @@
 """Layers that compute several of their parts by one call of the compiled library.
 
-A part that holds something else than the library's kernel for it, be it chosen or pinned, or that
-has hooks, makes them do what the standard layers do. So does torch's compiler, which then sees the
-parts.
+Where a part is of another class than the standard one, or holds a kernel that is not declared in
+``fusion``, or has hooks, they do what the standard layers do. So they do under torch's compiler,
+which then sees the parts.
 
 Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.compiler import is_compiling
 
 from interposer import AttentionSpec, Site
-from interposer_cpu._kernels.parts import (
-    Watch,
+from interposer_cpu._kernels.fusion import (
+    ForwardHooks,
+    InputCodings,
     activation_number,
-    factor,
-    form_of,
-    normalises,
-    turns,
+    is_fused,
+    weight_words,
 )
-from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
+from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
 
 
+@final
 class NativeGatedMLP(GatedMLP):
     """Both products and the activation in one call, and float32 between them."""
 
@@ -42,16 +45,18 @@ class NativeGatedMLP(GatedMLP):
         bias: bool = False,
     ) -> None:
         super().__init__(site, hidden_size, intermediate_size, activation, bias)
-        number = activation_number(self.activation)
+        number = activation_number(self.activation.activate, self.activation.options)
         self.activation_number = number or 0
         self.is_fusable = (
             number is not None
+            and type(self.activation) is GatedActivation
             and type(self.gate_up_proj) is MergedLinear
             and type(self.down_proj) is Linear
         )
         # Found faster than submodules are, and with what they hold after weights were exchanged.
         self._parts: Any = (self.gate_up_proj, self.down_proj)
-        self._watch = Watch((*self._parts, self.activation))
+        self._codings = InputCodings()
+        self._hooks = ForwardHooks((*self._parts, self.activation))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
@@ -59,9 +64,8 @@ class NativeGatedMLP(GatedMLP):
         if (
             not self.is_fusable
             or is_compiling()
-            or any(self._watch.hooks)
-            or (up_form := form_of(gate_up.kernel)) is None
-            or (down_form := form_of(down.kernel)) is None
+            or any(self._hooks.dicts)
+            or None in (codings := self._codings.of(gate_up.kernel, down.kernel))
             or x.ndim != 2
             or not x.is_contiguous()
         ):
@@ -70,8 +74,8 @@ class NativeGatedMLP(GatedMLP):
         count, length = x.shape
         out = torch.empty(count, down.operands[0][1], dtype=dtype)
         library().mlp(
-            *factor(up_form, gate_up.operands),
-            *factor(down_form, down.operands),
+            *weight_words(codings[0], gate_up.operands),
+            *weight_words(codings[1], down.operands),
             x.data_ptr(),
             out.data_ptr(),
             TYPES[dtype],
@@ -82,6 +86,7 @@ class NativeGatedMLP(GatedMLP):
         return out
 
 
+@final
 class NativeSelfAttention(SelfAttention):
     """Projection, norms of heads and rotation in one call."""
 
@@ -98,15 +103,16 @@ class NativeSelfAttention(SelfAttention):
         super().__init__(site, spec, hidden_size, rotary_size, norm_eps, qkv_bias, bias)
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         self.counts = (heads, kv_heads, kv_heads)
-        norms = (self.q_norm, self.k_norm)
+        rotary, norms = self.rotary, (self.q_norm, self.k_norm)
         self.eps = 0.0 if norm_eps is None else norm_eps
         self.is_fusable = (
             type(self.qkv_proj) is MergedLinear
-            and turns(self.rotary)
-            and all(map(normalises, norms))
+            and is_fused(rotary, RotaryEmbedding, rotary.rotate, "rotary_embedding")
+            and all(is_fused(n, RMSNorm, n.norm, "rms_norm") for n in norms if n is not None)
         )
         self._parts: Any = (self.qkv_proj, *norms)
-        self._watch = Watch((self.qkv_proj, self.rotary, *filter(None, norms)))
+        self._codings = InputCodings()
+        self._hooks = ForwardHooks((self.qkv_proj, rotary, *filter(None, norms)))
 
     def heads(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -116,8 +122,8 @@ class NativeSelfAttention(SelfAttention):
         if (
             not self.is_fusable
             or is_compiling()
-            or any(self._watch.hooks)
-            or (form := form_of(projection.kernel)) is None
+            or any(self._hooks.dicts)
+            or None in (codings := self._codings.of(projection.kernel))
             or cos.dtype is not FLOAT32
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
         ):
@@ -128,7 +134,7 @@ class NativeSelfAttention(SelfAttention):
         size = self.head_size
         out = torch.empty(count, heads + 2 * kv_heads, size, dtype=dtype)
         library().project_heads(
-            *factor(form, projection.operands),
+            *weight_words(codings[0], projection.operands),
             x.data_ptr(),
             out.data_ptr(),
             0 if query_norm is None else query_norm.constants[0].data_ptr(),

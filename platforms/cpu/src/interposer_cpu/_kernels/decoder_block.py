@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -16,12 +16,13 @@ from torch.compiler import is_compiling
 from interposer import Site
 from interposer_cpu._kernels.attention import NativeBackend, Plan
 from interposer_cpu._kernels.blocks import NativeGatedMLP, NativeSelfAttention
-from interposer_cpu._kernels.parts import FLOATS, Watch, adds, form_of
-from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu._kernels.fusion import FLOATS, ForwardHooks, input_coding, is_fused
+from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
 _INT64 = torch.int64
@@ -31,13 +32,13 @@ _NO_SCALES: tuple[int, ...] = (0, 0, 0, 0)
 
 
 class _Bound:
-    """What follows from the kernels that the projections hold, as long as they hold them.
+    """The fused call for the kernels that the projections hold, as long as they hold them.
 
     Attributes:
         kernels: of the projections.
         is_whole: the MLP is computed too.
-        statics: of each projection, whether its last operand is a scale; none where no one's is.
-        address: of what the library reads of the block, None where it computes nothing of it.
+        statics: of each projection, whether its last operand is a scale; empty where none is.
+        address: of the interposer_block that the library reads, None where there is no such call.
     """
 
     __slots__ = ("address", "is_whole", "kernels", "memory", "statics")
@@ -60,8 +61,9 @@ class _Bound:
         return _Bound, ((), False, None)
 
 
+@final
 class NativeDecoderBlock(DecoderBlock):
-    """All of a block in one call; all but its MLP where that is a mixture or holds other kernels.
+    """All of a block in one call; all but its MLP where this is a mixture or holds other kernels.
 
     Weights are looked up at every call, so that exchanged ones are seen and none is kept.
     """
@@ -81,23 +83,24 @@ class NativeDecoderBlock(DecoderBlock):
         self.dtype = site.dtype
         self.is_fusable = (
             site.dtype in TYPES
-            and adds(self.input_layernorm)
-            and adds(self.post_attention_layernorm)
-            and type(mixer) is NativeSelfAttention
+            and _is_fused_norm(self.input_layernorm)
+            and _is_fused_norm(self.post_attention_layernorm)
+            and isinstance(mixer, NativeSelfAttention)
             and mixer.is_fusable
             and type(mixer.o_proj) is Linear
             and type(mixer.attn) is Attention
-            and type(mixer.attn.backend) is NativeBackend
+            and isinstance(mixer.attn.backend, NativeBackend)
         )
-        self.takes_mlp = self.is_fusable and type(last) is NativeGatedMLP and last.is_fusable
+        self.takes_mlp = self.is_fusable and isinstance(last, NativeGatedMLP) and last.is_fusable
         # Found faster than submodules are, and with what they hold after weights were exchanged.
         norms = (self.input_layernorm, mixer.q_norm, mixer.k_norm, self.post_attention_layernorm)
         self._parts: Any = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
         up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
         self._last: Any = up_and_down
-        attending = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
-        self._watch = Watch(attending)
-        self._watch_mlp = Watch((last, last.activation, *up_and_down) if self.takes_mlp else ())
+        parts = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
+        self._hooks = ForwardHooks(parts)
+        after = (last, last.activation, *up_and_down) if self.takes_mlp else ()
+        self._mlp_hooks = ForwardHooks(after)
         self._bound = _Bound((), False, None)
 
     def forward(
@@ -111,7 +114,7 @@ class NativeDecoderBlock(DecoderBlock):
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what ``DecoderBlock.forward`` does."""
-        if not self.is_fusable or is_compiling() or any(self._watch.hooks):
+        if not self.is_fusable or is_compiling() or any(self._hooks.dicts):
             return super().forward(x, residual, cos, sin, cache, plan, rows)
         projection, output, norm, query_norm, key_norm, post_norm, attn = self._parts
         kernels: tuple[Any, ...]
@@ -122,6 +125,7 @@ class NativeDecoderBlock(DecoderBlock):
             up = down = None
             kernels = (projection.kernel, output.kernel)
         bound = self._bound
+        # Weights are exchanged, and kernels with them, without a word to this layer.
         if kernels != bound.kernels:
             bound = self._bound = self._bind(kernels, cos)
         if (
@@ -152,7 +156,7 @@ class NativeDecoderBlock(DecoderBlock):
         hidden_size = self.hidden_size
         out = torch.empty(chosen, hidden_size, dtype=x.dtype)
         total = torch.empty(chosen, hidden_size, dtype=FLOAT32)
-        is_whole = bound.is_whole and not any(self._watch_mlp.hooks)
+        is_whole = bound.is_whole and not any(self._mlp_hooks.dicts)
         input_scales = _NO_SCALES
         if bound.statics:
             products = (projection, output, up, down)
@@ -195,15 +199,15 @@ class NativeDecoderBlock(DecoderBlock):
         return (out if is_whole else self.mlp(out)), total
 
     def _bind(self, kernels: tuple[Any, ...], cos: torch.Tensor) -> _Bound:
-        """Return what the library computes of the block with these kernels."""
-        found = [form_of(kernel) for kernel in kernels]
+        """Return the fused call for these kernels, read from what they declare."""
+        found = [input_coding(kernel) for kernel in kernels]
         if None in found[:2]:
             return _Bound(kernels, False, None)
         is_whole = self.takes_mlp and None not in found
-        # What is not computed takes rows as they are.
-        forms = [form or FLOATS for form in (*found, None, None)][:4]
-        codings = [word for form in forms for word in form.words]
-        statics = tuple(form.is_static for form in forms)
+        # An MLP that is called by itself leaves both of its places empty.
+        codings = [coding or FLOATS for coding in (*found, None, None)][:4]
+        words = [word for coding in codings for word in coding.words]
+        statics = tuple(coding.is_static for coding in codings)
         mixer: Any = self.self_attn
         last: Any = self.mlp
         heads, kv_heads, _ = mixer.counts
@@ -215,9 +219,15 @@ class NativeDecoderBlock(DecoderBlock):
             kv_heads,
             mixer.head_size,
             cos.shape[1],
-            *codings,
+            *words,
             self.input_layernorm.eps,
             mixer.eps,
             self.post_attention_layernorm.eps,
         )
         return _Bound(kernels, is_whole, facts, statics if any(statics) else ())
+
+
+def _is_fused_norm(norm: RMSNorm) -> bool:
+    """Say whether fused calls compute a norm, alone and with the residual stream."""
+    kernels = {"rms_norm": norm.norm, "fused_add_rms_norm": norm.add_norm}
+    return all(is_fused(norm, RMSNorm, kernel, op) for op, kernel in kernels.items())

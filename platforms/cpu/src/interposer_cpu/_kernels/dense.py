@@ -7,16 +7,12 @@ sequence.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch.compiler import is_compiling
 
 from interposer import Request, Verdict
 from interposer_cpu import native
-from interposer_cpu._kernels.rows import TYPES
-
-_CACHE_TYPES = {**TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 def ragged_attention(
@@ -110,8 +106,8 @@ def _ragged(
         num_kv_heads,
         head_size,
         value_size,
-        _bits(scale),
-        _bits(softcap or 0.0),
+        float64_bits(scale),
+        float64_bits(softcap or 0.0),
         window_tokens or 0,
         causal,
         query_starts.shape[0] - 1,
@@ -159,7 +155,7 @@ def latent_attention_decode(
         page_table = page_table.contiguous()
     query_starts, seq_lens = query_starts.contiguous(), seq_lens.contiguous()
     out = query.new_empty(num_tokens, num_heads, latent_size)
-    cache_type = _CACHE_TYPES[cache.dtype]
+    cache_type = CACHE_TYPES[cache.dtype]
     if is_compiling():
         nothing = query.new_empty(0, dtype=torch.float32)
         torch.ops.interposer_cpu.latent_attention_out(
@@ -181,7 +177,7 @@ def latent_attention_decode(
         width,
         latent_size,
         cache.shape[1],
-        _bits(scale),
+        float64_bits(scale),
         seq_lens.shape[0],
         query_starts.data_ptr(),
         seq_lens.data_ptr(),
@@ -201,9 +197,3 @@ def latent_attention_decode(
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with tokens whose heads follow each other."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float64, as an int64."""
-    (bits,) = struct.unpack("=q", struct.pack("=d", number))
-    return int(bits)

@@ -17,13 +17,10 @@ import torch
 from interposer import Request, Verdict
 from interposer.errors import RequestError
 from interposer_cpu import native
-from interposer_cpu._kernels.rows import TYPES
+from interposer_cpu._kernels.interface import TYPES
+from interposer_cpu._kernels.packing import PLAIN_FORMATS, Description, PackedFormat, described
 from interposer_ops.devices import host_memory
 
-# Numbers of the library's C interface.
-_FLOAT32, _BFLOAT16, _, _INT4, _E2M1, _E4M3 = range(6)
-_PLAIN = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
-_SCALES = {**TYPES, torch.uint8: 4}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "swiglu_oai": 2}
 _INT32 = torch.int32
 
@@ -31,8 +28,6 @@ _INT32 = torch.int32
 _HEADER = 64
 # A scale that inputs share belongs to whole words of all formats.
 _WORD = 8
-
-Description = tuple[int, ...]
 
 
 def fused_experts(
@@ -100,7 +95,7 @@ def pack_fused_experts(
     down_bias: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Return the constants of ``fused_experts``, all in the packed ``gate_up``."""
-    form = _PLAIN[gate_up.dtype]
+    form = PLAIN_FORMATS[gate_up.dtype]
     packed = _pack(
         _Matrices(form, gate_up, bias=gate_up_bias), _Matrices(form, down, bias=down_bias)
     )
@@ -114,7 +109,10 @@ def pack_fused_experts_w4a16(
     down_scale: torch.Tensor,
 ) -> dict[str, Any]:
     """Return the constants of ``fused_experts_w4a16``, all in the packed ``gate_up``."""
-    packed = _pack(_Matrices(_INT4, gate_up, gate_up_scale), _Matrices(_INT4, down, down_scale))
+    packed = _pack(
+        _Matrices(PackedFormat.INT4, gate_up, gate_up_scale),
+        _Matrices(PackedFormat.INT4, down, down_scale),
+    )
     return {"gate_up": packed, "gate_up_scale": None, "down": None, "down_scale": None}
 
 
@@ -128,8 +126,8 @@ def pack_fused_experts_mxfp4(
 ) -> dict[str, Any]:
     """Return the constants of ``fused_experts_mxfp4``, all in the packed ``gate_up``."""
     packed = _pack(
-        _Matrices(_E2M1, gate_up, gate_up_scale, gate_up_bias),
-        _Matrices(_E2M1, down, down_scale, down_bias),
+        _Matrices(PackedFormat.E2M1, gate_up, gate_up_scale, gate_up_bias),
+        _Matrices(PackedFormat.E2M1, down, down_scale, down_bias),
     )
     names = ("gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias")
     return {"gate_up": packed, **dict.fromkeys(names)}
@@ -204,14 +202,14 @@ class _Matrices:
     """Matrices of all experts, and what belongs to them.
 
     Attributes:
-        form: the library's number of the format that they are packed in.
+        form: that they are packed in.
         weight: ``[E, outputs, inputs]``, or two inputs in a byte.
         scales: ``[E, R, C]``, each for an equal share of a matrix.
         bias: ``[E, outputs]``.
         is_scaled: scales become part of the weights.
     """
 
-    form: int
+    form: PackedFormat
     weight: torch.Tensor
     scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
@@ -231,33 +229,19 @@ class _Matrices:
         return replace(self, weight=halved(self.weight), scales=scales, bias=bias)
 
     def described(self, expert: int) -> tuple[Description, list[torch.Tensor]]:
-        """Return what the library packs of one expert, and the tensors that this names."""
+        """Return the description of one expert, and the tensors whose addresses are in it."""
         weight, scales, bias = self.weight[expert], None, None
         outputs, columns = weight.shape
-        inputs = columns * (2 if self.form in (_INT4, _E2M1) else 1)
         if self.scales is not None:
             scales = _by_output(self.scales[expert : expert + 1], outputs)[0]
         if self.is_scaled and scales is not None:
-            weight = weight.float() * scales.repeat_interleave(inputs // scales.shape[1], 1)
+            weight = weight.float() * scales.repeat_interleave(columns // scales.shape[1], 1)
             scales = None
-        elif self.form == _BFLOAT16:
+        elif self.form == PackedFormat.BFLOAT16:
             weight = weight.to(torch.bfloat16)
         if self.bias is not None:
-            bias = self.bias[expert].float()
-        parts = [None if part is None else part.contiguous() for part in (weight, scales, bias)]
-        addresses = [0 if part is None else part.data_ptr() for part in parts]
-        description = (
-            self.form,
-            -1 if scales is None else _SCALES[scales.dtype],
-            outputs,
-            inputs,
-            0 if scales is None else inputs // scales.shape[1],
-            *addresses[:2],
-            0,  # zero points
-            addresses[2],
-            0 if scales is None else scales.shape[1],
-        )
-        return description, [part for part in parts if part is not None]
+            bias = self.bias[expert]
+        return described(self.form, weight, scales, bias=bias)
 
 
 def _by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
@@ -273,8 +257,12 @@ def _by_output(scales: torch.Tensor, outputs: int) -> torch.Tensor:
 def _of_floats(weight: torch.Tensor, scales: torch.Tensor) -> _Matrices:
     columns = scales.shape[2]
     if columns > 1 and weight.shape[2] // columns % _WORD:
-        return _Matrices(_FLOAT32, weight, scales, is_scaled=True)
-    return _Matrices(_E4M3 if weight.dtype == torch.float8_e4m3fn else _BFLOAT16, weight, scales)
+        return _Matrices(PackedFormat.FLOAT32, weight, scales, is_scaled=True)
+    return _Matrices(
+        PackedFormat.E4M3 if weight.dtype == torch.float8_e4m3fn else PackedFormat.BFLOAT16,
+        weight,
+        scales,
+    )
 
 
 def _pack(gate_up: _Matrices, down: _Matrices) -> torch.Tensor:

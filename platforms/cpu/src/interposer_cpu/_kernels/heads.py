@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu._kernels.fusion import fused
+from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 from interposer_ops.rotary import rotary_embedding as rotary_embedding_op
 
@@ -19,6 +20,7 @@ _WEIGHTED, _TURNED = 1, 8
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@fused("rotary_embedding")
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> Pair:

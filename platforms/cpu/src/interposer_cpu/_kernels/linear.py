@@ -11,30 +11,27 @@ import torch
 
 from interposer import Request, Verdict
 from interposer_cpu import native
+from interposer_cpu._kernels.fusion import fused
+from interposer_cpu._kernels.interface import TYPES
 from interposer_cpu._kernels.packed_copies import Packed, shared_copy
+from interposer_cpu._kernels.packing import PLAIN_FORMATS, PackedFormat, described
 from interposer_ops.devices import host_memory
 from interposer_ops.quantizers import decode_e8m0
 
-# Numbers of the library's C interface.
-_TYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.int8: 3,
-    torch.uint8: 4,  # exponents, where scales are meant
-}
-_FLOAT32, _BFLOAT16, _INT8, _INT4, _E2M1, _E4M3 = range(6)
-_PLAIN = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
+# Inputs are floats, or codes that were quantized before.
+_INPUT_TYPES = {**TYPES, torch.int8: 3}
 
 # Sums of products of bytes are held in 32 bits.
 _MOST_CODES = 1 << 15
 
 
+@fused("linear")
 def linear(x: torch.Tensor, weight: Packed, bias: None) -> torch.Tensor:
     """Return the op ``linear`` for a ``weight`` of ``pack``, which holds the bias."""
     return _product(x, weight, x.dtype, None)
 
 
+@fused("linear")
 def w4a16_linear(
     x: torch.Tensor, weight: Packed, scale: None, bias: None, zero_points: None = None
 ) -> torch.Tensor:
@@ -42,6 +39,7 @@ def w4a16_linear(
     return _product(x, weight, x.dtype, None)
 
 
+@fused("linear")
 def w8a16_linear(
     x: torch.Tensor, weight: Packed, scale: None, bias: None, zero_points: None = None
 ) -> torch.Tensor:
@@ -49,11 +47,13 @@ def w8a16_linear(
     return _product(x, weight, x.dtype, None)
 
 
+@fused("linear")
 def mxfp4_linear(x: torch.Tensor, weight: Packed, weight_scales: None, bias: None) -> torch.Tensor:
     """Return the op ``mxfp4_linear`` for a ``weight`` of ``pack_mxfp4``, which holds the rest."""
     return _product(x, weight, x.dtype, None)
 
 
+@fused("linear", "int8")
 def int8_linear(
     x: torch.Tensor,
     weight: Packed,
@@ -67,6 +67,7 @@ def int8_linear(
     return _product(x, weight, out_dtype, x_scale)
 
 
+@fused("linear", "int8")
 def w4a8_linear(
     x: torch.Tensor,
     weight: Packed,
@@ -81,6 +82,7 @@ def w4a8_linear(
     return _product(x, weight, out_dtype, x_scale)
 
 
+@fused("linear", "fp8")
 def fp8_linear(
     x: torch.Tensor,
     weight: Packed,
@@ -96,6 +98,7 @@ def fp8_linear(
     return _product(x.to(torch.bfloat16), weight, out_dtype, x_scale)
 
 
+@fused("linear", "fp8 blocks")
 def fp8_block_linear(
     x: torch.Tensor,
     weight: Packed,
@@ -110,6 +113,7 @@ def fp8_block_linear(
     return _product(x.to(torch.bfloat16), weight, out_dtype, x_scales.contiguous())
 
 
+@fused("linear", "mxfp8")
 def mxfp8_linear(
     x: torch.Tensor,
     x_scales: torch.Tensor,
@@ -125,7 +129,7 @@ def mxfp8_linear(
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     """Return the constants of ``linear`` with ``weight`` ``[O, I]`` packed."""
-    form = _PLAIN[weight.dtype]
+    form = PLAIN_FORMATS[weight.dtype]
     packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
     return {"weight": packed, "bias": None}
 
@@ -138,9 +142,9 @@ def pack_w4a16(
 ) -> dict[str, Any]:
     """Return the constants of ``w4a16_linear``, all in the packed weight."""
     packed = shared_copy(
-        _INT4,
+        PackedFormat.INT4,
         (weight, scale, zero_points, bias),
-        lambda: _pack(_INT4, weight, _narrowed(scale), zero_points, bias),
+        lambda: _pack(PackedFormat.INT4, weight, _narrowed(scale), zero_points, bias),
     )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
@@ -154,9 +158,9 @@ def pack_w8a16(
     """Return the constants of ``w8a16_linear``, all in the packed weight."""
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
     packed = shared_copy(
-        _INT8,
+        PackedFormat.INT8,
         (weight, scale, zero_points, bias),
-        lambda: _pack(_INT8, weight, _narrowed(scales), _raised(zero_points), bias),
+        lambda: _pack(PackedFormat.INT8, weight, _narrowed(scales), _raised(zero_points), bias),
     )
     return {"weight": packed, "scale": None, "bias": None, "zero_points": None}
 
@@ -165,7 +169,7 @@ def pack_mxfp4(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``mxfp4_linear``, all in the packed weight."""
-    packed = _pack(_E2M1, weight, weight_scales, bias=bias)
+    packed = _pack(PackedFormat.E2M1, weight, weight_scales, bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
@@ -192,7 +196,7 @@ def pack_fp8(
     weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``fp8_linear``, all in the packed weight."""
-    packed = _pack(_E4M3, weight, weight_scale.unsqueeze(1), bias=bias)
+    packed = _pack(PackedFormat.E4M3, weight, weight_scale.unsqueeze(1), bias=bias)
     return {"weight": packed, "weight_scale": None, "bias": None}
 
 
@@ -205,7 +209,7 @@ def pack_fp8_blocks(
     """
     out_features, num_rows = weight.shape[0], weight_scales.shape[0]
     scales = weight_scales.repeat_interleave(max(out_features // max(num_rows, 1), 1), 0)
-    packed = _pack(_E4M3, weight, _narrowed(scales), bias=bias)
+    packed = _pack(PackedFormat.E4M3, weight, _narrowed(scales), bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
@@ -213,7 +217,7 @@ def pack_mxfp8(
     weight: torch.Tensor, weight_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> dict[str, Any]:
     """Return the constants of ``mxfp8_linear``, all in the packed weight."""
-    packed = _pack(_E4M3, weight, weight_scales, bias=bias)
+    packed = _pack(PackedFormat.E4M3, weight, weight_scales, bias=bias)
     return {"weight": packed, "weight_scales": None, "bias": None}
 
 
@@ -283,12 +287,12 @@ def _product(
         native.library().linear(
             packed.data_ptr(),
             rows.data_ptr(),
-            _TYPES[rows.dtype],
+            _INPUT_TYPES[rows.dtype],
             num_rows,
             rows.stride(0),
             0 if x_scale is None else x_scale.data_ptr(),
             out.data_ptr(),
-            _TYPES[out_dtype],
+            TYPES[out_dtype],
             out_features,
             0 if x_scale is None or x_scale.numel() == 1 else x_scale.shape[-1],
         )
@@ -296,37 +300,19 @@ def _product(
 
 
 def _pack(
-    form: int,
+    form: PackedFormat,
     weight: torch.Tensor,
     scales: torch.Tensor | None = None,
     zero_points: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> Packed:
     """Return ``weight`` ``[O, I]``, or ``[O, I / 2]`` of pairs, with all that belongs to it."""
-    out_features, columns = weight.shape
-    in_features = columns * (2 if form in (_INT4, _E2M1) else 1)
-    weight = weight.contiguous()
-    group = stride = 0
-    if scales is not None:
-        scales = scales.contiguous()
-        group = in_features // scales.shape[1]
-        stride = scales.shape[1] if scales.shape[0] > 1 or out_features == 1 else 0
-    zeros = None if zero_points is None else zero_points.contiguous()
-    offsets = None if bias is None else bias.float().contiguous()
-    description = (
-        form,
-        -1 if scales is None else _TYPES[scales.dtype],
-        out_features,
-        in_features,
-        group,
-        *(0 if part is None else part.data_ptr() for part in (weight, scales, zeros, offsets)),
-        stride,
-    )
+    description, _held = described(form, weight, scales, zero_points, bias)
     library = native.library()
     num_bytes = library.packed_bytes(*description)
     packed = host_memory.empty([num_bytes], torch.uint8, lasting=True)
     library.pack(*description, packed.data_ptr())
-    return packed, out_features
+    return packed, weight.shape[0]
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import empty_like
 from torch.compiler import is_compiling
 
-from interposer_cpu._kernels.rows import TYPES, distances
+from interposer_cpu._kernels.fusion import fused
+from interposer_cpu._kernels.interface import TYPES
+from interposer_cpu._kernels.rows import distances
 from interposer_cpu.native import library
 
 # Bits that tell the library's ops which parts there are.
@@ -20,6 +22,7 @@ _WEIGHTED, _BIASED, _CENTRED = 1, 2, 4
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+@fused("rms_norm")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the op ``rms_norm``."""
     if x.is_contiguous() and not is_compiling():
@@ -49,6 +52,7 @@ def layer_norm(
     return _normalised(x, weight, bias, eps, 0.0, centred=True)
 
 
+@fused("fused_add_rms_norm")
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> Pair:

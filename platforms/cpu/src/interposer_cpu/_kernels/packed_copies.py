@@ -1,4 +1,4 @@
-"""One packed copy of what several kernels prepare, such as the table that a head shares."""
+"""One packed copy for several kernels, such as those of an embedding and a tied lm_head."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Packed = tuple[torch.Tensor, int]
-"""What the library reads, uint8, and how many rows it holds."""
+"""Bytes that the library reads, uint8, and the number of rows that they hold."""
 
 Parts = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """What was packed from which tensors; it keeps none of them.
+    """A packed copy with the tensors that it was made of; it keeps none of them.
 
     Attributes:
         versions: of the tensors, which change when they are written; None for one that is none.

@@ -1,21 +1,68 @@
-"""What the compiled library's attention over a paged cache has in common, however pages lie.
+"""The base of attention over a paged cache by the compiled library.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """
 
 from __future__ import annotations
 
-import struct
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from interposer import AttentionBackend, AttentionSpec, KVCacheLayout
+from interposer import (
+    AttentionBackend,
+    AttentionSpec,
+    Capability,
+    KVCacheLayout,
+    Site,
+    Verdict,
+)
+from interposer_cpu import native
+from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 class NativePagedBackend(AttentionBackend):
     """Writes, then attends, by one method for caches with and without sinks and scales."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        # Strides of a query, key or value whose heads follow each other.
+        self._rest = (spec.head_size, 1)
+        self._facts = (
+            TYPES[spec.dtype],
+            CACHE_TYPES[spec.cache_dtype],
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.page_size,
+            float64_bits(spec.scale),
+            float64_bits(spec.softcap or 0.0),
+            spec.window_tokens or 0,
+        )
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders over a cache of their dtype or of 8 bits, of sizes that are taken."""
+        if spec.dtype not in TYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        verdict = cls._judge_sizes(spec)
+        if not verdict:
+            return verdict
+        if spec.is_quantized and CACHE_TYPES.get(spec.cache_dtype, 0) <= max(TYPES.values()):
+            return Verdict.refuse(
+                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
+                f"asked for {spec.cache_dtype}"
+            )
+        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
+        verdict = plain.judge_plain_decoder()
+        return native.judge_device(capability) if verdict else verdict
+
+    @classmethod
+    @abstractmethod
+    def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
+        """Accept or refuse the sizes of heads and pages."""
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[K, P, 2, S, D]``: what one kv head reads lies together."""
@@ -92,28 +139,3 @@ class NativePagedBackend(AttentionBackend):
             sinks: ``[N]``.
             scales: ``[2, 1]`` or ``[2, K]``, as ``prepare_scales`` returns them.
         """
-
-
-def facts_of(spec: AttentionSpec, dtype: int, cache_dtype: int) -> tuple[int, ...]:
-    """Return what the library's calls take of a specification.
-
-    Args:
-        dtype, cache_dtype: their numbers in the library's C interface.
-    """
-    return (
-        dtype,
-        cache_dtype,
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_size,
-        spec.page_size,
-        _bits(spec.scale),
-        _bits(spec.softcap or 0.0),
-        spec.window_tokens or 0,
-    )
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float64, as an int64."""
-    (bits,) = struct.unpack("=q", struct.pack("=d", number))
-    return int(bits)

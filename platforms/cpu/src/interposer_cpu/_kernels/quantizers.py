@@ -7,26 +7,23 @@ from torch.compiler import is_compiling
 
 from interposer import Request, Verdict
 from interposer_cpu import native
-from interposer_cpu._kernels.rows import FLOAT32, TYPES, distances
+from interposer_cpu._kernels.fusion import coding_words, fused
+from interposer_cpu._kernels.interface import CODE_TYPES, FLOAT32, SHARED_EXPONENTS, TYPES
+from interposer_cpu._kernels.rows import distances
 from interposer_cpu.native import library
 from interposer_ops.quantizers import MX_BLOCK_SIZE
 
 _INT8, _E4M3 = torch.int8, torch.float8_e4m3fn
-
-CODES = {_INT8: 3, _E4M3: 5}
-"""Numbers of the library's C interface."""
-
-SHARED_EXPONENTS = 2
-"""What the library calls scales as the microscaling formats have them."""
-
 _MANTISSA_BITS = 23
 
 
+@fused("quantizer", "int8", read=lambda: coding_words(_INT8))
 def quantize_int8_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_int8_per_token``."""
     return _coded(x, _INT8, None, 0.0)
 
 
+@fused("quantizer", "int8", read=lambda zero_point: coding_words(_INT8), is_static=True)
 def quantize_int8_static(
     x: torch.Tensor, scale: torch.Tensor, zero_point: None = None
 ) -> torch.Tensor:
@@ -34,6 +31,7 @@ def quantize_int8_static(
     return _coded_by(x, scale, _INT8)
 
 
+@fused("quantizer", "fp8", read=coding_words)
 def quantize_fp8_per_token(
     x: torch.Tensor, out_dtype: torch.dtype, scale_limit: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,6 +39,7 @@ def quantize_fp8_per_token(
     return _coded(x, out_dtype, None, scale_limit or 0.0)
 
 
+@fused("quantizer", "fp8", read=coding_words, is_static=True)
 def quantize_fp8_static(
     x: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -48,6 +47,12 @@ def quantize_fp8_static(
     return _coded_by(x, scale, out_dtype)
 
 
+@fused(
+    "quantizer",
+    "fp8 blocks",
+    "mxfp8",
+    read=lambda size, dtype, powers: coding_words(dtype, None, size, int(powers)),
+)
 def quantize_fp8_blocks(
     x: torch.Tensor, block_size: int, out_dtype: torch.dtype, power_of_two_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,6 +60,11 @@ def quantize_fp8_blocks(
     return _coded(x, out_dtype, block_size, 0.0, int(power_of_two_scales))
 
 
+@fused(
+    "quantizer",
+    "mxfp8",
+    read=lambda: coding_words(_E4M3, None, MX_BLOCK_SIZE, SHARED_EXPONENTS),
+)
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the op ``quantize_mxfp8``."""
     codes, scales = _coded(x, _E4M3, MX_BLOCK_SIZE, 0.0, SHARED_EXPONENTS)
@@ -111,7 +121,7 @@ def _coded(
             codes.view(-1, width),
             scales.view(-1, inner),
             x.reshape(-1, width),
-            CODES[dtype],
+            CODE_TYPES[dtype],
             size,
             powers,
             limit,
@@ -123,7 +133,7 @@ def _coded(
         scales.data_ptr(),
         0,
         TYPES[x.dtype],
-        CODES[dtype],
+        CODE_TYPES[dtype],
         count,
         inner,
         size,
@@ -145,7 +155,7 @@ def _coded_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     codes = torch.empty(x.shape, dtype=dtype)
     if is_compiling():
         torch.ops.interposer_cpu.code_by_scale_out(
-            codes.view(-1, width), x.reshape(-1, width), scale, CODES[dtype]
+            codes.view(-1, width), x.reshape(-1, width), scale, CODE_TYPES[dtype]
         )
         return codes
     library().code(
@@ -154,7 +164,7 @@ def _coded_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
         0,
         scale.data_ptr(),
         TYPES[x.dtype],
-        CODES[dtype],
+        CODE_TYPES[dtype],
         count,
         1,
         width,

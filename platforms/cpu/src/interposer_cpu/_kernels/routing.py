@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from interposer.errors import RequestError
-from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1}

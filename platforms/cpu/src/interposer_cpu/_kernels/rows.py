@@ -1,13 +1,8 @@
-"""How rows of tensors are handed to the library. T tokens, H elements of a row."""
+"""Tensors as rows in memory. H elements of a row."""
 
 from __future__ import annotations
 
 import torch
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers of the library's C interface."""
-
-FLOAT32 = torch.float32
 
 
 def distances(x: torch.Tensor) -> tuple[int, int, int, int, int] | None:

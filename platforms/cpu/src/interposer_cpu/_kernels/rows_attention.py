@@ -9,47 +9,26 @@ from dataclasses import replace
 
 import torch
 
-from interposer import (
-    AttentionBatch,
-    AttentionSpec,
-    Capability,
-    Site,
-    Verdict,
-)
+from interposer import AttentionBatch, AttentionSpec, Site, Verdict
 from interposer_cpu import native
-from interposer_cpu._kernels.paged import NativePagedBackend, facts_of
-
-# Numbers of the library's C interface.
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CACHE_TYPES = {**_TYPES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4, torch.int8: 5}
+from interposer_cpu._kernels.interface import CACHE_TYPES
+from interposer_cpu._kernels.paged import NativePagedBackend
 
 
 class NativeRowsBackend(NativePagedBackend):
-    """Blocks of queries over rows of keys, which are brought into order where they are used."""
+    """Blocks of queries over rows of keys, transposed where they are used."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._attend = native.library().page_attention
-        self._rest = (spec.head_size, 1)
-        types = _TYPES[spec.dtype], _CACHE_TYPES[spec.cache_dtype]
-        self._facts = facts_of(spec, *types)
 
     @classmethod
-    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders over a cache of their dtype or of 8 bits."""
-        if spec.dtype not in _TYPES:
-            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+    def _judge_sizes(cls, spec: AttentionSpec) -> Verdict:
+        """Accept pages of any size, and heads in whole groups."""
         if spec.num_heads % spec.num_kv_heads:
             heads = f"{spec.num_heads} heads, {spec.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
-        if spec.is_quantized and _CACHE_TYPES.get(spec.cache_dtype, 0) <= max(_TYPES.values()):
-            return Verdict.refuse(
-                f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
-                f"asked for {spec.cache_dtype}"
-            )
-        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
-        verdict = plain.judge_plain_decoder()
-        return native.judge_device(capability) if verdict else verdict
+        return Verdict.accept()
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch, in memory without gaps."""
@@ -85,7 +64,7 @@ class NativeRowsBackend(NativePagedBackend):
                 plan.slots,
                 nothing if sinks is None else sinks,
                 nothing if scales is None else scales,
-                _CACHE_TYPES[self.spec.cache_dtype],
+                CACHE_TYPES[self.spec.cache_dtype],
                 self.spec.scale,
                 self.spec.softcap or 0.0,
                 self.spec.window_tokens or 0,

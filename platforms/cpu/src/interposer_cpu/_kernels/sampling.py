@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from interposer_cpu._kernels.rows import FLOAT32, TYPES
+from interposer_cpu._kernels.interface import FLOAT32, TYPES
 from interposer_cpu.native import library
 
 _INT64 = torch.int64

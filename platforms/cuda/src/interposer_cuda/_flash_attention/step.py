@@ -16,7 +16,7 @@ _LARGEST_HEAD = 256
 
 
 class FlashStep(NamedTuple):
-    """What is the same for all layers: int32, but for the slots.
+    """Arguments that all layers of a step share: int32, but for the slots.
 
     Attributes:
         slots: ``[T]`` int64.

@@ -130,7 +130,7 @@ class FlashInferBackend(AttentionBackend):
         return self._attend(query, key, value, cache, plan, (), {})
 
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
-        """Return what the kernel that writes the cache wants, and the scales as numbers."""
+        """Return the arguments of the kernel that writes the cache, and the scales as numbers."""
         numbers = {"k_scale": key_scale.item(), "v_scale": value_scale.item()}
         return self._writer.prepared(key_scale, value_scale), numbers
 

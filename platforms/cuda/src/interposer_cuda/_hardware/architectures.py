@@ -1,4 +1,4 @@
-"""What an architecture can do: features and number formats by compute capability.
+"""Features and number formats of architectures, by compute capability.
 
 Source: NVIDIA's CUDA C++ Programming Guide, chapter "compute capabilities" (formats of tensor
 cores, shared memory, clusters, tensor maps), and the PTX ISA, the target notes of ``mma``,
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What all devices of one compute capability have.
+    """Properties of all devices of one compute capability.
 
     Attributes:
         generation: of the tensor cores; 0 without.

@@ -95,7 +95,7 @@ class CUDADevice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the driver says: the newest CUDA that it serves, and the visible devices."""
+    """An answer of the driver: the newest CUDA that it serves, and the visible devices."""
 
     cuda: tuple[int, int]
     devices: tuple[CUDADevice, ...]

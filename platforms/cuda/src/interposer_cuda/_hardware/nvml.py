@@ -1,4 +1,4 @@
-"""The GPUs that NVML shows: which there are and what their driver is, without any CUDA.
+"""The GPUs and the driver that NVML shows, without any CUDA.
 
 NVML manages GPUs and computes nothing: it creates no context, and a process that asked it can be
 forked. It knows nothing of CUDA_VISIBLE_DEVICES.
@@ -20,7 +20,7 @@ _FUNCTION_NOT_FOUND = 13
 
 
 class NVMLError(Exception):
-    """A call to NVML failed; ``code`` is what it returned, 0 where there is no NVML."""
+    """A call to NVML failed with ``code``, which is 0 where there is no NVML."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         self.call = call
@@ -51,7 +51,7 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What NVML says of the machine.
+    """The driver and the GPUs of the machine, as NVML reports them.
 
     Attributes:
         driver: its version, such as ``"570.86.15"``.

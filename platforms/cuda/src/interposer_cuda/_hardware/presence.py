@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that CUDA shows to this process, and why not.
+"""Presence of a GPU that CUDA shows to this process, or the reason of its absence.
 
 No step creates a context, initialises torch.cuda or calls ``cuInit`` in this process; see
 ``driver_inquiry`` for why that matters. A library of the vendor is loaded only where the system
@@ -27,7 +27,7 @@ _LIMIT_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment."""
+    """The facts that decide: files of the system, the build of torch, the environment."""
 
     system: System
     build: TorchBuild

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read without initialising any device.
+"""The build of the installed torch, read without initialising any device.
 
 Source: NVIDIA's CUDA compatibility guide: within a major version of CUDA, whatever driver serves
 one minor version serves all; the table "minimum required driver version" for Linux.
@@ -33,7 +33,7 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """Return that of the torch that is imported, or would be."""
+        """Return the build of the torch that is imported, or would be."""
         import torch  # here, so that whoever brings a build of his own need not wait for it
 
         # torch.cuda.get_arch_list() would look for devices first.
@@ -52,7 +52,7 @@ class TorchBuild:
         return Verdict.accept()
 
     def judge_cuda(self, seen: str) -> Verdict:
-        """Refuse a build that cannot use the GPUs that were ``seen``."""
+        """Refuse a build without support for the GPUs that were ``seen``."""
         if self.cuda:
             return Verdict.accept()
         return Verdict.refuse(

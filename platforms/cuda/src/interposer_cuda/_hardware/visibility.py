@@ -1,4 +1,4 @@
-"""Which GPUs of the machine CUDA shows to a process, by the variables that CUDA reads.
+"""Visibility of the machine's GPUs to a process, by the variables that CUDA reads.
 
 Source: CUDA C++ Programming Guide, chapter "CUDA environment variables"; MIG user guide, chapter
 "CUDA device enumeration".
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\s*([+-]?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What a process sees.
+    """The GPUs that a process sees.
 
     Attributes:
         uuids: of GPUs, or of parts of them, in CUDA's order. An index under CUDA's own order, the
@@ -32,7 +32,7 @@ class Visible:
 
 
 def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return what CUDA would show of ``gpus``, which are in the order of their addresses."""
+    """Return the GPUs that CUDA would show; ``gpus`` are in the order of their addresses."""
     ordered = [_unit(gpu) for gpu in gpus]
     usable = [unit for unit in ordered if unit]
     divided = [gpu for gpu in gpus if gpu.mig]
@@ -88,7 +88,7 @@ def _all(usable: list[str], divided: list[GPU]) -> Visible:
 
 
 def _entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str, str, str]:
-    """Return what an entry names, what tells it from others, and what is wrong with it."""
+    """Return the unit of an entry, its identity, and the fault of the entry."""
     text = entry.strip()
     if text.startswith(("GPU-", "MIG-")):
         return _by_uuid(text, gpus)
@@ -106,7 +106,7 @@ def _entry(entry: str, gpus: Sequence[GPU], ordered: Sequence[str]) -> tuple[str
 
 
 def _by_uuid(text: str, gpus: Sequence[GPU]) -> tuple[str, str, str]:
-    """Return the only unit whose uuid begins with ``text``, which older MIG names may not do."""
+    """Return the only unit whose uuid begins with ``text``; older MIG names are taken whole."""
     if text.startswith("MIG-GPU-"):  # MIG-GPU-uuid/instance/instance, of drivers before 470
         whole = text.removeprefix("MIG-").partition("/")[0]
         matches = [gpu.uuid for gpu in gpus if gpu.uuid == whole and gpu.parts]

@@ -1,4 +1,4 @@
-"""Where kernels of the Hugging Face hub lie on this machine; nothing is downloaded or imported.
+"""Kernels of the Hugging Face hub on this machine; nothing is downloaded or imported.
 
 Source: ``kernels`` 0.17: ``_versions.py`` and ``resolver.py`` (the cache: a ref ``v1`` names the
 commit of version 1, whose snapshot has a folder ``build`` of variants), ``load.py``
@@ -90,7 +90,7 @@ _LEVELS = ("metadata.json", "*/metadata.json", "build/*/metadata.json")
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """What one variant says of itself."""
+    """The metadata of one variant."""
 
     backend: str
     architectures: tuple[str, ...]
@@ -113,7 +113,7 @@ def _builds(folder: Path) -> list[_Build]:
 
 
 def _judge_architecture(repository: str, builds: list[_Build], architecture: str) -> Verdict:
-    """Refuse where all builds for CUDA say what they run on, and it is not this device."""
+    """Refuse where all builds for CUDA name their architectures, and none is this device's."""
     number = re.fullmatch(r"sm_(\d+)(\d)[af]?", architecture)
     listed = [entry for build in builds for entry in build.architectures if build.backend == "cuda"]
     if not number or not listed or any(not b.architectures for b in builds if b.backend == "cuda"):

@@ -1,4 +1,4 @@
-"""Whether AITER is installed and is for this device, said from its files without importing it.
+"""Verdicts on AITER for a device, from its files, without importing it.
 
 Its import compiles modules and initialises HIP, so that nothing here does it. That it is found and
 for the device does not make it wanted: kernels of it have scores below the portable ones, and a
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from interposer import AttentionSpec, Capability
 
 ARCHITECTURES = frozenset({"gfx942", "gfx950"})
-"""What AITER's kernels are written for."""
+"""Architectures that AITER's kernels are written for."""
 
 _INSTALL = "pip install amd-aiter"
 _DISTRIBUTIONS = ("amd-aiter", "aiter")
 # The 8-bit float that matrix units of each multiply.
 _FP8 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
 NEEDS_FNUZ = frozenset({"gfx942"})
-"""Where 8-bit floats have neither infinities nor a negative zero."""
+"""Architectures whose 8-bit floats have neither infinities nor a negative zero."""
 
 BLOCK = 128
 """Outputs and inputs of a block of a weight that has a scale."""
@@ -96,7 +96,7 @@ def judge_latent(request: Request) -> Verdict:
 
 
 def judge_experts(request: Request) -> Verdict:
-    """Accept where AITER is there; what it takes is declared."""
+    """Accept where AITER is installed; the records declare its limits."""
     return judge_device(request.capability.architecture)
 
 
@@ -123,7 +123,7 @@ def _first(*verdicts: Verdict) -> Verdict:
 
 
 def _folder() -> Path | None:
-    """Return where AITER lies; the package of that name on PyPI is a single module."""
+    """Return the folder of AITER; the package of that name on PyPI is a single module."""
     spec = find_spec("aiter")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         if Path(place, "ops").is_dir():

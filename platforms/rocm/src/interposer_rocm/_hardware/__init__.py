@@ -1,1 +1,1 @@
-"""What the machine has, without initialising a device."""
+"""Hardware of the machine, found without initialising a device."""

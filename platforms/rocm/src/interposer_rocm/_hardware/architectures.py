@@ -1,4 +1,4 @@
-"""What an architecture of a GPU can do: matrix units, number formats, lanes and local memory.
+"""Matrix units, number formats, lanes and local memory of a GPU's architecture.
 
 Architectures go by the names of LLVM: ``gfx942`` is major version 9, minor 4, stepping 2; the
 last two are hexadecimal digits.
@@ -42,7 +42,7 @@ class GfxVersion:
 
     @classmethod
     def of_name(cls, name: str) -> GfxVersion:
-        """Return what a name says; what follows a colon, such as ``:xnack-``, is left out.
+        """Return the version of a name, without a suffix behind a colon such as ``:xnack-``.
 
         Raises: ValueError: it is no such name.
         """
@@ -57,7 +57,7 @@ class GfxVersion:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What all devices of some versions have.
+    """Properties of all devices of some versions.
 
     Attributes:
         family: such as ``"CDNA 3"``.

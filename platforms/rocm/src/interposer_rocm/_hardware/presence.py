@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU of this vendor that torch can use, and why not.
+"""Presence of a GPU of this vendor that torch can use, or the reason of its absence.
 
 Files of the system answer all of it. No library of the vendor is loaded and torch.cuda is not
 initialised, in this process or another.
@@ -18,7 +18,7 @@ from interposer_rocm._hardware.visibility import Visible, overridden, visible
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment."""
+    """The facts that decide: files of the system, the build of torch, the environment."""
 
     system: System
     build: TorchBuild

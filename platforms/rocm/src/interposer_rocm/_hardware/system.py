@@ -1,4 +1,4 @@
-"""What the operating system shows of GPUs of this vendor, before anything is loaded.
+"""GPUs of this vendor as the operating system shows them, before anything is loaded.
 
 Source: AMD's ROCm installation guide, chapters "prerequisites" (groups render and video) and
 "containers" (``--device=/dev/kfd --device=/dev/dri``).
@@ -22,7 +22,7 @@ _CLASSES = ("0x03", "0x12")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What files say.
+    """GPUs and their driver, as files show them.
 
     Attributes:
         topology: the GPUs that the driver shows to this process.
@@ -43,7 +43,7 @@ class System:
     wsl: bool = False
 
     def judge(self) -> Verdict:
-        """Accept where the driver shows a GPU that this process may use; say what is missing."""
+        """Accept where the driver shows a GPU to this process; else name the missing part."""
         if self.device_file:
             return self._judge_files()
         if self.wsl:
@@ -86,7 +86,7 @@ class System:
 
 
 def look(root: Path = ROOT) -> System:
-    """Return what the files below ``root`` show, in which ``dev`` and ``sys`` lie."""
+    """Return the system by the files of ``dev`` and ``sys`` below ``root``."""
     if sys.platform != "linux":
         return System(Topology(()))
     kfd = root / "dev/kfd"

@@ -1,4 +1,4 @@
-"""Which vendor's GPUs the installed torch was built for, read without initialising any.
+"""The vendor that the installed torch was built for, read without initialising a GPU.
 
 A torch for HIP says ``cuda`` for GPUs of AMD, and the other way round a torch for CUDA knows
 nothing of them.
@@ -36,7 +36,7 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """Return that of the torch that is imported, or would be."""
+        """Return the build of the torch that is imported, or would be."""
         import torch  # whoever describes a build himself does without
 
         hip, cuda = torch.version.hip or "", torch.version.cuda or ""
@@ -46,7 +46,7 @@ class TorchBuild:
         return cls(torch.__version__, hip, cuda, frozenset(targets))
 
     def judge(self, seen: str) -> Verdict:
-        """Refuse a build that cannot use the GPUs that were ``seen``."""
+        """Refuse a build without support for the GPUs that were ``seen``."""
         if self.hip:
             return Verdict.accept()
         built = f"for CUDA {self.cuda}, that is GPUs of NVIDIA" if self.cuda else "without HIP"
@@ -55,7 +55,7 @@ class TorchBuild:
         )
 
     def judge_graphs(self) -> Verdict:
-        """Refuse a HIP that captures what cannot be replayed without an error.
+        """Refuse a HIP whose captured graphs fail silently when they are replayed.
 
         A build without HIP only plans for others, and is accepted.
 

@@ -1,4 +1,4 @@
-"""Which GPUs the runtimes show to a process, by the variables that they read.
+"""Visibility of GPUs to a process, by the variables that the runtimes read.
 
 The lower runtime (ROCr) applies ``ROCR_VISIBLE_DEVICES`` to all GPUs; HIP then applies
 ``HIP_VISIBLE_DEVICES`` to what is left, or ``CUDA_VISIBLE_DEVICES`` where that one is empty or not
@@ -22,14 +22,14 @@ from interposer_rocm._hardware.topology import GPU
 _ROCR, _HIP, _CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 VARIABLES = (_ROCR, _HIP, _CUDA, _OVERRIDE)
-"""What decides, in the order in which it does."""
+"""Variables that decide, in the order in which they do."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """What a process sees.
+    """The GPUs that a process sees.
 
     Attributes:
         gpus: in HIP's order, which is torch's.
@@ -41,7 +41,7 @@ class Visible:
 
 
 def visible(gpus: Sequence[GPU], variables: Mapping[str, str]) -> Visible:
-    """Return what HIP would show of ``gpus``, which are in the order of their nodes."""
+    """Return the GPUs that HIP would show; ``gpus`` are in the order of their nodes."""
     notes = []
     shown = tuple(gpus)
     if _ROCR in variables:
@@ -93,7 +93,7 @@ def _listed(
 
 
 def _place(entry: str, gpus: Sequence[GPU], strict: bool) -> tuple[int, str]:
-    """Return the index that an entry means, and what is wrong with it."""
+    """Return the index that an entry means, and the fault of the entry."""
     if entry.upper().startswith("GPU-"):
         wanted = entry[4:].lower()
         matches = [i for i, gpu in enumerate(gpus) if wanted and gpu.unique_id.startswith(wanted)]

@@ -1,4 +1,4 @@
-"""The capability of a device: what its architecture has, and what its driver says of it."""
+"""The capability of a device, from its architecture and its driver."""
 
 from __future__ import annotations
 

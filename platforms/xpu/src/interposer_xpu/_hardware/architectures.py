@@ -1,4 +1,4 @@
-"""What an architecture can do, by the version of its graphics.
+"""Features of architectures, by the version of their graphics.
 
 A version is packed as 10 bits of architecture, 8 of release and 14 of revision, of which the
 first two decide.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What all devices of one version of graphics have.
+    """Properties of all devices of one version of graphics.
 
     Attributes:
         name: such as ``"bmg_g21"``.

@@ -81,7 +81,7 @@ class XPUDevice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What Level Zero says: versions of its drivers, and its devices."""
+    """An answer of Level Zero: versions of its drivers, and its devices."""
 
     driver: str
     devices: tuple[XPUDevice, ...]

@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU of Intel that torch can use in this process, and why not.
+"""Presence of a GPU of Intel that torch can use, or the reason of its absence.
 
 No step initialises torch.xpu or loads Level Zero in this process, see ``level_zero_inquiry``; the
 driver is asked in another one, and only where the system shows a device file.
@@ -24,7 +24,7 @@ _LIMIT_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """What decides, all of it given: files of the system, the build of torch, the environment.
+    """The facts that decide: files of the system, the build of torch, the environment.
 
     Attributes:
         limit_seconds: how long the driver may take to answer.

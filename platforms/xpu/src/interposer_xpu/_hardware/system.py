@@ -1,4 +1,4 @@
-"""What the operating system shows of GPUs before any library of their vendor is loaded.
+"""GPUs as the operating system shows them, before any library of their vendor is loaded.
 
 Only files below ``root`` are read, so that a machine without such a GPU pays nothing.
 
@@ -43,7 +43,7 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What files say.
+    """GPUs and their driver, as files show them.
 
     Attributes:
         root: the folder in which ``dev``, ``proc`` and ``sys`` lie.

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read without initialising any device."""
+"""The build of the installed torch, read without initialising any device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchBuild:
 
     @classmethod
     def installed(cls) -> TorchBuild:
-        """Return that of the torch that is imported, or would be."""
+        """Return the build of the torch that is imported, or would be."""
         import torch  # here, so that whoever brings a build of his own need not wait for it
 
         others = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
@@ -32,7 +32,7 @@ class TorchBuild:
         return cls(torch.__version__, getattr(torch.version, "xpu", None) or "", ", ".join(named))
 
     def judge(self, seen: str) -> Verdict:
-        """Refuse a build that cannot use the GPUs that were ``seen``, which is a sentence."""
+        """Refuse a build without support for GPUs; ``seen`` describes these in a sentence."""
         if self.xpu:
             return Verdict.accept()
         what = f"is built for {self.other}" if self.other else "is built without XPU"

@@ -1,4 +1,4 @@
-"""Which devices of Level Zero torch is shown, by the variables that decide it.
+"""Visibility of Level Zero's devices to torch, by the variables that decide it.
 
 ``ZE_AFFINITY_MASK`` and ``ZE_FLAT_DEVICE_HIERARCHY`` are applied by the driver, so that a process
 which asks it sees the outcome. ``ONEAPI_DEVICE_SELECTOR`` is applied above it, by the runtime of
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the runtime shows.
+    """The devices that the runtime shows.
 
     Attributes:
         ordinals: of the driver's devices, in its order.

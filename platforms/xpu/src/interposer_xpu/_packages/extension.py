@@ -1,4 +1,4 @@
-"""intel-extension-for-pytorch, an older provider of kernels, where one is installed that fits.
+"""intel-extension-for-pytorch, an older provider of kernels, where a fitting one is installed.
 
 Each of its releases is for one minor version of torch, and ends the interpreter below another one,
 so that its metadata is read first and it is then imported in a process of its own. There is none

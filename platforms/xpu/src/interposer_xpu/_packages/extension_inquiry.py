@@ -1,4 +1,4 @@
-"""A program that imports intel-extension-for-pytorch and prints what is wrong with it as JSON.
+"""A program that imports intel-extension-for-pytorch and prints its faults as JSON.
 
     python extension_inquiry.py
 

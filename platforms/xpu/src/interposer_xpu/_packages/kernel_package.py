@@ -63,7 +63,7 @@ USES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""What is used: the first version whose schemas these are, and the ops."""
+"""By use, the first version with these schemas, and the ops."""
 
 _STATED = re.compile(r"PyTorch\W{0,6}(\d+)\.(\d+)")
 
@@ -89,7 +89,7 @@ def judge_installed() -> Verdict:
 
 
 def judge_ops(use: str) -> Verdict:
-    """Accept where every op of one of ``USES`` is there, with the schema that is known here."""
+    """Accept where every op of one of ``USES`` is there, with the known schema."""
     verdict = judge_installed()
     if not verdict:
         return verdict

@@ -1,4 +1,4 @@
-"""A program that imports vllm-xpu-kernels and prints what is wrong with each op as JSON.
+"""A program that imports vllm-xpu-kernels and prints the faults of each op as JSON.
 
     python kernel_package_inquiry.py SCHEMAS
 

@@ -41,11 +41,11 @@ class Package:
 
     @property
     def description(self) -> str:
-        """What its metadata says at length."""
+        """Return the long description of its metadata."""
         return metadata(self.distribution).json.get("description", "")  # type: ignore[return-value]
 
     def ask(self, *arguments: str) -> tuple[dict[str, Any], Verdict]:
-        """Return what its inquiry prints, or how the process ended that printed nothing."""
+        """Return the output of its inquiry, or the exit status of a process without output."""
         named = f"{self.distribution} {self.version}"
         try:
             # -P: the modules beside the program are no modules of its own, one is named platform.

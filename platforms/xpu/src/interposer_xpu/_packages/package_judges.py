@@ -1,4 +1,4 @@
-"""Whether the kernels of vllm-xpu-kernels take a request; torch is not imported to say it."""
+"""Verdicts of vllm-xpu-kernels on requests, without importing torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def judge_fp8(request: Request) -> Verdict:
 
 
 def judge_fp8_weights(request: Request) -> Verdict:
-    """Accept activations with one scale, which can be that of the weight as well."""
+    """Accept activations with one scale; the weight may have the same."""
     for name in ("x_dtype", "weight_dtype"):
         if str(request.dims[name]) not in _FP8:
             return Verdict.refuse(f"takes {' or '.join(_FP8)}, {name} is {request.dims[name]}")
@@ -37,7 +37,7 @@ def judge_fp8_weights(request: Request) -> Verdict:
 
 
 def judge_experts(_request: Request) -> Verdict:
-    """Accept where the three ops are there that the experts are made of."""
+    """Accept where the three ops of the experts are there."""
     return judge_ops("experts")
 
 

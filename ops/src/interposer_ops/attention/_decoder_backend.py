@@ -1,0 +1,108 @@
+"""Decoder attention over a cache that ``CacheWriter`` writes, with sinks and 8 bits or without.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interposer import AttentionBackend, AttentionSpec, Capability, KVCacheLayout, Site, Verdict
+from interposer_ops.caches._cache_writer import CacheWriter
+
+_OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+
+
+class DecoderBackend(AttentionBackend):
+    """Write a step's keys and values, then attend; a subclass adds ``attend_to`` and a plan.
+
+    Attributes:
+        write: see ``CacheWriter.store``.
+    """
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        self._writer = CacheWriter(spec, site)
+        self.write = self._writer.store
+
+    @abstractmethod
+    def attend_to(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: Any,
+        sinks: Tensor | None,
+        scales: Any,
+    ) -> Tensor:
+        """Return ``[T, N, D]`` of both caches ``[P, S, K, D]``, which hold the step's own tokens.
+
+        Args:
+            scales: of keys and values, as ``prepare_scales`` returns them first; or None, None.
+        """
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept decoders whose cache is of their dtype or of 8 bits, with or without sinks."""
+        if spec.cache_dtype in _OF_8_BITS:
+            spec = replace(spec, cache_dtype=spec.dtype)
+        return replace(spec, sinks=False).judge_plain_decoder()
+
+    def kv_layout(self) -> KVCacheLayout:
+        """Return ``[2, P, S, K, D]``, keys first."""
+        return KVCacheLayout.keys_first(self.spec)
+
+    def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
+        """Return the scales, and what the kernel that writes the cache wants besides."""
+        return (key_scale, value_scale), self._writer.prepared(key_scale, value_scale)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
+    ) -> Tensor:
+        """Write, then attend; see ``AttentionBackend.forward``."""
+        return self._step(query, key, value, cache, plan)
+
+    def forward_with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
+    ) -> Tensor:
+        """Write, then attend; see ``AttentionBackend.forward_with_sinks``."""
+        return self._step(query, key, value, cache, plan, sinks)
+
+    def forward_quantized(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
+    ) -> Tensor:
+        """Round and write, then attend; see ``AttentionBackend.forward_quantized``."""
+        return self._step(query, key, value, cache, plan, None, *scales)
+
+    def forward_quantized_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        plan: Any,
+        scales: Any,
+        sinks: Tensor,
+    ) -> Tensor:
+        """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
+        return self._step(query, key, value, cache, plan, sinks, *scales)
+
+    def _step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        plan: Any,
+        sinks: Tensor | None = None,
+        scales: Any = (None, None),
+        rounding: tuple[Any, ...] = (),
+    ) -> Tensor:
+        keys, values = cache.unbind(0)
+        self.write(key, value, keys, values, plan.slots, *rounding)
+        return self.attend_to(query, keys, values, plan, sinks, scales)

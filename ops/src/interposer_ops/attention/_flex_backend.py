@@ -1,0 +1,171 @@
+"""Decoder attention through torch's FlexAttention, for what fixed kernels cannot do together.
+
+It takes windows, softcap, sinks and caches of 8 bits in any combination, on copies of what is read
+of the cache, and waits for the host once per step.
+
+On an accelerator it is compiled when it is first called, for which Triton is needed, and again for
+steps of one query or of few tokens and for layers of another kind. Where these are more forms than
+``torch._dynamo.config.recompile_limit``, torch runs what is not compiled. It is never compiled to
+a graph, and a step that is captured as one refuses it, since it does not promise to be safe there.
+
+Results are tested on the processor, in torch's form that is not compiled; on an accelerator it was
+not run.
+
+Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, M pages of the longest
+sequence, L cached tokens that are read.
+Source: arXiv:2412.05496; torch.nn.attention.flex_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from interposer import AttentionBatch, AttentionSpec, Capability, Site, Verdict
+from interposer_ops.attention._decoder_backend import DecoderBackend
+from interposer_ops.attention._gathered_backend import windowed
+from interposer_ops.caches._cache_writer import cache_dims
+from interposer_ops.caches._kv_cache import gather_cache, read_positions
+from interposer_ops.caches._quantized_cache import gather_cache_fp8, gather_cache_int8
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_HEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FlexPlan:
+    """The part of a step that is the same for all layers.
+
+    Attributes:
+        slots: ``[T]`` int64, that are written.
+        page_table: ``[B, M]`` int64.
+        lengths, firsts: ``[B]`` int64; how many tokens of each sequence are read, from which on.
+        num_keys: L.
+        mask: which of ``L`` keys each of ``T`` queries sees; None where there is no query.
+    """
+
+    slots: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    firsts: Tensor
+    num_keys: int
+    mask: BlockMask | None
+
+
+class FlexBackend(DecoderBackend):
+    """Attend with all sequences as rows of one product, whose mask keeps them apart."""
+
+    def __init__(self, spec: AttentionSpec, site: Site) -> None:
+        super().__init__(spec, site)
+        op: Any = gather_cache
+        if spec.is_quantized:
+            op = gather_cache_fp8 if spec.cache_dtype.is_floating_point else gather_cache_int8
+        self._gather: Any = site.bind_kernel(op, **cache_dims(spec))
+        self._cap = None if spec.softcap is None else _capped(spec.softcap)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept what ``DecoderBackend`` does, in dtypes and heads that torch takes."""
+        if spec.dtype not in _DTYPES:
+            return Verdict.refuse(f"computes in 32 or 16 bit floats, got {spec.dtype}")
+        if spec.head_size < _LEAST_HEAD:
+            return Verdict.refuse(f"takes heads of {_LEAST_HEAD} or more, got {spec.head_size}")
+        return super().accepts(spec, capability)
+
+    def plan(self, batch: AttentionBatch) -> FlexPlan:
+        """Return what is read and which of it each token sees; the host waits for its length."""
+        firsts, lengths = windowed(batch, self.spec.window_tokens)
+        num_queries, num_keys, mask = len(batch.slots), int(lengths.sum()), None
+        if num_queries:
+            counts = batch.query_starts.diff()
+            queries = read_positions(batch.seq_lens - counts, counts, num_queries)
+            keys = read_positions(firsts, lengths, num_keys)
+            mask = _mask(*queries, *keys, self.spec.window_tokens)
+        return FlexPlan(batch.slots, batch.page_table, lengths, firsts, num_keys, mask)
+
+    def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
+        """Return what the kernels that read and write the cache want of the scales."""
+        read = [self._gather.prepared(scale=scale)["scale"] for scale in (key_scale, value_scale)]
+        return read, self._writer.prepared(key_scale, value_scale)
+
+    def attend_to(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        plan: FlexPlan,
+        sinks: Tensor | None,
+        scales: Any,
+    ) -> Tensor:
+        """Return attention to copies of what is read; see ``DecoderBackend.attend_to``."""
+        if plan.mask is None:
+            return torch.empty_like(query)
+        key, value = (self._read(c, plan, s) for c, s in zip((keys, values), scales, strict=True))
+        out, aux = _function(query.device.type)(
+            query.transpose(0, 1)[None],
+            key,
+            value,
+            score_mod=self._cap,
+            block_mask=plan.mask,
+            scale=self.spec.scale,
+            enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
+            return_aux=AuxRequest(lse=True),
+        )
+        if sinks is not None:
+            # A score without a value takes its share of the weights: e^s / (e^lse + e^s).
+            out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))[..., None]
+        rows: Tensor = out[0].transpose(0, 1).to(query.dtype)
+        return rows
+
+    def _read(self, cache: Tensor, plan: FlexPlan, scale: Tensor | None) -> Tensor:
+        """Return ``[1, K, L, D]`` of a cache ``[P, S, K, D]``, in the spec's dtype."""
+        given = (cache, plan.page_table, plan.lengths, plan.firsts)
+        if scale is None:
+            rows = self._gather.function(*given, plan.num_keys)
+        else:
+            rows = self._gather.function(*given, scale, plan.num_keys, self.spec.dtype)
+        heads: Tensor = rows.transpose(0, 1)[None]
+        return heads
+
+
+def _mask(
+    query_sequence: Tensor,
+    query_position: Tensor,
+    key_sequence: Tensor,
+    key_position: Tensor,
+    window_tokens: int | None,
+) -> BlockMask:
+    def is_seen(_sequence: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query_position[query] - key_position[key]
+        seen = (query_sequence[query] == key_sequence[key]) & (distance >= 0)
+        return seen if window_tokens is None else seen & (distance < window_tokens)
+
+    device = str(query_position.device)
+    return create_block_mask(is_seen, None, None, len(query_position), len(key_position), device)
+
+
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def cap(score: Tensor, *_places: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@cache
+def _function(device_type: str) -> Any:
+    """Return the function for a device; the processor's needs no compiler, and is for tests."""
+    if device_type == "cpu":
+        return flex_attention
+    # Whatever the process has set for others: a graph in a graph would write to foreign memory.
+    return torch.compile(flex_attention, dynamic=True, options={"triton.cudagraphs": False})

@@ -1,0 +1,136 @@
+"""Lookup of rows in tables, plain and of integers.
+
+T tokens, V rows of the table, H hidden size, G numbers per scale. Tables of integers lie as the
+weights of ``w4a16_linear`` and ``w8a16_linear`` do, so that a head can multiply by the same memory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from interposer import Tolerance
+from interposer_ops._declare import standard_op
+from interposer_ops.quantizers._small_floats import unpack_nibbles
+
+_lookup = partial(
+    standard_op,
+    cases="interposer_ops.embedding._embedding_cases",
+    batch_invariant=True,
+    batched=("token_ids",),
+)
+_plain = partial(_lookup, constants=("weight",), tolerance=Tolerance(roundings=0))
+_quantized = partial(
+    _lookup, constants=("weight", "scale", "zero_points"), tolerance=Tolerance(roundings=1)
+)
+_MIDDLE = 8
+
+
+@_plain("embedding")
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Return the rows of ``weight`` that ``token_ids`` name.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H]``, any dtype.
+    Returns: ``[T, H]``, dtype of ``weight``.
+    Dims: vocab_size, hidden_size; tied: a head multiplies by the same ``weight``, so that a kernel
+        may prepare one copy for both.
+    """
+    return functional.embedding(token_ids, weight)
+
+
+@_plain("vocab_parallel_embedding")
+def vocab_parallel_embedding(token_ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
+    """Return the rows that ``token_ids`` name in a part of a table, zeros for those elsewhere.
+
+    The sum over all parts is what ``embedding`` returns for the whole table.
+
+    Args:
+        token_ids: ``[T]``, int64, each at least 0; tokens may skip memory.
+        weight: ``[V, H]``, any dtype: rows ``first_row`` to ``first_row + V - 1`` of the table.
+        first_row: at least 0.
+    Returns: ``[T, H]``, dtype of ``weight``.
+    Dims: vocab_size: V, hidden_size.
+    """
+    rows = token_ids - first_row
+    is_here = (rows >= 0) & (rows < weight.shape[0])
+    found = functional.embedding(rows.clamp(0, weight.shape[0] - 1), weight)
+    return torch.where(is_here[:, None], found, torch.zeros_like(found))
+
+
+@_quantized("w4a16_embedding")
+def w4a16_embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Return the rows of four bits that ``token_ids`` name, dequantized.
+
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
+    point holds for G numbers of one row.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H / 2]`` uint8, each of two unsigned codes, that of the first number in the
+            low nibble.
+        scale: ``[V, H / G]`` float32.
+        zero_points: ``[V, H / G]`` uint8 from 0 to 15, not packed; None for 8.
+        out_dtype: any float dtype.
+    Returns: ``[T, H]``, ``out_dtype``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
+    """
+    codes = unpack_nibbles(weight[token_ids])
+    return _dequantized(token_ids, codes, scale, zero_points, _MIDDLE, out_dtype)
+
+
+@_quantized("w8a16_embedding")
+def w8a16_embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Return the rows of int8 that ``token_ids`` name, dequantized.
+
+    y = (weight - zero_points) * scale, in float32 or wider and rounded once; each scale and zero
+    point holds for G numbers of one row.
+
+    Args:
+        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        weight: ``[V, H]`` int8.
+        scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` is one per row.
+        zero_points: ``[V, H / G]`` int8; None for 0.
+        out_dtype: any float dtype.
+    Returns: ``[T, H]``, ``out_dtype``.
+    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
+        ``tied``, where a head multiplies by the same ``weight``.
+    """
+    scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
+    return _dequantized(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)
+
+
+def _dequantized(
+    token_ids: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero_points: Tensor | None,
+    default_zero_point: int,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    wide = torch.promote_types(out_dtype, torch.float32)
+    num_groups = scale.shape[1]
+    grouped = codes.to(wide).unflatten(1, (num_groups, codes.shape[1] // num_groups))
+    if zero_points is None:
+        grouped = grouped - default_zero_point
+    else:
+        grouped = grouped - zero_points[token_ids].to(wide).unsqueeze(-1)
+    result: Tensor = grouped * scale[token_ids].to(wide).unsqueeze(-1)
+    return result.flatten(1).to(out_dtype)

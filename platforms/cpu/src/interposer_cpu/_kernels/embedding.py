@@ -1,0 +1,91 @@
+"""Embedding lookups in packed weights, so that a tied lm_head multiplies by the same memory.
+
+Dimensions: T tokens, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interposer import Request, Verdict
+from interposer_cpu import native
+from interposer_cpu._kernels.interface import TYPES
+from interposer_cpu._kernels.linear import pack, pack_w4a16, pack_w8a16
+from interposer_cpu._kernels.packed_copies import Packed
+
+PackedEmbedding = tuple[Packed, int, torch.dtype]
+"""The packed weight, H, and the dtype of the rows that an unquantized one has."""
+
+
+def embedding(token_ids: torch.Tensor, weight: PackedEmbedding) -> torch.Tensor:
+    """Return the op ``embedding`` for a ``weight`` of ``pack_embedding``."""
+    return _rows(token_ids, weight, weight[2])
+
+
+def w4a16_embedding(
+    token_ids: torch.Tensor,
+    weight: PackedEmbedding,
+    scale: None,
+    zero_points: None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the op ``w4a16_embedding`` for a ``weight`` of ``pack_w4a16_embedding``."""
+    return _rows(token_ids, weight, out_dtype)
+
+
+def w8a16_embedding(
+    token_ids: torch.Tensor,
+    weight: PackedEmbedding,
+    scale: None,
+    zero_points: None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the op ``w8a16_embedding`` for a ``weight`` of ``pack_w8a16_embedding``."""
+    return _rows(token_ids, weight, out_dtype)
+
+
+def pack_embedding(weight: torch.Tensor) -> dict[str, Any]:
+    """Return the constants of ``embedding``, ``weight`` ``[V, H]`` packed as for ``linear``."""
+    return {"weight": (pack(weight, None)["weight"], weight.shape[1], weight.dtype)}
+
+
+def pack_w4a16_embedding(
+    weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the constants of ``w4a16_embedding``, all in the packed weight."""
+    packed = pack_w4a16(weight, scale, None, zero_points)["weight"]
+    return _constants(packed, 2 * weight.shape[1])
+
+
+def pack_w8a16_embedding(
+    weight: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the constants of ``w8a16_embedding``, all in the packed weight."""
+    return _constants(pack_w8a16(weight, scale, None, zero_points)["weight"], weight.shape[1])
+
+
+def judge_tied(request: Request) -> Verdict:
+    """Accept weights that are tied to an lm_head: rows of others are read faster unpacked."""
+    if not request.dims["tied"]:
+        return Verdict.refuse("packs weights that are tied to an lm_head, this one is not")
+    return native.judge(request)
+
+
+def _constants(packed: Packed, width: int) -> dict[str, Any]:
+    return {"weight": (packed, width, torch.float32), "scale": None, "zero_points": None}
+
+
+def _rows(token_ids: torch.Tensor, weight: PackedEmbedding, dtype: torch.dtype) -> torch.Tensor:
+    (packed, _), width, _ = weight
+    ids = token_ids.contiguous()
+    count = ids.shape[0]
+    out = torch.empty(count, width, dtype=dtype)
+    if torch.compiler.is_compiling():
+        torch.ops.interposer_cpu.lookup_out(out, ids, packed)
+    else:
+        native.library().rows(
+            packed.data_ptr(), ids.data_ptr(), count, out.data_ptr(), TYPES[dtype]
+        )
+    return out

@@ -1,0 +1,45 @@
+"""Kernels of integer weights that are multiplied in the model's dtype.
+
+Dimensions: I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interposer import BoundKernel, Site
+from interposer_ops.quantized_linear import w4a16_linear, w8a16_linear
+
+
+def bind_weight_only(
+    site: Site,
+    bits: int,
+    in_features: int,
+    out_features: int,
+    group_size: int,
+    asymmetric: bool = False,
+) -> BoundKernel[Any, Any]:
+    """Return a kernel for codes of 4 or 8 bits in groups of inputs, with float32 scales."""
+    # Both ops take the same operands, but are of different types.
+    op: Any = w4a16_linear if bits == 4 else w8a16_linear
+    scales = {"scale_dtype": "float32"} if bits == 4 else {}
+    bound: BoundKernel[Any, Any] = site.bind_kernel(
+        op,
+        in_features=in_features,
+        out_features=out_features,
+        group_size=group_size,
+        num_groups=in_features // group_size,
+        asymmetric=asymmetric,
+        **scales,
+    )
+    return bound
+
+
+def product_of_sorted(
+    kernel: Callable[..., torch.Tensor], x: torch.Tensor, order: torch.Tensor, *operands: Any
+) -> torch.Tensor:
+    """Return the product with a weight whose inputs were sorted so."""
+    return kernel(x.index_select(-1, order), *operands)
