@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -22,6 +23,11 @@ def test_names_of_a_candidate() -> None:
     found = candidate(SCHEME)
     assert found.qualified_name == "acme-kernels/gptq_fast"
     assert found.origin == "acme-kernels 1.2"
+
+
+def test_a_copy_of_what_holds_a_candidate_shares_it() -> None:
+    found = candidate(SCHEME)
+    assert copy.deepcopy([found])[0] is found
 
 
 @pytest.mark.parametrize(

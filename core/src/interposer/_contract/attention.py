@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from interposer._contract.capability import Capability
 from interposer._contract.errors import MissingMemberError, RecordError
@@ -123,15 +124,15 @@ class AttentionBatch:
 
     version: ClassVar[int] = 1
 
-    query_starts: torch.Tensor
-    seq_lens: torch.Tensor
-    page_table: torch.Tensor
-    slots: torch.Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    slots: Tensor
     max_query_tokens: int
     max_seq_tokens: int
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
@@ -185,8 +186,8 @@ class KVCacheLayout:
         num_layers: int,
         num_pages: int,
         device: str,
-        empty: Callable[[Sequence[int], torch.dtype, str], torch.Tensor] = _empty,
-    ) -> list[torch.Tensor]:
+        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
+    ) -> list[Tensor]:
         """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
 
         It is not initialised, so that memory is taken only where tokens are stored. Backends
@@ -231,13 +232,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any
+    ) -> Tensor:
         """Write ``key`` and ``value`` to ``cache``, then attend.
 
         Args:
@@ -249,7 +245,7 @@ class AttentionBackend(ABC):
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
 
-    def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
+    def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what ``forward_quantized`` wants of the scales of one layer.
 
         Called once for each layer, after its weights were loaded.
@@ -261,14 +257,8 @@ class AttentionBackend(ABC):
         return key_scale, value_scale
 
     def forward_quantized(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        scales: Any,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, scales: Any
+    ) -> Tensor:
         """Do what ``forward`` does, over a cache of another dtype than the spec's.
 
         Only backends that accept a spec with such a cache are asked.
@@ -283,14 +273,8 @@ class AttentionBackend(ABC):
         )
 
     def forward_with_sinks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
-        plan: Any,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
+    ) -> Tensor:
         """Do what ``forward`` does, with one score per head more in the softmax.
 
         Only backends that accept a spec with ``sinks`` are asked.
@@ -306,14 +290,14 @@ class AttentionBackend(ABC):
 
     def forward_quantized_with_sinks(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
         plan: Any,
         scales: Any,
-        sinks: torch.Tensor,
-    ) -> torch.Tensor:
+        sinks: Tensor,
+    ) -> Tensor:
         """Do what ``forward_quantized`` does, with one score per head more in the softmax.
 
         Only backends that accept a spec with ``sinks`` and such a cache are asked.

@@ -29,11 +29,7 @@ class Capability:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values in an order of their own, for another process."""
-        return {
-            **asdict(self),
-            "features": sorted(self.features),
-            "formats": sorted(self.formats),
-        }
+        return {**asdict(self), "features": sorted(self.features), "formats": sorted(self.formats)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Capability:

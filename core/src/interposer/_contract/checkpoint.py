@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 
 class CheckpointFile(ABC):
@@ -43,7 +43,7 @@ class CheckpointFile(ABC):
         return None
 
     @abstractmethod
-    def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor once, by the name of the parameter that it belongs to.
 
         That is the name in Hugging Face checkpoints of the architecture, and what the linear

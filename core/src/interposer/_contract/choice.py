@@ -22,6 +22,9 @@ class Candidate:
     record: Record
     judge: Callable[[Request], Verdict]
 
+    def __deepcopy__(self, memo: object) -> Candidate:
+        return self  # nothing in it changes, and ``judge`` reaches the plugin's modules
+
     @property
     def qualified_name(self) -> str:
         """``provider/name``, unique where two distributions use one name."""

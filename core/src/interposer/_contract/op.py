@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import infer_schema
 from torch.utils import _pytree
@@ -81,7 +82,7 @@ class Tolerance:
 
     roundings: int = 2
 
-    def bound(self, expected: torch.Tensor, dtype: torch.dtype, case: Case) -> torch.Tensor:
+    def bound(self, expected: Tensor, dtype: torch.dtype, case: Case) -> Tensor:
         """Return the largest allowed absolute error for every element of ``expected``."""
         if not dtype.is_floating_point:
             return torch.zeros_like(expected)
@@ -179,7 +180,7 @@ class CustomOp(Generic[P, R]):
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
 
             def to_fake(value: Any) -> Any:
-                return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+                return mode.from_tensor(value) if isinstance(value, Tensor) else value
 
             fake_args, fake_kwargs = _pytree.tree_map(to_fake, (args, kwargs))
             return self.reference(*fake_args, **fake_kwargs)

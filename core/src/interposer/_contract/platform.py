@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from interposer._contract.capability import Capability, Device, Memory
 from interposer._contract.choice import Choice
@@ -139,12 +140,12 @@ class Platform(ABC):
         raise self._missing("capture_graph")
 
     @optional
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin_memory(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in page-locked host memory."""
         raise self._missing("pin_memory")
 
     @optional
-    def map_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+    def map_host_memory(self, tensor: Tensor) -> Tensor:
         """Return a device view of a host tensor (unified virtual addressing)."""
         raise self._missing("map_host_memory")
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interposer._contract.layer import Site
 
-Call = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A kernel, and what it is called with behind its first argument."""
 
 
@@ -59,7 +59,7 @@ class LinearMethod(ABC):
         """
 
     @abstractmethod
-    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return ``(kernel, operands)`` so that the layer computes ``kernel(x, *operands)``.
 
         Called as soon as all weights of the layer were loaded; parameters that the operands
@@ -70,7 +70,7 @@ class LinearMethod(ABC):
         Raises: CheckpointError: a parameter holds what no weight can be computed with.
         """
 
-    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+    def dequantized(self, layer: nn.Module) -> Tensor | None:
         """Return the float64 weight ``[O, I]`` that the loaded parameters stand for.
 
         It defines what the layer computes, so that the conformance suite can compare with it:
@@ -79,7 +79,7 @@ class LinearMethod(ABC):
         """
         return None
 
-    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def dequantized_input(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Return the float64 input ``[..., I]`` that is multiplied by the weight for ``x``.
 
         ``x`` itself, unless overridden by a method that quantizes activations. Called before
@@ -142,7 +142,7 @@ class ExpertsMethod(ABC):
         """
 
     @abstractmethod
-    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return ``(kernel, operands)``, of which and of a routing the layer makes one call.
 
         ``kernel(x, *operands, weights, expert_ids, activation)``, in the manner of the op
@@ -151,7 +151,7 @@ class ExpertsMethod(ABC):
         Raises: CheckpointError: a parameter holds what no weight can be computed with.
         """
 
-    def dequantized(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def dequantized(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``.
 
         They define what the layer computes together with the parameters ``gate_up_proj_bias`` and
@@ -193,7 +193,7 @@ class EmbeddingMethod(ABC):
         Raises: CheckpointError: a parameter holds what no weight can be computed with.
         """
 
-    def dequantized(self, layer: nn.Module) -> torch.Tensor | None:
+    def dequantized(self, layer: nn.Module) -> Tensor | None:
         """Return the float64 table ``[V, H]`` that the loaded parameters stand for, if known.
 
         Called before ``finalize``.
