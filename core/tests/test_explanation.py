@@ -34,8 +34,7 @@ from interposer import (
 )
 from interposer._contract.verdict import Refusal
 from interposer._explanation.explanation import settings
-from interposer._explanation.inventory import inventory
-from interposer._explanation.lines import Row
+from interposer._explanation.inventory import Row, inventory
 from interposer.errors import ConfigError, UnknownNameError
 
 

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from interposer._contract.choice import Measured
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
-    from interposer._explanation.inventory import Option, Subject, inventory, requirements, strays
-    from interposer._explanation.lines import Row, answer, figures
+    from interposer._explanation.inventory import Row, Subject, answer, figures, strays
     from interposer._lazy import lazy_attributes
     from interposer._plugins.acceptance import acceptance_of
     from interposer._plugins.discovery import installed_distributions
@@ -27,56 +26,23 @@ if TYPE_CHECKING:
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
     from interposer._selection.described_device import described_placement, find_description
-    from interposer._selection.measurements import Measurements, torch_version
+    from interposer._selection.measurements import Measurements
     from interposer._selection.placement import unless_explicit
     from interposer._validation.compatibility import API_RANGE, check_api
     from interposer._validation.distribution import STANDARD
     from interposer._validation.records import check_classes, check_records
 
+# fmt: off
 __all__ = [
-    "API_RANGE",
-    "STANDARD",
-    "Kind",
-    "Lock",
-    "Measured",
-    "Measurements",
-    "Option",
-    "Plugin",
-    "PluginWarning",
-    "Plugins",
-    "Row",
-    "Skipped",
-    "Store",
-    "Subject",
-    "acceptance_of",
-    "allowed",
-    "answer",
-    "applied",
-    "check_api",
-    "check_classes",
-    "check_lock",
-    "check_records",
-    "checksum",
-    "child_environment",
-    "config_sources",
-    "default_store",
-    "described_placement",
-    "figures",
-    "find_description",
-    "forget_discovery",
-    "installed_distributions",
-    "inventory",
-    "lazy_attributes",
-    "lock_path",
-    "parse_rules",
-    "policy_for",
-    "requirements",
-    "strays",
-    "torch_version",
-    "unless_explicit",
-    "variables",
-    "write_text",
+    "API_RANGE", "STANDARD", "Kind", "Lock", "Measured", "Measurements", "Plugin",
+    "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
+    "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
+    "checksum", "child_environment", "config_sources", "default_store", "described_placement",
+    "figures", "find_description", "forget_discovery", "installed_distributions",
+    "lazy_attributes", "lock_path", "parse_rules", "policy_for", "strays", "unless_explicit",
+    "variables", "write_text",
 ]
+# fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -89,8 +55,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.choice": "Measured",
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
-        "interposer._explanation.inventory": "Option Subject inventory requirements strays",
-        "interposer._explanation.lines": "Row answer figures",
+        "interposer._explanation.inventory": "Row Subject answer figures strays",
         "interposer._lazy": "lazy_attributes",
         "interposer._plugins.acceptance": "acceptance_of",
         "interposer._plugins.discovery": "installed_distributions",
@@ -98,7 +63,7 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",
         "interposer._selection.described_device": "described_placement find_description",
-        "interposer._selection.measurements": "Measurements torch_version",
+        "interposer._selection.measurements": "Measurements",
         "interposer._selection.placement": "unless_explicit",
         "interposer._validation.compatibility": "API_RANGE check_api",
         "interposer._validation.distribution": "STANDARD",

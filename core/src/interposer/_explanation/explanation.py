@@ -16,8 +16,16 @@ from interposer._contract.layer import Binder
 from interposer._contract.platform import Placement
 from interposer._contract.request import AttentionType, Request
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._explanation.inventory import Option, Subject, inventory, requirements
-from interposer._explanation.lines import Row, refused_lines, row_lines, subject_lines
+from interposer._explanation.inventory import (
+    Option,
+    Row,
+    Subject,
+    inventory,
+    refused_lines,
+    requirements,
+    row_lines,
+    subject_lines,
+)
 from interposer._plugins.registry import current_registry
 from interposer._selection.described_device import described_placement
 from interposer._selection.placement import Planned, place, planned

@@ -16,7 +16,7 @@ import torch
 from interposer import Candidate, Config, CustomOp, Planned, Request, effective_config, planned
 from interposer.errors import FOREIGN_ERRORS, ConfigError, NoCandidateError, described
 from interposer.records import load_target
-from interposer.tooling import Measurements, torch_version
+from interposer.tooling import Measurements
 from interposer.tuning import Entry, Figures, Measurement
 from interposer_tools._tuner.clock import Clock, Spread
 from interposer_tools._tuner.table import NotMeasured, Table, write_entry
@@ -173,7 +173,7 @@ class _Session:
                 del calls[error.name]
         value = Measurement(
             driver=self.measurements.driver(),
-            torch=torch_version(),
+            torch=str(torch.__version__),
             interposer=importlib_metadata.version("interposer"),
             measured=datetime.now(UTC),
             candidates={
