@@ -1,8 +1,4 @@
-"""The policy as data.
-
-Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
-Mappings are merged key by key, everything else is replaced.
-"""
+"""The policy as data, merged from all of its sources."""
 
 from __future__ import annotations
 
@@ -227,18 +223,18 @@ _context: ContextVar[tuple[Config, ...]] = ContextVar("interposer_config", defau
 
 
 def effective_config(argument: Config | None = None) -> Config:
-    """Return the configuration in force, with ``argument`` above all other sources.
+    """Return the configuration in force.
 
-    Files and the environment are read once in a process, the project file once per working
-    directory; ``Config.refresh()`` reads them again. What is wrong in them raises at every call.
+    Precedence, highest first: argument, ``use(...)`` context, project file, user file, environment.
+    Mappings are merged key by key, everything else is replaced. Files and the environment are read
+    once in a process, the project file once per working directory; ``Config.refresh()`` reads them
+    again. What is wrong in them raises at every call.
 
     Raises: ConfigError: a source holds an unknown key or an unusable value.
     """
     below, _ = _below(_working_directory())
-    entered = _context.get()
-    if argument is None:
-        return _merged(below, *entered) if entered else below
-    return _merged(below, *entered, _checked(argument))
+    above = _context.get() if argument is None else (*_context.get(), _checked(argument))
+    return _merged(below, *above) if above else below
 
 
 def config_sources(argument: Config | None = None) -> list[Source]:
@@ -246,10 +242,9 @@ def config_sources(argument: Config | None = None) -> list[Source]:
 
     A file is listed if it is there, the environment if it sets anything.
     """
-    sources = [Source("use()", "", config) for config in reversed(_context.get())]
-    if argument is not None:
-        sources.insert(0, Source("argument", "", _checked(argument)))
-    return [*sources, *_below(_working_directory())[1]]
+    given = [] if argument is None else [Source("argument", "", _checked(argument))]
+    used = [Source("use()", "", config) for config in reversed(_context.get())]
+    return [*given, *used, *_below(_working_directory())[1]]
 
 
 @contextmanager

@@ -132,12 +132,13 @@ AnyRule = Rule | str | Mapping[str, Any]
 
 def read_rule(value: Any) -> Rule:
     """Return ``value`` as a rule. Raises: ConfigError."""
-    if isinstance(value, Rule):
-        return value
-    if isinstance(value, str):
-        return Rule(pin=value)
-    if isinstance(value, Mapping):
-        return Rule(**{str(name): field for name, field in value.items()})
+    match value:
+        case Rule():
+            return value
+        case str():
+            return Rule(pin=value)
+        case Mapping():
+            return Rule(**{str(name): field for name, field in value.items()})
     raise ValueError("must be a name or a rule, as 'reference' or {'forbid': ['acme/*']}")
 
 

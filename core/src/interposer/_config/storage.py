@@ -124,14 +124,10 @@ class Store:
         """Yield every entry of a kind, in the order of the file names."""
         folder = self._folder(kind)
         try:
-            paths = _listed(folder, _FILE)
+            entries: Iterator[Entry | None] = map(_read, _listed(folder, _FILE))
         except (OSError, ValueError) as error:
-            yield Entry(folder, problem=f"cannot be read: {error}")
-            return
-        for path in paths:
-            entry = _read(path)
-            if entry is not None:  # else another process has just removed it
-                yield entry
+            entries = iter([Entry(folder, problem=f"cannot be read: {error}")])
+        yield from filter(None, entries)  # None: another process has just removed it
 
     def kinds(self) -> list[str]:
         """Return the kinds that have entries or may have some that cannot be read."""

@@ -24,7 +24,7 @@ from interposer._sandbox.examiner import examine
 from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Task
 
-Judge = Callable[[Request], Verdict]
+Accepts = Callable[[Request], Verdict]
 
 
 class Code:
@@ -59,9 +59,22 @@ class PluginCode(Code):
 
         Raises: PluginError: it cannot be imported, or must not be.
         """
-        if target not in self._loaded:
-            self._loaded[target] = self._load(target)
-        return self._loaded[target]
+        if target in self._loaded:
+            return self._loaded[target]
+        cause: BaseException | None = None
+        verdict = self.trial(Task("target", {"targets": [target]}))
+        if verdict:
+            try:
+                return self._loaded.setdefault(target, load_target(target))
+            except FOREIGN_ERRORS as error:
+                verdict, cause = Verdict.refuse(described(error)), error
+        raise PluginError(
+            self.plugin.name,
+            self.plugin.source.origin,
+            f"{target!r} cannot be loaded: {verdict.reason}",
+            f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={self.plugin.name}",
+            verdict.traceback,
+        ) from cause
 
     def trial(self, task: Task) -> Verdict:
         """Say whether this process may run what a task runs; parts of the SDK are trusted."""
@@ -84,24 +97,8 @@ class PluginCode(Code):
             self._hanging[asked] = finding.verdict  # it is not waited for at every request
         return finding.verdict
 
-    def _load(self, target: str) -> Any:
-        verdict = self.trial(Task("target", {"targets": [target]}))
-        cause: BaseException | None = None
-        if verdict:
-            try:
-                return load_target(target)
-            except FOREIGN_ERRORS as error:
-                verdict, cause = Verdict.refuse(described(error)), error
-        raise PluginError(
-            self.plugin.name,
-            self.plugin.source.origin,
-            f"{target!r} cannot be loaded: {verdict.reason}",
-            f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={self.plugin.name}",
-            verdict.traceback,
-        ) from cause
 
-
-def acceptance_of(record: Record, code: Code | None = None) -> Judge:
+def acceptance_of(record: Record, code: Code | None = None) -> Accepts:
     """Return how a record accepts requests; without ``code``, its plugin's is trusted.
 
     Code that raises refuses, with its traceback.
@@ -165,10 +162,10 @@ def _probe(target: str, code: Code, _request: Request) -> Verdict:
     return found
 
 
-def _guarded(judge: Judge, request: Request) -> Verdict:
+def _guarded(accepts: Accepts, request: Request) -> Verdict:
     """Turn an exception of plugin code into a refusal that keeps the traceback."""
     try:
-        verdict = judge(request)
+        verdict = accepts(request)
         if not isinstance(verdict, Verdict):
             raise TypeError(f"{verdict!r} is not a Verdict")
     except PluginError as error:

@@ -10,7 +10,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import importlib_metadata
 from packaging.utils import canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +18,7 @@ from interposer._config.rules import first_fault
 from interposer._config.storage import checksum, write_text
 from interposer._contract.errors import LockError, StorageError, UnknownNameError
 from interposer._contract.verdict import Verdict
+from interposer._validation.compatibility import installed_version
 from interposer._validation.distribution import STANDARD, Distribution
 
 _FILE = "interposer.lock"
@@ -162,7 +162,7 @@ class Lock(BaseModel):
         problems += [
             _Problem(f"{name} {locked[name].version} is locked, but not installed")
             for name in sorted(locked.keys() - {d.name for d in present})
-            if not _is_installed(name)
+            if installed_version(name) is None
         ]
         if problems:
             raise _lock_error("The installed plugins are not the locked ones.", problems)
@@ -237,14 +237,6 @@ def _difference(found: Distribution, locked: LockedDistribution | None) -> str:
     if _locked_hash(found) != locked.record_hash:
         return f"{name} has other files than when it was locked"
     return ""
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib_metadata.distribution(name)
-    except importlib_metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _unusable(path: Path, reason: str) -> str:

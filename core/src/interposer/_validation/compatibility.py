@@ -76,7 +76,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
     if api is not None:
         verdict = _check_range("INTERPOSER_API", api, "the plugin API", API_VERSION)
     if verdict and torch is not None:
-        verdict = _check_range("INTERPOSER_TORCH", torch, "torch", _installed("torch"))
+        verdict = _check_range("INTERPOSER_TORCH", torch, "torch", installed_version("torch"))
     return verdict
 
 
@@ -112,7 +112,7 @@ def _check_requirement(text: str) -> Verdict:
         return Verdict.refuse(f"its metadata requires {text!r:.100}, which cannot be understood")
     if not applies:
         return Verdict.accept()
-    version = _installed(name)
+    version = installed_version(name)
     if version is None:
         return Verdict.refuse(f"it requires {requirement}, which is not installed")
     if not _contains(requirement.specifier, version):
@@ -132,7 +132,7 @@ def _parsed(text: str) -> Requirement:
     return Requirement(text)
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the installed version of a distribution, or None without one."""
     try:
         return _read_version(name, tuple(sys.path))

@@ -162,7 +162,7 @@ def _check_field(label: str, value: object) -> str:
     return ""
 
 
-def _texts(kind: type) -> Callable[[Any], bool]:
+def _texts(kind: type[frozenset[str] | tuple[str, ...]]) -> Callable[[Any], bool]:
     return lambda value: type(value) is kind and all(type(item) is str for item in value)
 
 
