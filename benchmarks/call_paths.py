@@ -60,11 +60,11 @@ class ImportWatch:
 def import_of(package: str, first: str, by: str) -> Iterator[ImportWatch]:
     """Watch imports within a block."""
     watch = ImportWatch(package, first, by)
-    sys.meta_path.insert(0, watch)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, watch)
     try:
         yield watch
     finally:
-        sys.meta_path.remove(watch)  # type: ignore[arg-type]
+        sys.meta_path.remove(watch)
 
 
 def call_path(model: Any, code: CodeType) -> Frames:

@@ -25,9 +25,10 @@ from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, hookspecs, planned
 from interposer.errors import NoCandidateError
-from interposer.tooling import Plugins, described_placement
+from interposer.tooling import Plugins
 from interposer_models import LanguageModel, load
 from interposer_ops.layers.norm import RMSNorm
+from interposer_testing.described import described_placement
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
 PROMPTS = ("import os\nimport sys\n\ndef main(", "class Reader:\n    def __init__(self, stream")

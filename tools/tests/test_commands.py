@@ -21,7 +21,6 @@ from interposer import (
     Case,
     Config,
     Device,
-    DeviceDescription,
     Kernel,
     OpEntry,
     Platform,
@@ -35,6 +34,7 @@ from interposer import (
 )
 from interposer.errors import ConfigError
 from interposer.tooling import Store
+from interposer_testing.described import DeviceDescription
 from interposer_tools._cli import main
 from interposer_tools.options import policy
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal, Verdict
     from interposer._explanation.explanation import Explanation, explain
     from interposer._plugins.registry import Registration, Registry, current_registry, register
-    from interposer._selection.described_device import DeviceDescription
     from interposer._selection.placement import Planned, current_platform, place, planned
     from interposer._selection.resolver import Resolver
     from interposer._selection.select import select
@@ -62,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry", "AttentionSpec",
     "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case", "CheckpointEntry",
-    "CheckpointFile", "Choice", "Config", "CustomOp", "Device", "DeviceDescription",
+    "CheckpointFile", "Choice", "Config", "CustomOp", "Device",
     "DeviceEntry", "Dim", "Dims", "EmbeddingMethod", "ExpertsMethod", "ExpertsSpec",
     "Explanation", "KVCacheLayout", "Kernel", "LayerEntry", "LinearMethod", "Memory",
     "NumericsPolicy", "OpEntry", "Placement", "Planned", "Platform", "PlatformEntry",
@@ -101,7 +100,6 @@ __getattr__ = lazy_attributes(
         "interposer._contract.verdict": "Refusal Verdict",
         "interposer._explanation.explanation": "Explanation explain",
         "interposer._plugins.registry": "Registration Registry current_registry register",
-        "interposer._selection.described_device": "DeviceDescription",
         "interposer._selection.placement": "Planned current_platform place planned",
         "interposer._selection.resolver": "Resolver",
         "interposer._selection.select": "select",

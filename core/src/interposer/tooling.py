@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
-    from interposer._selection.described_device import described_placement, find_description
     from interposer._selection.measurements import Measurements
     from interposer._selection.placement import unless_explicit
     from interposer._validation.compatibility import API_RANGE, check_api
@@ -37,8 +36,8 @@ __all__ = [
     "API_RANGE", "STANDARD", "Kind", "Lock", "Measured", "Measurements", "Plugin",
     "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
     "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
-    "checksum", "child_environment", "config_sources", "default_store", "described_placement",
-    "figures", "find_description", "forget_discovery", "installed_distributions",
+    "checksum", "child_environment", "config_sources", "default_store",
+    "figures", "forget_discovery", "installed_distributions",
     "lazy_attributes", "lock_path", "parse_rules", "policy_for", "strays", "unless_explicit",
     "variables", "write_text",
 ]
@@ -62,7 +61,6 @@ __getattr__ = lazy_attributes(
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",
-        "interposer._selection.described_device": "described_placement find_description",
         "interposer._selection.measurements": "Measurements",
         "interposer._selection.placement": "unless_explicit",
         "interposer._validation.compatibility": "API_RANGE check_api",

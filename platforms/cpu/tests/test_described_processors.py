@@ -9,12 +9,13 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import interposer_cpu
-from interposer import Capability, DeviceDescription, explain
+from interposer import Capability, explain
 from interposer.records import DeviceEntry, PlatformEntry, resource_path
 from interposer_cpu import _features as features
 from interposer_cpu import native
 from interposer_cpu._platform import CPUPlatform
 from interposer_cpu.plugin import interposer_records
+from interposer_testing.described import DeviceDescription
 
 FOLDER = Path(interposer_cpu.__file__).parent / "devices"
 ENTRIES = {

@@ -11,7 +11,7 @@ import torch
 from hatchling.builders.wheel import WheelBuilder
 
 import interposer_cuda
-from interposer import DeviceDescription, Request, explain
+from interposer import Request, explain
 from interposer.records import (
     AttentionEntry,
     DeviceEntry,
@@ -24,6 +24,7 @@ from interposer_cuda._hardware.abilities import bandwidth_features, fixed_featur
 from interposer_cuda._hardware.architectures import architecture_of
 from interposer_cuda._platform import CUDAPlatform
 from interposer_cuda.plugin import interposer_records
+from interposer_testing.described import DeviceDescription
 
 FOLDER = Path(interposer_cuda.__file__).parent / "devices"
 ENTRIES = {

@@ -10,7 +10,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import interposer_rocm
-from interposer import DeviceDescription, Request, explain
+from interposer import Request, explain
 from interposer.records import (
     AttentionEntry,
     DeviceEntry,
@@ -25,6 +25,7 @@ from interposer_rocm._hardware.architectures import GfxVersion, architecture_of
 from interposer_rocm._hardware.topology import GPU
 from interposer_rocm._platform import ROCmPlatform
 from interposer_rocm.plugin import interposer_records
+from interposer_testing.described import DeviceDescription
 
 FOLDER = Path(interposer_rocm.__file__).parent / "devices"
 RECORDS = interposer_records()

@@ -10,9 +10,10 @@ import torch
 from hatchling.builders.wheel import WheelBuilder
 
 import interposer_xpu
-from interposer import DeviceDescription, Request, explain
+from interposer import Request, explain
 from interposer.records import DeviceEntry, Kernel, PlatformEntry, load_target, resource_path
 from interposer.requires import Requires
+from interposer_testing.described import DeviceDescription
 from interposer_xpu._hardware.abilities import capability_of
 from interposer_xpu._hardware.architectures import architecture_of, packed
 from interposer_xpu._hardware.level_zero import XPUDevice

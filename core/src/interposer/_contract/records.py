@@ -203,7 +203,8 @@ class PlatformEntry:
 class DeviceEntry:
     """A description of a device of ``platform``: a JSON file inside the plugin's package.
 
-    ``resource`` is ``"package:path/inside.json"``, see ``DeviceDescription``.
+    ``resource`` is ``"package:path/inside.json"``, see
+    ``interposer_testing.described.DeviceDescription``.
     """
 
     name: str

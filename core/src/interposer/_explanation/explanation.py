@@ -14,6 +14,7 @@ from interposer._contract.capability import Device
 from interposer._contract.errors import ConfigError, UnknownNameError, nearest_first
 from interposer._contract.layer import Binder
 from interposer._contract.platform import Placement
+from interposer._contract.records import load_target
 from interposer._contract.request import AttentionType, Request
 from interposer._contract.verdict import Refusal, Verdict
 from interposer._explanation.inventory import (
@@ -26,14 +27,15 @@ from interposer._explanation.inventory import (
     row_lines,
     subject_lines,
 )
-from interposer._plugins.registry import current_registry
-from interposer._selection.described_device import described_placement
+from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.placement import Planned, place, planned
 
 VERSION = 1
 """Of what ``Explanation.to_dict`` returns."""
 
 _MOST_NAMED = 8
+# The conformance kit stands above the core, so it is named here and imported when it is needed.
+_DESCRIBED = "interposer_testing.described:described_placement"
 
 
 class Explainable(Protocol):
@@ -231,7 +233,7 @@ def explain(
             "Try: explain(path, quantization=...)"
         )
     registry = current_registry(config)
-    placement = None if device is None else described_placement(registry, device)
+    placement = None if device is None else _described(registry, device)
     if model is not None:
         asked = cast("str | Planned", model)
         return _made(planned(asked, config, dtype, placement, quantization))
@@ -244,6 +246,17 @@ def explain(
         settings(effective_config(config), found),
         notes=_notes(found),
     )
+
+
+def _described(registry: Registry, device: str | os.PathLike[str]) -> Placement:
+    try:
+        placement = load_target(_DESCRIBED)(registry, device)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"device={device!r} is described, and {error.name} is not installed to read "
+            "descriptions. Try: pip install interposer-testing"
+        ) from None
+    return cast(Placement, placement)
 
 
 def _made(model: Explainable) -> Explanation:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from interposer import CustomOp, DeviceDescription, Registry, Verdict
+from interposer import CustomOp, Registry, Verdict
 from interposer.errors import FOREIGN_ERRORS, described
 from interposer.records import (
     AttentionEntry,
@@ -24,6 +24,7 @@ from interposer.records import (
 from interposer.tooling import check_classes
 from interposer.tuning import read_entries
 from interposer_testing._checks.fault import Fault
+from interposer_testing.described import DeviceDescription
 
 _TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from interposer import Capability, DeviceDescription, Registry, Request, Verdict
+from interposer import Capability, Registry, Request, Verdict
 from interposer.errors import FOREIGN_ERRORS, InterposerError, described, nearest_first
 from interposer.records import (
     AttentionEntry,
@@ -32,6 +32,7 @@ from interposer_testing._plan.vocabulary import Asked, Vocabulary, watched
 from interposer_testing._trials.outcome import Scope
 from interposer_testing._trials.verification import known_scope
 from interposer_testing.cases._space import planned_cases
+from interposer_testing.described import DeviceDescription
 
 Devices = dict[str, DeviceDescription]
 Judged = Kernel | LayerEntry | AttentionEntry

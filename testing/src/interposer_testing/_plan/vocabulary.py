@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from interposer import Capability, DeviceDescription
+from interposer import Capability
 from interposer.errors import nearest_first
 from interposer.requires import Requires
+from interposer_testing.described import DeviceDescription
 
 
 @dataclass(slots=True)

@@ -47,8 +47,9 @@ def doctor(
 
 
 def _describe(file: str, config: Config) -> None:
-    from interposer import DeviceDescription, place
+    from interposer import place
     from interposer.tooling import write_text
+    from interposer_testing.described import DeviceDescription
 
     description = DeviceDescription.of(place(config))
     if file == "-":

@@ -16,7 +16,6 @@ import torch
 from interposer import (
     API_VERSION,
     Config,
-    DeviceDescription,
     Registry,
     Request,
     Rule,
@@ -45,6 +44,7 @@ from interposer.tooling import (
     strays,
     unless_explicit,
 )
+from interposer_testing.described import DeviceDescription
 from interposer_tools._doctor.health import (
     Cache,
     Health,

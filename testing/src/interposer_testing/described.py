@@ -18,9 +18,20 @@ from pydantic import (
     field_validator,
 )
 
-from interposer._contract.capability import Capability, Device, Memory
-from interposer._contract.choice import Choice
-from interposer._contract.errors import (
+from interposer import (
+    Capability,
+    Choice,
+    Device,
+    DeviceEntry,
+    Memory,
+    Placement,
+    Platform,
+    Refusal,
+    Registry,
+    Request,
+    Verdict,
+)
+from interposer.errors import (
     ConfigError,
     MissingMemberError,
     RecordError,
@@ -28,11 +39,9 @@ from interposer._contract.errors import (
     UnknownNameError,
     nearest_first,
 )
-from interposer._contract.platform import Placement, Platform
-from interposer._contract.records import DeviceEntry, resource_path
-from interposer._contract.request import Request
-from interposer._contract.verdict import Refusal, Verdict
-from interposer._plugins.registry import Registry
+from interposer.records import resource_path
+
+__all__ = ["DeviceDescription", "described_placement", "find_description"]
 
 _MOST_NAMED = 3
 

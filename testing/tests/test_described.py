@@ -12,12 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer import Capability, Device, DeviceDescription, PlatformEntry, Registry
-from interposer._selection.described_device import (
-    DescribedPlatform,
-    described_placement,
-    find_description,
-)
+from interposer import Capability, Device, PlatformEntry, Registry
 from interposer.errors import (
     ConfigError,
     MissingMemberError,
@@ -26,6 +21,12 @@ from interposer.errors import (
     UnknownNameError,
 )
 from interposer.records import DeviceEntry
+from interposer_testing.described import (
+    DescribedPlatform,
+    DeviceDescription,
+    described_placement,
+    find_description,
+)
 
 words = st.text(min_size=1, max_size=30).filter(lambda t: t.isprintable() and t == t.strip())
 amounts = st.integers(min_value=0, max_value=2**63)
@@ -199,7 +200,7 @@ def test_a_file_without_a_suffix_is_found(registry: Registry, file: Path) -> Non
 def test_a_name_that_two_plugins_ship_needs_its_provider(
     registry: Registry, make_plugin: Callable[..., Any]
 ) -> None:
-    from interposer._plugins.plugins import Plugins
+    from interposer.tooling import Plugins
 
     entry = DeviceEntry("nine", "abacus", "acme_devices:inside/nine.json")
     both = Registry(Plugins.of(make_plugin("acme", entry), make_plugin("zeta", entry)))

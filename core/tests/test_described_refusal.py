@@ -1,0 +1,18 @@
+"""Without the conformance kit, a described device is refused with the next action."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from interposer import explain
+from interposer.errors import ConfigError
+
+
+def test_it_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "interposer_testing.described", None)
+    with pytest.raises(
+        ConfigError, match=r"'graviton4' is described.*pip install interposer-testing"
+    ):
+        explain(device="graviton4")
