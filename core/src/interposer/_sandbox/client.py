@@ -74,21 +74,24 @@ class _Process:
             raise _Gone from None
         answer = b""
         while not answer.endswith(b"\n") or answer.isspace():  # empty lines say that it lives
-            chunk = self._answers.read(1 << 16) if self._polled(_SILENCE_SECONDS, True) else b""
+            speaks = self.has_ended(_SILENCE_SECONDS, or_answers=True)
+            chunk = self._answers.read(1 << 16) if speaks else b""
             if not chunk:
                 raise _Gone
             answer += chunk
         self._reap()
         return json.loads(answer)
 
-    def has_ended(self) -> bool:
-        """Say whether the process has ended."""
-        return self._polled(0.0)
+    def has_ended(self, seconds: float = 0.0, *, or_answers: bool = False) -> bool:
+        """Say whether the process has ended, or does so within ``seconds``."""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN if or_answers else 0)
+        return bool(poll.poll(seconds * 1000))
 
     def stop(self) -> None:
         """End the process and everything that it forked; it needs a moment for the latter."""
         self._questions.close()
-        if self._polled(_END_SECONDS):
+        if self.has_ended(_END_SECONDS):
             self._reap()
         else:
             self.kill()
@@ -99,7 +102,7 @@ class _Process:
         if not self.has_ended():  # else the number of its group may be that of another by now
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._polled(_END_SECONDS)
+            self.has_ended(_END_SECONDS)
         self._reap()
 
     def abandon(self) -> None:
@@ -107,12 +110,6 @@ class _Process:
         self._questions.close()
         self._answers.close()
         self._process.returncode = 0  # it is no child of this process, so there is none to wait for
-
-    def _polled(self, seconds: float, for_answers: bool = False) -> bool:
-        """Say whether the process has ended, or answers, or does so within ``seconds``."""
-        poll = select.poll()
-        poll.register(self._answers, select.POLLIN if for_answers else 0)
-        return bool(poll.poll(seconds * 1000))
 
     def _reap(self) -> None:
         """Take note of what was started, which left the examining process to init at once.

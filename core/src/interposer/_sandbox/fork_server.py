@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from interposer._contract.errors import FOREIGN_ERRORS
 from interposer._sandbox import client
 from interposer._sandbox.inspection import COMPARISON, perform
-from interposer._sandbox.supervisor import DUMP_SIGNAL, FAILED_CODE, Ended, Order, Pipes, Watch
+from interposer._sandbox.supervisor import DUMP_SIGNAL, FAILED_CODE, Ended, Pipes, Watch
 from interposer._sandbox.task import Finding, Reporter, Task
 
 _IDLE_SECONDS = 60.0
@@ -59,6 +59,7 @@ def main() -> NoReturn:
         os.close(nowhere)
         gc.freeze()
         _serve(asking, answering)
+        _exit(0)
     except (Ended, BrokenPipeError):
         _exit(0)
     finally:
@@ -67,15 +68,8 @@ def main() -> NoReturn:
 
 def _serve(asking: int, answering: int) -> None:
     warm = False
-    unread = b""
-    while True:
-        while b"\n" not in unread:
-            ready, _, _ = select.select([asking], [], [], _IDLE_SECONDS)
-            chunk = os.read(asking, 1 << 16) if ready else b""
-            if not chunk:
-                raise Ended
-            unread += chunk
-        line, _, unread = unread.partition(b"\n")
+    questions = os.fdopen(asking, "rb")
+    while select.select([asking], [], [], _IDLE_SECONDS)[0] and (line := questions.readline()):
         request = json.loads(line)
         if request["task"]["name"] == "kernel":
             warm = _import(_TORCH_FOR_KERNELS)
@@ -86,15 +80,16 @@ def _serve(asking: int, answering: int) -> None:
 
 def _examine(request: dict[str, Any], asking: int, answering: int, warm: bool) -> Finding | None:
     """Return what a fork found, or None if it wants torch to be imported first."""
-    order = Order(**{**request, "task": Task(**request["task"])}, token=secrets.token_hex(16))
+    token = secrets.token_hex(16)
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
     pid = os.fork()
     if pid == 0:
-        _do(order, Pipes(*writers), [asking, answering, *readers], warm)
+        _do(request, token, Pipes(*writers), [asking, answering, *readers], warm)
     for descriptor in writers:
         os.close(descriptor)
     try:
-        return Watch(order, pid, Pipes(*readers)).follow(asking, answering)
+        watch = Watch(pid, Pipes(*readers), request["seconds"], token)
+        return watch.follow(asking, answering)
     finally:
         for descriptor in readers:
             os.close(descriptor)
@@ -113,7 +108,9 @@ def _import(modules: Iterable[str]) -> bool:
     return True
 
 
-def _do(order: Order, pipes: Pipes, private: list[int], warm: bool) -> NoReturn:
+def _do(
+    request: dict[str, Any], token: str, pipes: Pipes, private: list[int], warm: bool
+) -> NoReturn:
     """Do a task in this freshly forked process, tell what was found and leave.
 
     Args:
@@ -133,15 +130,15 @@ def _do(order: Order, pipes: Pipes, private: list[int], warm: bool) -> NoReturn:
         faulthandler.enable(output, all_threads=False)
         faulthandler.register(DUMP_SIGNAL, output, all_threads=True)
         client.forbid()
-        teller = _Teller(_hidden(pipes.lines), output, order.token)
-        sys.path[:] = order.path
+        teller = _Teller(_hidden(pipes.lines), output, token)
+        sys.path[:] = request["path"]
         importlib.invalidate_caches()
         with suppress(OSError):
-            os.chdir(order.cwd)
+            os.chdir(request["cwd"])
         if not warm:
             sys.meta_path.insert(0, _TorchFinder(teller))
         try:
-            teller.end(perform(order.task, teller))
+            teller.end(perform(Task(**request["task"]), teller))
         except BaseException as error:  # noqa: BLE001 - a plugin may raise its own
             teller.end(Finding.raised(teller.stage, error))
     finally:

@@ -22,11 +22,8 @@ from interposer._sandbox.task import Finding, Reporter, Task, TaskName, read_req
 from interposer._validation.compatibility import check_api, declared_records, register_hooks
 from interposer._validation.records import check_classes, check_records
 
+# The conformance kit stands above the core, so it is named here and imported when it is needed.
 COMPARISON = "interposer_testing._canary"
-"""The module of the conformance kit that compares kernels.
-
-The kit stands above the core, so it is named here and imported when it is needed.
-"""
 
 Arguments = Mapping[str, Any]
 
@@ -41,6 +38,8 @@ def perform(task: Task, reporter: Reporter | None = None) -> Finding:
     What the code under examination raises becomes a refusal; a crash or a hang does not.
     """
     reporter = reporter or Reporter()
+    if task.name != "plugin":  # which has no reason to print while it is imported and asked
+        reporter.unmute()
     try:
         finding = Finding(_TASKS[task.name](task.arguments, reporter))
     except _RefusedError as error:
@@ -103,13 +102,11 @@ def _examine_plugin(arguments: Arguments, reporter: Reporter) -> Verdict:
 
 
 def _examine_targets(arguments: Arguments, reporter: Reporter) -> Verdict:
-    reporter.unmute()
     _load(arguments["targets"], reporter)
     return Verdict.accept()
 
 
 def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
-    reporter.unmute()
     target = str(arguments["target"])
     (platform,) = _load([target], reporter)
     if _verdict(reporter, f"probing {target}", lambda: platform.probe()):
@@ -122,7 +119,6 @@ def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
 
 def _examine_predicate(arguments: Arguments, reporter: Reporter) -> Verdict:
     """Ask once, so that what never comes back is found; the answer itself is not kept."""
-    reporter.unmute()
     target, member = str(arguments["target"]), str(arguments["member"])
     (loaded,) = _load([target], reporter)
     asked = getattr(loaded, member) if member else loaded
@@ -133,7 +129,6 @@ def _examine_predicate(arguments: Arguments, reporter: Reporter) -> Verdict:
 
 
 def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
-    reporter.unmute()
     target = str(arguments["target"])
     reporter.begin(f"loading the op {arguments['op']}")
     op = load_target(arguments["op"]).allowing(arguments.get("extra_roundings", 0))

@@ -1,4 +1,4 @@
-"""The watch over a forked process: what it tells, what it prints, and how it ends."""
+"""The watch over a forked process: reads what it tells and prints, and sees to its end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import select
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from interposer._sandbox.task import Finding, Task
+from interposer._sandbox.task import Finding
 
 FAILED_CODE = 70
 """The exit code of a child process that could not tell anything."""
@@ -37,17 +36,6 @@ class Ended(Exception):
     """Nobody is left who wants the answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A task with the circumstances to do it in; ``seconds`` limit every stage of it."""
-
-    task: Task
-    seconds: float
-    path: list[str]
-    cwd: str
-    token: str
-
-
 class Pipes(NamedTuple):
     """One end of the three pipes between a child process and its watch.
 
@@ -63,12 +51,18 @@ class Pipes(NamedTuple):
 
 
 class Watch:
-    """Follows one child process to its end, and ends it where it must."""
+    """Follows one child process to its end, and ends it where it must.
 
-    def __init__(self, order: Order, pid: int, pipes: Pipes) -> None:
-        self._order = order
+    Args:
+        seconds: limit every stage of its task.
+        token: is in every line that it tells, and in none that a plugin writes there.
+    """
+
+    def __init__(self, pid: int, pipes: Pipes, seconds: float, token: str) -> None:
         self._pid = pid
         self._pipes = pipes
+        self._seconds = seconds
+        self._token = token
         self._open = set(pipes)
         for descriptor in self._open:
             os.set_blocking(descriptor, False)
@@ -103,7 +97,7 @@ class Watch:
             text = self._tail.decode(errors="backslashreplace")
             printed = text.partition("\nExtension modules:")[0].strip()
             return Finding.refused(f"{ending} while {self._stage}", printed, **self._facts, **facts)
-        if self._finding.verdict and self._head and self._order.task.name == "plugin":
+        if self._finding.verdict and self._head:
             printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
             reason = f"prints {printed!r} while it is imported and asked"
             return Finding.refused(reason, **self._finding.facts)
@@ -142,7 +136,7 @@ class Watch:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, DUMP_SIGNAL)
             self._await_death(_DUMP_SECONDS)
-            return late, {"limit_seconds": self._order.seconds}
+            return late, {"limit_seconds": self._seconds}
         self._await_death(_DEATH_SECONDS)
         code = self._code
         if code is None or code == FAILED_CODE:
@@ -200,7 +194,7 @@ class Watch:
             self._open.discard(self._pipes.lines)
 
     def _understand(self, message: Any) -> None:
-        if not isinstance(message, dict) or message.pop("token", "") != self._order.token:
+        if not isinstance(message, dict) or message.pop("token", "") != self._token:
             return
         match message:
             case {"begin": str(stage), "patience": float(patience)}:
@@ -214,5 +208,5 @@ class Watch:
 
     def _begin(self, stage: str, patience: float) -> None:
         self._stage = stage
-        self._limit_seconds = patience * self._order.seconds
+        self._limit_seconds = patience * self._seconds
         self._deadline = time.monotonic() + self._limit_seconds
