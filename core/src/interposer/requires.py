@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-from interposer._contract.requires import (
-    DTYPES,
-    Dim,
-    Requires,
-)
+from interposer._contract.requires import DTYPES, Dim, Requires
 
-__all__ = [
-    "DTYPES",
-    "Dim",
-    "Requires",
-]
+__all__ = ["DTYPES", "Dim", "Requires"]

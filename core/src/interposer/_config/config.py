@@ -25,12 +25,7 @@ from interposer._config.rules import (
     config_error,
     read_rule,
 )
-from interposer._config.sources import (
-    ConfigFile,
-    read_project_file,
-    read_user_file,
-    read_variables,
-)
+from interposer._config.sources import ConfigFile, read_project_file, read_user_file, read_variables
 from interposer._contract.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:

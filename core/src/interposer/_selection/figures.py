@@ -6,10 +6,11 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from interposer._config.rules import first_fault
 from interposer._config.storage import JSON, checksum
 from interposer._contract.errors import StorageError
 
@@ -106,7 +107,7 @@ class Entry(_Model):
         try:
             return cls.model_validate_json(json.dumps({"key": dict(key), "value": value}))
         except ValidationError as error:
-            return _first(error)
+            return first_fault(error)
 
 
 class _File(_Model):
@@ -129,7 +130,7 @@ def read_entries(path: str | Path) -> tuple[Entry, ...]:
         file = _File.model_validate_json(text)
         intact = file.checksum == checksum(json.loads(text)["entries"])
     except ValidationError as error:
-        raise StorageError(path, f"is no table: {_first(error)}", mend) from error
+        raise StorageError(path, f"is no table: {first_fault(error)}", mend) from error
     except ValueError as error:
         raise StorageError(path, f"is no table: {error}", mend) from error
     if not intact:
@@ -153,9 +154,3 @@ def duration(seconds: float, digits: int = 4) -> str:
     units = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
     unit, size = next((pair for pair in units if seconds >= pair[1]), ("ns", 1e-9))
     return f"{seconds / size:.{digits}g} {unit}"
-
-
-def _first(error: ValidationError) -> str:
-    problem: Any = error.errors()[0]
-    place = ".".join(str(part) for part in problem["loc"]) or "the file"
-    return f"{place}: {problem['msg']}"
