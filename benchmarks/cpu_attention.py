@@ -50,7 +50,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """Calls by backend, what a call reads of the cache, and what it multiplies."""
+    """Calls by backend, with the bytes that a call reads and the products that it computes."""
 
     name: str
     what: str
@@ -98,7 +98,7 @@ def attention_requests(
 
 
 def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any]]:
-    """Yield the backends that take ``spec``; what cannot be built is printed with its reason."""
+    """Yield the backends that take ``spec``; print the reason of each that cannot be built."""
     device = CPUPlatform().devices()[0]
     resolver = Resolver(registry, device, Config())
     site = Site(resolver, "attention", spec.dtype)

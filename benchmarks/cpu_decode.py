@@ -69,7 +69,7 @@ class Row:
 
 @dataclass
 class Group:
-    """What was measured of contenders of equal bits, with equal threads."""
+    """The measurements of contenders of equal bits, with equal threads."""
 
     threads: int
     bits: int

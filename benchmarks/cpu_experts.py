@@ -1,4 +1,4 @@
-"""How the CPU platform computes a mixture of experts, beside other ways to do it.
+"""Time a mixture of experts on the CPU platform, beside other ways to compute it.
 
     python benchmarks/cpu_experts.py [--threads N] [--rounds N] [--clock thread|wall]
 
@@ -119,7 +119,7 @@ def mxfp4_ways(gate_up: torch.Tensor, down: torch.Tensor) -> dict[str, Way]:
 
 
 WAYS = {"bfloat16": (plain_ways, 2.0), "mxfp4": (mxfp4_ways, 0.5 + 1 / GROUP)}
-"""How each form is computed, and the bytes of a number."""
+"""The computation of each form, and the bytes of a number."""
 
 
 def _called(function: Callable[..., object], constants: dict[str, Any], given: Routing) -> object:

@@ -1,4 +1,4 @@
-"""How the CPU platform's kernels compare with their ops' references, and ``sdpa`` with ``paged``.
+"""Time the CPU platform's kernels beside their ops' references, and ``sdpa`` beside ``paged``.
 
 Both are called in turns, so that whatever else the machine does falls on both alike. Look at the
 ratios: ``median`` is the ratio of medians, ``best`` that of minimums; above 1 the kernel wins.

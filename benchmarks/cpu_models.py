@@ -158,7 +158,7 @@ def _run(command: list[Any]) -> None:
 
 
 def made(shape: str, folder: Path, formats: list[str], environments: Path) -> Iterator[str]:
-    """Make what is missing; yield a line for each part, with the reason where one failed."""
+    """Make the missing models; yield a line for each part, with the reason of a failure."""
     plain = folder / "hf"
     bf16 = folder / "bf16.gguf"
     parts: list[tuple[str, Path, Callable[[Path], None]]] = [

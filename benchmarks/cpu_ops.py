@@ -1,4 +1,4 @@
-"""Every kernel that this processor's selection accepts, beside what the processor can do.
+"""Time every kernel that the selection accepts here, against the roofs of the processor.
 
     python benchmarks/cpu_ops.py [--threads 2,1] [--rounds 15] [--json FILE] [NAME ...]
 
@@ -89,7 +89,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Measure:
-    """One kernel at one request; shares are of what the processor was measured to reach."""
+    """One kernel at one request; shares are of the processor's measured roofs."""
 
     name: str
     what: str
@@ -114,7 +114,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed: calls by kernel, each of which takes its copies in turn."""
+    """One timed workload: calls by kernel, each on its copies in turn."""
 
     name: str
     what: str

@@ -39,7 +39,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """A library, the module that tells whether it is there, and what installs it.
+    """A library, the module that tells if it is there, and the packages to install.
 
     Attributes:
         unwanted: what pip installs beside it and must not stay.

@@ -1,4 +1,4 @@
-"""What the CPU platform's numbers cost the shipped model, in bits per byte of held-out text.
+"""Measure the cost of the CPU platform's formats, in bits per byte of held-out text.
 
 python benchmarks/cpu_quality.py [--every N] [--only LABEL ...]
 

@@ -1,4 +1,4 @@
-"""What the processor reaches: read bandwidth of memory, and products of bfloat16 matrices.
+"""Measure the roofs of the processor: read bandwidth of memory, and bfloat16 GEMM.
 
     python benchmarks/cpu_roofs.py [--threads N] [--rounds N]
 
@@ -42,7 +42,7 @@ class Roofs:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a decoder has to read and compute, from its ``config.json``."""
+    """The bytes that a decoder reads and the products it computes, from its ``config.json``."""
 
     config: dict[str, Any]
 

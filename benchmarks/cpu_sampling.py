@@ -1,4 +1,4 @@
-"""How long native sampling, penalties and routing take on one thread, beside their references.
+"""Time native sampling, penalties and routing on one thread, beside their references.
 
 Medians of processor time in microseconds, both called in turns.
 

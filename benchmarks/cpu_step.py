@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, and how much of it is Python and dispatch.
+"""Split the time of a decode step into its ops, and into Python and dispatch.
 
     python benchmarks/cpu_step.py DIR [--quantization int4-g32] [--context 128] [--threads 2,1]
 
@@ -52,7 +52,7 @@ def loaded(path: Path, quantization: str, context: int, steps: int) -> LanguageM
 
 
 class Decoding:
-    """A request that is decoded step by step; a new one begins where it has become too long."""
+    """A request, decoded step by step; a new one begins after the longest context."""
 
     def __init__(self, lm: LanguageModel, context: int, steps: int) -> None:
         self.lm = lm
@@ -77,7 +77,7 @@ class Decoding:
 
 
 Bound = tuple[Any, str, str]
-"""What holds a function, under which name, and how it is called in tables."""
+"""The holder of a function, its attribute there, and its label in tables."""
 
 
 class Timed:
@@ -197,7 +197,7 @@ def measured(
 def print_table(
     title: str, lm: LanguageModel, bound: Iterable[Bound], context: int, steps: int
 ) -> None:
-    """Print what is called in a step by the time that it takes, and what is left of the step."""
+    """Print the calls of a step by the time they take, and the rest of the step."""
     run, own = Decoding(lm, context, steps), wrapper_seconds()
     whole: list[float] = []
     taken: defaultdict[str, list[float]] = defaultdict(list)

@@ -49,7 +49,7 @@ class AnonymousPeak:
 
 
 def memory(field: str) -> int:
-    """Return a number of bytes that the system states for this process, 0 where it does not."""
+    """Return a number of bytes that the system states for this process, or 0."""
     status = Path("/proc/self/status")
     text = status.read_text(encoding="utf-8") if status.exists() else ""
     found = re.search(rf"{field}:\s+(\d+) kB", text)

@@ -1,4 +1,4 @@
-"""What plugins cost: a hundred of them in discovery, in the import, in resolution and in a call.
+"""Measure the cost of a hundred plugins: in discovery, the import, resolution and a call.
 
     python benchmarks/discovery.py [--rounds 7] [--check]
 
@@ -314,7 +314,7 @@ def _per_plugin(full: dict[str, Any], empty: dict[str, Any]) -> float:
 
 
 def import_figures(machine: Machine, rounds: int) -> Iterable[Figure]:
-    """Yield what the plugins add to ``import interposer``, and how many of them it imports."""
+    """Yield the time that plugins add to ``import interposer``, and the number it imports."""
     differences, alone, loaded = [], [], 0
     for number in range(4 * rounds):
         lines = {}
@@ -339,7 +339,7 @@ def resolution_figures(machine: Machine, rounds: int) -> Iterable[Figure]:
 
 
 def call_figures(machine: Machine) -> Iterable[Figure]:
-    """Yield what the bound attribute costs more than the function that it is."""
+    """Yield the cost of a call of the bound attribute beside one of the function itself."""
     found = machine.measure("call", plugins=True)
     remark = "the attribute is the function" if found["same"] else "ANOTHER FUNCTION"
     yield Figure("direct call of a kernel", found["direct"], "ns")

@@ -1,4 +1,4 @@
-"""What the abstraction costs: a bound op, the import, the resolution of a model.
+"""Measure the cost of the abstraction: a bound op, the import, the resolution of a model.
 
 python benchmarks/dispatch.py
 """

@@ -1,4 +1,4 @@
-"""What a GGUF file's embedding and output cost in a decode step, in their blocks and in 16 bits.
+"""Time a GGUF file's embedding and lm_head in a decode step, as blocks and in 16 bits.
 
     python benchmarks/gguf_step.py FILE
 
@@ -56,7 +56,7 @@ def held_bytes(lm: LanguageModel) -> int:
 
 
 class Decoding:
-    """A request that is decoded step by step; a new one begins where it has become too long."""
+    """A request, decoded step by step; a new one begins after the longest context."""
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm

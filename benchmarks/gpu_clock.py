@@ -22,7 +22,7 @@ _MATRIX_SIDE = 8192
 
 @dataclass(frozen=True)
 class Roofs:
-    """What the device was measured to reach."""
+    """The measured roofs of the device."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -35,7 +35,7 @@ class Roofs:
 
 
 def accelerator_placement(platform: str = "") -> Placement:
-    """Return where to measure; without an accelerator, end with one sentence that says so."""
+    """Return the device to measure on; without an accelerator, end with a sentence."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         raise SystemExit(

@@ -35,7 +35,7 @@ Run = Callable[[list[list[int]], int], tuple[float, float, list[list[int]]]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked of each contender."""
+    """The workload of every contender."""
 
     batch: int
     context: int
@@ -203,7 +203,7 @@ def line(figure: Figure, work: Work) -> str:
 
 
 def report(figures: list[Figure], roofs: Roofs, work: Work, file: Path | None) -> None:
-    """Say how contenders compare, and write all figures where a file is given."""
+    """Print the comparison of contenders, and write all figures to the given file."""
     by_name = {figure.contender: figure for figure in figures}
     if {"graphs", "plain"} <= by_name.keys():
         same = by_name["graphs"].tokens == by_name["plain"].tokens

@@ -1,4 +1,4 @@
-"""How the kernels of every op do on an accelerator: against its roofs, and against torch.
+"""Time the kernels of every op on an accelerator, against its roofs and against torch.
 
 Each kernel is checked against the reference on the sample that is timed before it is timed. Per op
 and number of tokens: microseconds, the share of the measured memory bandwidth and of the measured
@@ -62,7 +62,7 @@ DIMS: Mapping[str, int | float | str | bool] = {
 
 @dataclass
 class Figure:
-    """What one kernel took; None where torch could not run or compile the reference."""
+    """The times of one kernel; None where torch could not run or compile the reference."""
 
     op: str
     num_tokens: int
@@ -118,7 +118,7 @@ def measured(
     clock: Clock,
     roofs: Roofs,
 ) -> Iterator[Figure | str]:
-    """Yield a figure for each kernel that takes a sample, a sentence for one that cannot run."""
+    """Yield a figure for each kernel that takes a sample, or a sentence if it cannot run."""
     assert op.sample is not None
     head = f"{name:30}{num_tokens:>7}  "
     try:

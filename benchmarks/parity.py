@@ -1,4 +1,4 @@
-"""How far the logits are from transformers' in float32, ours and its own in bfloat16.
+"""Measure how far our logits, and those of transformers in bfloat16, are from its float32 ones.
 
 python benchmarks/parity.py MODEL_DIR [MODEL_DIR ...]
 """

@@ -1,4 +1,4 @@
-"""What quantization costs the shipped model, in bits per byte of text that it was not trained on.
+"""Measure the cost of quantization, in bits per byte of held-out text.
 
 python benchmarks/quality.py [--every N] [--only SCHEME ...]
 

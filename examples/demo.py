@@ -1,4 +1,4 @@
-"""The shipped model on two prompts: what it writes, what it runs on, and how fast.
+"""Run the shipped model on two prompts, and show its text, kernels and speed.
 
 make demo, or: python examples/demo.py
 """

@@ -90,7 +90,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows of which those that are rotated together follow each other."""
+    """Return the rows, reordered so that each rotated pair is adjacent."""
     rows: torch.Tensor = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return rows
 

@@ -1,4 +1,4 @@
-"""Writes what is chosen for the shipped model on every GPU that a distribution describes, and why.
+"""Writes the choices and their reasons for the shipped model, on every described GPU.
 
     python tests/golden_choices.py interposer-rocm platforms/rocm/tests/golden
 

@@ -1,4 +1,4 @@
-"""What is chosen on every described GPU is what the golden files say, which people have read."""
+"""The choices on every described GPU are those of the golden files, which people have read."""
 
 from __future__ import annotations
 

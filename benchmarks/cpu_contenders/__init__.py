@@ -1,4 +1,4 @@
-"""What ``cpu_decode.py`` compares, one module for each library.
+"""The contenders of ``cpu_decode.py``, one module for each library.
 
 Each has ``open_contender(path, option, threads)``, which loads the model. The modules run in the
 environments of the peers, which hold neither interposer nor always torch: they import nothing

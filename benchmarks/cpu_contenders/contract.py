@@ -1,4 +1,4 @@
-"""What a contender does, and how much room it has to keep for it."""
+"""The contract of a contender, and the room that it keeps in its cache."""
 
 from __future__ import annotations
 

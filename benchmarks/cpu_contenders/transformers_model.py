@@ -95,7 +95,7 @@ class Model:
 
 
 def _quantize(model: Any, method: str, group_size: int) -> None:
-    """Quantize all products, that of the head included, which gets a weight of its own for it."""
+    """Quantize all products; the lm_head gets a weight of its own for it."""
     import torch
 
     untied = model.lm_head.weight.detach().clone()

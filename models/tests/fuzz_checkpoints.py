@@ -231,7 +231,7 @@ def tried(folder: Path, config: Any, weights: bytes) -> str:
 
 
 def main() -> None:
-    """Print how many mutations loaded or raised which error, and what else went wrong."""
+    """Print the numbers of mutations that loaded, or raised each error, and other failures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("method")
     parser.add_argument("--count", type=int, default=100)

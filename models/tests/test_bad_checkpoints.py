@@ -1,4 +1,4 @@
-"""Every spoiled checkpoint gets one clear error that names what is wrong."""
+"""Every spoiled checkpoint gets one clear error that names the fault."""
 
 from __future__ import annotations
 

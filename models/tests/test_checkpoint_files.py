@@ -1,4 +1,4 @@
-"""A file is opened by the plugin that reads its suffix, and whatever that raises has its name."""
+"""A file is opened by the plugin for its suffix, and errors name that plugin."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_file_is_the_model_that_it_tells(tmp_path: Path) -> None:
 def test_a_layer_waits_for_what_is_optional_only_if_names_are_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In groups that follow each other GPTQ need not store which input is in which."""
+    """GPTQ need not store the groups of inputs if groups follow each other."""
     folder, tensors, order = gptq_without_order(tmp_path / "gptq")
     path = written(tmp_path / "model.link", folder)
     ready: list[bool] = []

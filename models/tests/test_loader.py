@@ -1,4 +1,4 @@
-"""What a model is built with before any weight is read."""
+"""The settings of a model, checked before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading takes, measured in a process of its own on models of the size of Qwen3-0.6B."""
+"""Loading needs little memory, measured in a process of its own on models like Qwen3-0.6B."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def measured(path: Path, *options: str) -> dict[str, float]:
 
 
 def shares(path: Path, quantization: str | None = None) -> bool:
-    """Say whether lookups read what the head multiplies by, also where that is reordered."""
+    """Return True if the embedding reads the lm_head's weight, also a reordered one."""
     rows = explain(path, dtype="bfloat16", quantization=quantization).rows
     return any(row.choice.chosen.name.endswith("embedding_native") for row in rows)
 

@@ -173,7 +173,7 @@ def test_experts_are_exchanged_in_place(copied: Path, dtype: str) -> None:
 
 
 def test_around_experts_linear_layers_are_quantized(qwen3_moe: Path, tmp_path: Path) -> None:
-    """What is written says that routers and experts are plain, to whom they are linear layers."""
+    """The written settings say that routers and experts are plain."""
     done = quantize(qwen3_moe, tmp_path / "out", "int8")
     settings = json.loads((done.path / "config.json").read_text())["quantization_config"]
     assert settings["ignore"] == ["lm_head", r"re:.*\.gate$", r"re:.*\.experts\."]

@@ -53,7 +53,7 @@ def examples() -> list[Any]:
 
 
 def built(scheme: Any, settings: Mapping[str, Any], device: str) -> Linear | Experts:
-    """Return a linear layer, or experts where the scheme leaves that plain."""
+    """Return a linear layer, or experts if the scheme leaves linear layers plain."""
     resolver = Resolver(
         current_registry(), place().device, Config(canary="off"), scheme.parse(settings)
     )

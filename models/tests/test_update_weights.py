@@ -1,4 +1,4 @@
-"""New weights for a model that runs: all of them or none, where the old ones lie."""
+"""New weights replace those of a running model in place: all of them or none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from interposer import Config
 from interposer.errors import CheckpointError, RequestError
 from interposer_models import LanguageModel, load
-from interposer_models._checkpoint.weight_update import Renewal
+from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.layers.linear import Linear
 
@@ -142,7 +142,7 @@ def operands(lm: LanguageModel) -> dict[str, tuple[Any, ...]]:
 
 
 def kept(lm: LanguageModel) -> Callable[[], bool]:
-    """Return a function that says whether the model computes what it computes now."""
+    """Return a function that compares the model's results with its present ones."""
     before = lm.logits(TOKENS)
     return lambda: torch.equal(lm.logits(TOKENS), before)
 
@@ -331,16 +331,16 @@ def test_an_interrupt_while_weights_are_written_ends_with_all_of_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    apply, calls = Renewal.apply, 0
+    apply, calls = GroupUpdate.apply, 0
 
-    def interrupted(renewal: Renewal) -> None:
+    def interrupted(update: GroupUpdate) -> None:
         nonlocal calls
         calls += 1
-        apply(renewal)
+        apply(update)
         if calls == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Renewal, "apply", interrupted)
+    monkeypatch.setattr(GroupUpdate, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lm.update_weights(tensors)
     wanted = load(write(tmp_path / "new", llama, "plain", tensors), "float32", cache_tokens=64)

@@ -39,7 +39,7 @@ def layers_of(model: nn.Module) -> list[PluggableLayer]:
 
 
 def held(model: nn.Module) -> list[torch.Tensor]:
-    """Return every tensor that the layers hold, in the order in which they refer to them."""
+    """Return every tensor of the layers, in the order of their attributes."""
     leaves = _pytree.tree_leaves([vars(layer) for layer in layers_of(model)])
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [tensor.to_dense() if tensor.is_mkldnn else tensor for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Spaces of cases: what they hold, and that layouts and special values are what they say."""
+"""Spaces of cases hold the declared cases, layouts and special values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite blames what is wrong and nothing that is right."""
+"""The conformance suite blames wrong kernels and no right one."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def doubly_rounded_norm(
 
 @pytest.mark.parametrize("extra", [0, 8])
 def test_a_kernel_may_state_roundings_of_its_own(trials_of: TrialsOf, extra: int) -> None:
-    """What is off by eight more is right where its record says so; the op stays as it is."""
+    """A kernel may be off by eight roundings more if its record says so; the op stays as it is."""
     target = f"{__name__}:doubly_rounded_norm"
     record = Kernel("toy_norm", "toy_norm_rough", target, extra_roundings=extra)
     trials = trials_of(OpEntry("toy_norm", f"{__name__}:toy_norm"), record)

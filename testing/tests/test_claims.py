@@ -1,4 +1,4 @@
-"""What kernels promise is tried, and each promise that is broken is found by its own aspect."""
+"""Every declared property of a kernel is tried, and its own aspect finds the violation."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def in_other_precision_alone(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 
 
 def in_other_precision_at_the_end(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look like a vector loop with another remainder, whose length is that of the whole batch."""
+    """Look like a vector loop whose remainder depends on the length of the whole batch."""
     y = scaled.reference(x, weight)
     return torch.cat([y[:-1], lower(y[-1:])]) if len(x) > 2 else y
 

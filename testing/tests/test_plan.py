@@ -1,4 +1,4 @@
-"""What a plan finds in records that are wrong, and what it says of those that are not."""
+"""A plan finds the records that are wrong, and describes those that are not."""
 
 from __future__ import annotations
 

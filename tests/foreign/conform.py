@@ -37,7 +37,7 @@ FEW = 6
 
 
 def conform() -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Return how many trials of each native kernel were run at each level, and what failed."""
+    """Return the number of trials of each native kernel at each level, and the failures."""
     ran, faults = {level: Counter[str]() for level in native.levels()}, list[str]()
     *lower, best = native.levels()
     device = CPUPlatform().devices()[0]

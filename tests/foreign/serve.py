@@ -75,7 +75,7 @@ def doors() -> dict[str, float]:
 
 
 def threads() -> dict[str, Any]:
-    """Return how many threads come with a task that wants more, and whether results stay the same.
+    """Return the number of threads of a task that wants more, and if results stay the same.
 
     Nothing of torch's has used its threads before.
     """

@@ -1,4 +1,4 @@
-"""What one plugin of the pack is made of, and how it has to end."""
+"""One plugin of the pack: its files, and the refusal that it has to get."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Hostile", "Stage", "plugin", "provides"]
 Stage = Literal[
     "attention", "discovery", "kernel", "layer", "lock", "observer", "platform", "tie", "tuning"
 ]
-"""Where a plugin has to be refused: what is asked when the refusal shows, see ``visit.py``."""
+"""The stage at which a plugin has to be refused, and its visit in ``visit.py``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ def wheel(case: Hostile, folder: Path) -> Wheel:
 
 
 def install(folder: Path) -> Path:
-    """Return the folder into which pip has installed every case, altered where it says so."""
+    """Return the folder into which pip has installed every case, with its alterations."""
     wheels, site = folder / "wheels", folder / "site"
     wheels.mkdir()
     paths = [HEALTHY.write(wheels), *(wheel(case, wheels).write(wheels) for case in CASES)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.wrong_kernels import arithmetic, attending, memory, promises, quantizing
+from tests.wrong_kernels import arithmetic, attention, memory, promises, quantizing
 from tests.wrong_kernels.wrong import WRONG, Wrong
 
-__all__ = ["ALL", "Wrong", "arithmetic", "attending", "memory", "promises", "quantizing"]
+__all__ = ["ALL", "Wrong", "arithmetic", "attention", "memory", "promises", "quantizing"]
 
 ALL: tuple[Wrong, ...] = tuple(WRONG)

@@ -1,4 +1,4 @@
-"""What is known of a wrong kernel."""
+"""The description of a wrong kernel."""
 
 from __future__ import annotations
 

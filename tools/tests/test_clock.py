@@ -56,7 +56,7 @@ def test_work_is_waited_for_before_and_after_each_call() -> None:
 
 
 def test_caches_are_cold() -> None:
-    """What was written between two calls is larger than the cache that the device states."""
+    """The buffer written between two calls is larger than the cache that the device states."""
     made = clock(Recording(), cache_bytes=1 << 20)
     made.time([lambda: None], repeats=3)
     assert made._buffer.nbytes >= 2 << 20

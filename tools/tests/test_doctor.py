@@ -327,15 +327,15 @@ def test_what_the_lock_refuses_is_not_run(
     lines = [f"{file},sha256={sum}," for file, sum in zip(files, sums, strict=True)]
     (tmp_path / "acmetorn-1.0.dist-info" / "RECORD").write_text("\n".join(lines) + "\n")
     Lock.of(installed_distributions()).write(tmp_path / "interposer.lock")
-    witness = tmp_path / "was-run"
-    (tmp_path / "acmetorn.py").write_text(f"open({str(witness)!r}, 'w').close()\n")
+    trace = tmp_path / "was-run"
+    (tmp_path / "acmetorn.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
     with use(**policy):
         health = doctor(Config(locked=True))
         assert problem(health).subject == "lock"
         assert "acmetorn 1.0 was altered" in problem(health).reason
-        assert not witness.exists()
+        assert not trace.exists()
         doctor()
-    assert witness.exists()  # the lock alone kept it from being run
+    assert trace.exists()  # the lock alone kept it from being run
 
 
 def double_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""What the catalogue of ops says, as text, as JSON and as a page."""
+"""The catalogue of ops as text, as JSON and as a page."""
 
 from __future__ import annotations
 

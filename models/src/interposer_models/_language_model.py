@@ -21,7 +21,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a request produced.
+    """The result of one request.
 
     Attributes:
         text: of the new tokens; empty where the model has no tokenizer.
@@ -64,7 +64,7 @@ class LanguageModel:
 
     @property
     def graphs(self) -> Verdict | None:
-        """Whether decode steps run as graphs; None where nobody asks for it."""
+        """True if decode steps run as graphs; None where nobody asks for it."""
         running = self.engine.graphs
         return self._graphs if running is None or running.compiled else running.compiled
 

@@ -224,7 +224,7 @@ def _cache_tokens(planned: Plan, max_sequences: int) -> int:
 
 
 def _tokens_that_fit(planned: Plan) -> int:
-    """Return how many cached tokens would fill all memory that is free on the device."""
+    """Return the number of cached tokens that would fill the device's free memory."""
     layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
     page_bytes = sum(layout.page_bytes() for layout in layouts)
     device = planned.placement.device.torch_device

@@ -1,4 +1,4 @@
-"""Which settings of quantization hold: the checkpoint's, or those that the user asks for."""
+"""The choice between the checkpoint's settings of quantization and the user's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interposer import Registry
 from interposer.errors import ConfigError, UnknownNameError
 
 ONLINE = "online_"
-"""What the ``quant_method`` of a scheme starts with that quantizes plain weights."""
+"""The prefix of ``quant_method`` of a scheme that quantizes plain weights."""
 
 
 def quantization_settings(

@@ -130,7 +130,7 @@ class Detokenizer:
         self._context = 0
 
     def push(self, token_id: int, last: bool = False) -> str:
-        """Return the text that ``token_id`` completes; if it is the last, all that is left.
+        """Return the text that ``token_id`` completes; after the last, all of the rest.
 
         Tokens are decoded together with the few before them, because a tokenizer may join
         neighbours in ways that depend on both.

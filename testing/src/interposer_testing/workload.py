@@ -1,4 +1,4 @@
-"""What a step of so many tokens is made of, and batches of given sequences.
+"""The sequences of a step of so many tokens, and batches of given sequences.
 
 Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S page size.
 """

@@ -102,7 +102,7 @@ def _application() -> typer.Typer:
 def _add_command(
     application: typer.Typer, name: str, points: list[importlib_metadata.EntryPoint]
 ) -> None:
-    """Add what the entry point names or, where it is not usable, a command that says why."""
+    """Add the entry point's command, or one that prints the reason why it cannot be used."""
     try:
         if len(points) > 1:
             rivals = " and by ".join(sorted(point.value for point in points))

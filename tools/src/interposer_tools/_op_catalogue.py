@@ -22,7 +22,7 @@ _SHOWN = ("mutates", "constants", "batched", "ragged", "properties", "dtypes", "
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What is declared of one op.
+    """The declarations of one op.
 
     Attributes:
         family: the module that defines it, without its package.

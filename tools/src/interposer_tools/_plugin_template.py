@@ -29,7 +29,7 @@ _MOST_CHARACTERS = 50
 
 
 class PluginKind(StrEnum):
-    """What a new plugin provides."""
+    """The kinds of plugins that the template writes."""
 
     KERNEL = "kernel"
     QUANTIZATION = "quantization"

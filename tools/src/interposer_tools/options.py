@@ -1,4 +1,4 @@
-"""What the subcommands have in common: their options, and how they print."""
+"""The options of the subcommands, and their printing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening what a path names: a model directory, or a file of a format that a plugin reads."""
+"""Opening checkpoints: a model directory, or a file of a format that a plugin reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, has_vo
 def open_checkpoint(
     path: str | Path, config: Config
 ) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
-    """Return the checkpoint at ``path``, and the choice of who reads it where that is a file.
+    """Return the checkpoint at ``path``, and the choice of the plugin that reads a file.
 
     Raises:
         CheckpointError: it does not exist, is corrupt, or nobody reads such files.

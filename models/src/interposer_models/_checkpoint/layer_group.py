@@ -1,4 +1,4 @@
-"""Layers that get their weights together, and what they hold before and after.
+"""Groups of layers that get their weights together, and their states before and after.
 
 A layer is kept as it was built, on the meta device, so that its weights can come any number of
 times: when a checkpoint is loaded, and whenever they are renewed.
@@ -122,7 +122,7 @@ class Filling:
         self.missing.remove(name)
 
     def awaits(self, names: Collection[str] | None) -> bool:
-        """Say whether a tensor is missing that will come, where ``names`` are all; None: any."""
+        """Return True if a missing tensor may still come; ``names`` are all to come, None: any."""
         places = self.group.places
         return any(
             names is None or name in names or not places[name].is_optional for name in self.missing
@@ -180,7 +180,7 @@ def _mapped(state: State, parameters: dict[int, nn.Parameter]) -> State:
 
 
 def _copied(layer: L, state: State) -> L:
-    """Return another layer of the same class, which shares nothing that a layer changes."""
+    """Return another layer of the same class that shares no mutable state with this one."""
     copy = object.__new__(type(layer))
     vars(copy).update(_mapped(vars(layer), {}), **state)
     return copy

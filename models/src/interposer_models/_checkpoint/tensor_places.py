@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go: whole parameters, or rows of those of fused layers."""
+"""The places of a checkpoint's tensors: whole parameters, or rows of those of fused layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorPlace:
 
     @property
     def is_optional(self) -> bool:
-        """Say whether the parameter has a default, which stands where nothing is stored."""
+        """Return True if the parameter has a default, for checkpoints without it."""
         return hasattr(self.parameter, "default")
 
     @property
@@ -119,7 +119,7 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
 
 
 def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
-    """Return what checkpoints would call the biases of linear layers that have none."""
+    """Return the names that checkpoints give to biases, of linear layers without one."""
     return frozenset(
         f"{parent}{dot}{part}.bias"
         for layer in layers
@@ -144,7 +144,7 @@ def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple
 
 
 def _matrices(layer: PluggableLayer, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
-    """Yield the place of what each expert's matrices have, which are stored one by one."""
+    """Yield the places of tensors of each expert's matrices, stored one by one."""
     stored = getattr(parameter, "expert_tensor", "weight")
     for expert in range(parameter.shape[0]):
         start = 0

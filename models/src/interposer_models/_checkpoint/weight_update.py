@@ -1,4 +1,4 @@
-"""Changing what a layer holds for what it would hold with other weights."""
+"""The change of a layer's tensors to those of other weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, MethodType, C
 
 
 @dataclass(frozen=True, slots=True)
-class Renewal:
+class GroupUpdate:
     """The change of one group, settled but not made.
 
     Attributes:
@@ -33,8 +33,8 @@ class Renewal:
     pairs: list[Pair] | None
 
     @classmethod
-    def of(cls, group: LayerGroup, states: list[State]) -> Renewal:
-        """Return the change of ``group`` to ``states``, in place where that is possible."""
+    def of(cls, group: LayerGroup, states: list[State]) -> GroupUpdate:
+        """Return the change of ``group`` to ``states``, in place if possible."""
         pairs: list[Pair] = []
         for layer, state in zip(group.layers, states, strict=True):
             held = {name: vars(layer).get(name) for name in state}
@@ -88,7 +88,7 @@ def _same_form(held: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def _alias_alike(pairs: list[Pair]) -> bool:
-    """Say whether tensors share memory there exactly where they do here."""
+    """Return True if new tensors alias each other exactly as the held ones do."""
     there: dict[int, int] = {}
     here: dict[int, int] = {}
     for held, new in pairs:

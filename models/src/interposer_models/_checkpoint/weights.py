@@ -11,7 +11,7 @@ from interposer import PluggableLayer
 from interposer.errors import CheckpointError
 from interposer_models._checkpoint.layer_group import Filling, LayerGroup, groups_of
 from interposer_models._checkpoint.tensor_places import absent_biases, places_of
-from interposer_models._checkpoint.weight_update import Renewal
+from interposer_models._checkpoint.weight_update import GroupUpdate
 from interposer_ops.devices import host_memory
 
 Progress = Callable[[int], None]
@@ -121,7 +121,7 @@ class Weights:
             all. Nothing was changed.
         """
         fillings: dict[LayerGroup, Filling] = {}
-        renewals: dict[LayerGroup, Renewal] = {}
+        updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
         for name, tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
@@ -130,14 +130,14 @@ class Weights:
             if group is None:
                 tied |= {name} & self._tied.keys()
                 continue
-            if group in renewals:
+            if group in updates:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
             filling = fillings.get(group)
             if filling is None:
                 filling = fillings[group] = Filling(group, self.device)
             filling.put(name, tensor.detach(), path)
             if not filling.missing:
-                renewals[group] = Renewal.of(group, group.finalized(fillings.pop(group)))
+                updates[group] = GroupUpdate.of(group, group.finalized(fillings.pop(group)))
         for group, filling in fillings.items():
             given = sorted(group.places.keys() - filling.missing)
             filling.put_defaults()
@@ -148,14 +148,14 @@ class Weights:
                     f"{_listed(given)}",
                     "give all tensors of these layers in one update",
                 )
-            renewals[group] = Renewal.of(group, group.finalized(filling))
-        self._check_tied(tied, renewals, path)
-        if not renewals:
+            updates[group] = GroupUpdate.of(group, group.finalized(filling))
+        self._check_tied(tied, updates, path)
+        if not updates:
             raise CheckpointError(path, "holds no tensor of the model", "is its iterator used up?")
-        _apply(list(renewals.values()))
-        renewed = [renewal for renewal in renewals.values() if renewal.pairs is None]
-        prefixes = tuple(layer.prefix for renewal in renewed for layer in renewal.group.layers)
-        del renewals, renewed
+        _apply(list(updates.values()))
+        renewed = [update for update in updates.values() if update.pairs is None]
+        prefixes = tuple(layer.prefix for update in renewed for layer in update.group.layers)
+        del updates, renewed
         host_memory.trim()
         return prefixes
 
@@ -180,25 +180,25 @@ class Weights:
         return None
 
     def _check_tied(
-        self, tied: Iterable[str], renewals: dict[LayerGroup, Renewal], path: object
+        self, tied: Iterable[str], updates: dict[LayerGroup, GroupUpdate], path: object
     ) -> None:
         for name in sorted(tied):
             used = self._tied[name]
-            if self._owners[used] not in renewals:
+            if self._owners[used] not in updates:
                 raise CheckpointError(
                     path, f"holds {name!r}, which is tied to {used!r}", f"give {used!r} instead"
                 )
 
 
 @torch.inference_mode()  # in which tensors of either mode can be written
-def _apply(renewals: list[Renewal]) -> None:
+def _apply(updates: list[GroupUpdate]) -> None:
     try:
-        for renewal in renewals:
-            renewal.apply()
+        for update in updates:
+            update.apply()
     except BaseException:
         # Cut off in the middle, the model would be half the old one and half the new one.
-        for renewal in renewals:
-            renewal.apply()
+        for update in updates:
+            update.apply()
         raise
 
 

@@ -1,4 +1,4 @@
-"""What a decoder needs to know of a checkpoint's config.json, checked when it is read."""
+"""The settings of a decoder, read from a checkpoint's config.json and checked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OLDER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How one architecture stores and computes its routed experts.
+    """The routed experts of one architecture: their names in a checkpoint, and their formula.
 
     Attributes:
         activation: as the op ``fused_experts`` names it.
@@ -57,7 +57,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """How one architecture differs from the parametric decoder's defaults.
+    """The differences of one architecture from the parametric decoder's defaults.
 
     Attributes:
         qkv_bias: the Q, K and V projections have a bias; None asks the config's attention_bias.
@@ -185,7 +185,7 @@ class DecoderConfig(BaseModel):
 
     @property
     def traits(self) -> Traits:
-        """What is special about the architecture."""
+        """The architecture's differences from the defaults."""
         return ARCHITECTURES[self.architecture]
 
     @property
@@ -206,7 +206,7 @@ class DecoderConfig(BaseModel):
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the Q, K and V projections have a bias."""
+        """True if the Q, K and V projections have a bias."""
         fixed = self.traits.qkv_bias
         return self.attention_bias if fixed is None else fixed
 
@@ -216,7 +216,7 @@ class DecoderConfig(BaseModel):
         return self.moe_intermediate_size or self.intermediate_size
 
     def mixture_of(self, index: int) -> Mixture | None:
-        """Return how layer ``index`` mixes experts; None where it has one perceptron."""
+        """Return the mixture of layer ``index``; None if it has one MLP."""
         is_sparse = (
             index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
         )
@@ -247,7 +247,7 @@ class DecoderConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _flatten_rope(cls, fields: Any) -> Any:
-        """Lift what newer configs keep inside of rope_parameters to where older ones have it."""
+        """Lift the fields inside of rope_parameters of newer configs to their older places."""
         rope = fields.get("rope_parameters", fields.get("rope_scaling"))
         if isinstance(rope, dict):
             inner = {n: rope[n] for n in ("rope_theta", "partial_rotary_factor") if n in rope}

@@ -69,7 +69,7 @@ class DecodeGraphs:
         return -(-buckets.sizes[-1] // page_size)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Return what ``step`` would, through a graph where one fits.
+        """Return the result of ``step``, through a graph if one fits.
 
         What is returned is overwritten by the next step.
 

@@ -130,7 +130,7 @@ class Engine:
         return self.scheduler.busy
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a request early and free what it holds; one that has ended stays as it is."""
+        """End a request early and free its pages; one that has ended stays as it is."""
         if sequence.finish_reason is None:
             sequence.finish_reason = "cancelled"
             self.scheduler.remove(sequence)

@@ -64,7 +64,7 @@ class GraphBatch:
         )
 
     def fill(self, batch: StepBatch) -> int:
-        """Write a step that decodes one token per sequence, and return how many rows it has.
+        """Write a step of one token per sequence, and return its number of rows.
 
         Raises: ConfigError: it is no such step, or does not fit.
         """

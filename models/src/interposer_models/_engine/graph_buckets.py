@@ -13,7 +13,7 @@ _WIDER = 4
 
 
 class Bucket(NamedTuple):
-    """What one graph has room for: sequences, and pages of the longest of them."""
+    """The capacity of one graph: sequences, and pages of the longest of them."""
 
     num_sequences: int
     num_pages: int
@@ -58,7 +58,7 @@ class GraphBuckets:
         return cls((*(size for size in steps if size < most), most), (*widths, most_pages))
 
     def bucket_for(self, num_sequences: int, num_pages: int) -> Bucket | None:
-        """Return the smallest that holds the batch; None where none does."""
+        """Return the smallest bucket that holds the batch, or None."""
         size, width = _least(self.sizes, num_sequences), _least(self.widths, num_pages)
         return None if size is None or width is None else Bucket(size, width)
 

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when it ends."""
+"""The settings by which tokens of one request are sampled, and by which it ends."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SamplingParams(BaseModel):
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """Whether each token is the one of the largest logit: greedy, and without penalties."""
+        """True if each token is the one of the largest logit: greedy, and without penalties."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.temperature == 0 and self.repetition_penalty == 1 and not any(penalties)
 

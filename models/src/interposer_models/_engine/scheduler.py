@@ -1,4 +1,4 @@
-"""Continuous batching: which tokens of which sequences run in the next step."""
+"""Continuous batching: the choice of the sequences and tokens of the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """Say whether the step ends with the sequence's newest token, so that one is sampled."""
+        """Return True if the step ends with the sequence's newest token, so that one is sampled."""
         return self.sequence.num_computed + self.num_tokens == len(self.sequence)
 
 

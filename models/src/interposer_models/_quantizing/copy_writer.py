@@ -47,7 +47,7 @@ class CopyWriter:
                 )
 
     def check_room(self, folder: WorkFolder, besides: int = 0) -> None:
-        """Raise StorageError where the disk is too small for what is still to be written.
+        """Raise StorageError if the disk is too small for the rest of the copy.
 
         Args:
             besides: bytes of other files that will lie beside the copy until it is complete.

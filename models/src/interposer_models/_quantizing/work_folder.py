@@ -86,7 +86,7 @@ def _root(target: Path) -> Path:
 
 
 def _read_manifest(root: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that left ``root``, or None where there is nothing in it."""
+    """Return the settings of the run that left ``root``, or None if it is empty."""
     try:
         content = json.loads((root / _MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

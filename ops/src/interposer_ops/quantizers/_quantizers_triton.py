@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Quantizers with a scale for each row, or for each block of a row. H hidden size, B block size."""
+"""Quantizers with a scale for each row or block of a row, or for a whole tensor, given or found.
+
+H hidden size, B block size.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from interposer_ops._triton.build import BF16, E4M3, Build, given
+from interposer_ops._triton.build import (
+    BF16,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    FP32,
+    INT32,
+    Build,
+    dtype_name,
+    given,
+)
 from interposer_ops._triton.declare import triton_kernel
+from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows, row_tile
 from interposer_ops._triton.small_floats import (
     Fp8Format,
@@ -168,17 +182,130 @@ def _raised(scale):
     return tl.where(bits == 0, 1.0, raised.to(tl.float32, bitcast=True))
 
 
-_E4M3 = {"out_dtype": "float8_e4m3fn"}
-_PER_TOKEN, _BLOCKS = "quantize_fp8_per_token_triton", "quantize_fp8_blocks_triton"
-_ROWS, _WIDE = (BF16, 64, 4096), (BF16, 64, 14336)
+@triton_kernel("quantize_fp8_static")
+def quantize_fp8_static_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Compute ``quantize_fp8_static``."""
+    q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if q.numel():
+        _quantize(as_rows(x), fp8_memory(q), scale, None, None, fp8_format(out_dtype))
+    return q
+
+
+@triton_kernel("quantize_fp8_dynamic", batch_invariant=False)
+def quantize_fp8_dynamic_triton(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute ``quantize_fp8_dynamic``.
+
+    Programs of a first launch leave the peaks of their shares, of which there is a limited number;
+    each program of the second one looks through all of these.
+    """
+    q = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if q.numel() == 0:
+        return q, torch.ones(1, dtype=torch.float32, device=x.device)
+    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    rows = as_rows(x)
+    num_rows, width = rows.shape
+    tile = row_tile("quantize_tensor", x.device, width)
+    num_blocks = tile.row_blocks(num_rows) * tile.column_blocks(width)
+    peaks = torch.empty(
+        min(num_blocks, _most_shares(x.device)), dtype=torch.float32, device=x.device
+    )
+    _find_peaks[(peaks.shape[0],)](
+        rows, peaks, num_rows, num_blocks, rows.stride(0), WIDTH=width, **tile.options
+    )
+    _quantize(rows, fp8_memory(q), scale, None, peaks, fp8_format(out_dtype))
+    return q, scale
+
+
+@triton_kernel("quantize_int8_static")
+def quantize_int8_static_triton(x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """Compute ``quantize_int8_static``."""
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    if q.numel():
+        _quantize(as_rows(x), q, scale, zero_point, None, _INT8)
+    return q
+
+
+@per_device
+def _most_shares(device: torch.device) -> int:
+    return parameters_for("quantize_tensor", device).blocks["shares"]
+
+
+def _quantize(
+    rows: Tensor, q: Tensor, scale: Tensor, zero_point: Tensor | None,
+    peaks: Tensor | None, format_: Fp8Format,
+) -> None:  # fmt: skip
+    num_rows, width = rows.shape
+    tile = row_tile("quantize_tensor", rows.device, width)
+    _quantize_elements[(tile.row_blocks(num_rows), tile.column_blocks(width))](
+        rows, q, scale, zero_point, peaks, num_rows, 0 if peaks is None else peaks.shape[0],
+        rows.stride(0), format_.largest,
+        WIDTH=width, SHARES=_most_shares(rows.device), FORMAT=format_, **tile.options,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find_peaks(
+    x, peaks, num_rows, num_blocks, x_stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the largest magnitude in a program's share, which is every so-manieth block."""
+    per_row: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    largest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        row = ((block // per_row) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+        column = ((block % per_row) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        inside = (row < num_rows) & (column < WIDTH)
+        value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    tl.store(peaks + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
+
+
+@triton.jit
+def _quantize_elements(
+    x, q, scale, zero_point, peaks, num_rows, num_peaks, x_stride, largest,
+    WIDTH: tl.constexpr, SHARES: tl.constexpr, FORMAT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize with the scale that is stored, or with the one that fits the peaks and store it."""
+    if peaks is None:
+        divisor = tl.load(scale)
+    else:
+        share = tl.arange(0, SHARES)
+        peak = tl.max(tl.load(peaks + share, mask=share < num_peaks, other=0.0), axis=0)
+        divisor = tl.where(peak > 0, tl.div_rn(peak, largest), 1.0)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale, divisor)
+    offset = 0.0 if zero_point is None else tl.load(zero_point).to(tl.float32)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < num_rows) & (column < WIDTH)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = q.dtype.element_ty
+    code = quantized(value, divisor, offset, largest, dtype, FORMAT)
+    tl.store(q + row * WIDTH + column, code, mask=inside)
+
+
+def _fp8(op: str, dtype: torch.dtype, x: tuple[object, ...], *others: object) -> Build:
+    name = dtype_name(dtype)
+    label, arguments = f"{name}, {x[-1]} wide", given(x, *others)
+    return Build(f"{op}_triton", label, arguments, dims={"out_dtype": name})
+
+
+_SCALE, _ROWS, _WIDE = (FP32, 1), (BF16, 64, 4096), (BF16, 64, 14336)
 BUILDS = (
-    Build(_PER_TOKEN, "float8_e4m3fn, 4096 wide", given(_ROWS, E4M3, None), dims=_E4M3),
-    Build(_PER_TOKEN, "float8_e4m3fn, 14336 wide", given(_WIDE, E4M3, 1.0), dims=_E4M3),
-    Build(_BLOCKS, "128 of 4096", given(_ROWS, 128, E4M3, False)),
-    Build(_BLOCKS, "128 of 14336", given(_WIDE, 128, E4M3, True)),
+    _fp8("quantize_fp8_per_token", E4M3, _ROWS, E4M3, None),
+    _fp8("quantize_fp8_per_token", E4M3, _WIDE, E4M3, 1.0),
+    *(_fp8("quantize_fp8_static", to, _ROWS, _SCALE, to) for to in (E4M3, E5M2, E4M3_FNUZ)),
+    _fp8("quantize_fp8_dynamic", E4M3, _ROWS, E4M3),
+    Build("quantize_fp8_blocks_triton", "128 of 4096", given(_ROWS, 128, E4M3, False)),
+    Build("quantize_fp8_blocks_triton", "128 of 14336", given(_WIDE, 128, E4M3, True)),
     *(
-        Build(f"{op}_triton", f"{rows[-1]} wide", given(rows))
-        for op in ("quantize_int8_per_token", "quantize_int8_per_token_asymmetric")
-        for rows in (_ROWS, _WIDE)
+        Build(f"quantize_int8_{scales}_triton", f"{x[-1]} wide", given(x, *given_ones))
+        for scales, *given_ones in (
+            ("per_token",),
+            ("per_token_asymmetric",),
+            ("static", _SCALE, (INT32, 1)),
+        )
+        for x in (_ROWS, _WIDE)
     ),
 )

@@ -78,7 +78,7 @@ def _spec(
 def check_attention(
     backend: type[AttentionBackend], spec: AttentionSpec, site: Site, seed: int = 0
 ) -> list[Fault]:
-    """Return everything in which ``backend`` departs from the ops that define paged attention.
+    """Return the departures of ``backend`` from the ops that define paged attention.
 
     Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
     occupied before by NaN. The cache belongs to the backend, so only results are compared. One
@@ -181,7 +181,7 @@ class _Layer:
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the references say; what is stored is exact in either way of storing."""
+        """Return the references' result; stored values are exact in either way of storing."""
         rounding: tuple[Any, ...] = self.scales
         if not rounding:
             key, value = key.double(), value.double()

@@ -1,4 +1,4 @@
-"""What an attention backend promises of itself, tried on steps as a scheduler would batch them."""
+"""The checks of an attention backend's properties, on steps as a scheduler would batch them."""
 
 from __future__ import annotations
 

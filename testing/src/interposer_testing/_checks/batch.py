@@ -1,4 +1,4 @@
-"""Whether a row's result depends on what else is in the batch."""
+"""The check that a row's result does not depend on the rest of the batch."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a call is given.
+    """The arguments of one call.
 
     Attributes:
         operands: the tensors among the arguments, in memory that is watched.
@@ -127,7 +127,7 @@ def storages(tensors: list[torch.Tensor]) -> set[int]:
 def differences(
     ones: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yield where two sets of values differ in a bit, and how; any NaN is like any other."""
+    """Yield each difference of two sets of values, bit by bit; any NaN equals any other."""
     for where, one in ones.items():
         other = others[where]
         if one.shape != other.shape or one.dtype != other.dtype:

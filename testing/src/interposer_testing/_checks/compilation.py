@@ -1,4 +1,4 @@
-"""Whether what a kernel promises of ``torch.compile`` holds."""
+"""The checks of a kernel's properties under ``torch.compile``."""
 
 from __future__ import annotations
 

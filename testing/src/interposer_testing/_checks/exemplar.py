@@ -1,4 +1,4 @@
-"""Few small cases of an op that stand for all where a check is dear."""
+"""Few small cases of an op, for checks that are too expensive for all."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def chosen(found: list[Exemplar], accepts: Callable[[Exemplar], bool]) -> list[l
 
 
 def has_rows(op: CustomOp[..., Any]) -> bool:
-    """Say whether the op declares that it treats tokens or sequences one by one."""
+    """Return True if the op declares that it treats tokens or sequences one by one."""
     return bool(op.batched or op.ragged)
 
 
 def num_rows(op: CustomOp[..., Any], case: Case) -> int:
-    """Return how many tokens or sequences are treated one by one, 0 where none are."""
+    """Return the number of tokens or sequences that are treated one by one, or 0."""
     for starts in op.ragged.values():
         return len(case.arguments[starts]) - 1
     return max(map(len, rows_of(op, case.arguments, slice(None)).values()), default=0)

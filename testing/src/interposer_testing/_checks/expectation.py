@@ -1,4 +1,4 @@
-"""What the reference of an op says about a case, and the comparison of a call with it."""
+"""The reference's result of a case, and the comparison of a call with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from interposer_testing._checks.fault import Fault
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What the reference says about a case.
+    """The reference's result of a case.
 
     Attributes:
         fake: the result's form, on the meta device.
@@ -72,7 +72,7 @@ class Expectation:
             yield from compare_value(where, actual[where], expected, bound, exact=exact)
 
     def _allowed(self) -> set[tuple[str, str]]:
-        """Return what shares memory in a call of the reference with the case's own dtypes."""
+        """Return the aliases of results in a call of the reference with the case's own dtypes."""
         reference = Subject(self.op, self.op.reference)
         return reference.call(reference.given(self.case)).aliases()
 
@@ -83,7 +83,7 @@ _MOST_FAKES = 256
 
 
 def _fake(op: CustomOp[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the form of the result, which what the reference is made of derives in milliseconds.
+    """Return the form of the result, derived by the ops of the reference in milliseconds.
 
     What is returned is for reading.
     """

@@ -1,4 +1,4 @@
-"""What the suite reports: one departure of something under test from its contract."""
+"""One fault: a departure of something under test from its contract."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Check = Literal[
     "thread",
     "value",
 ]
-"""What was violated; ``guard`` is memory beside an argument, which was written."""
+"""The violated rule; ``guard``: memory beside an argument was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Fault:
 
     @classmethod
     def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
-        """Return the fault of code that raised; call it where the exception is handled."""
+        """Return the fault of code that raised; call it while the exception is handled."""
         return cls(check, where, f"raised {described(error)}", traceback=traceback.format_exc())
 
     def __str__(self) -> str:

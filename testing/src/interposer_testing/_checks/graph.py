@@ -1,4 +1,4 @@
-"""Whether a kernel can be captured into a graph and replayed on other numbers."""
+"""The checks that a kernel can be captured into a graph and replayed on other numbers."""
 
 from __future__ import annotations
 

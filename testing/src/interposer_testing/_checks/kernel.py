@@ -44,7 +44,7 @@ def check_kernel(
 def check_subject(
     subject: Subject, case: Case, expect: Callable[[Given], Expectation]
 ) -> list[Fault]:
-    """Return what ``check_kernel`` does; ``expect`` says what is expected, maybe from memory."""
+    """Return the faults as ``check_kernel`` does; ``expect`` may cache expectations."""
     with poisoned_memory():
         first = subject.call(subject.given(case))
     kept = [tensor.clone() for tensor in first.outputs]

@@ -41,11 +41,11 @@ class Operand:
         self.tensor = empty.set_(storage, start, value.shape, value.stride())
 
     def is_changed(self) -> bool:
-        """Return whether any bit of the buffer differs from what it was."""
+        """Return True if any bit of the buffer has changed."""
         return not torch.equal(self._buffer.cpu(), self._before)
 
     def is_written(self) -> bool:
-        """Return whether any bit of the tensor itself differs from what it was."""
+        """Return True if any bit of the tensor itself has changed."""
         return bool((self._buffer.cpu() != self._before)[self._covered].any())
 
     def strays(self) -> int:

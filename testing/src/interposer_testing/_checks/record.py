@@ -1,4 +1,4 @@
-"""The check that a record names what it says: everything can be loaded and has the right form."""
+"""The check of a record's names: everything can be loaded and has the right form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
 
 
 def check_record(record: Record, registry: Registry) -> list[Fault]:
-    """Return what is wrong with a record: with what it names, and with the form of that."""
+    """Return the faults of a record: of the objects that it names, and of their form."""
     if isinstance(record, DeviceEntry | TuningEntry):
         return _check_resource(record)
     loaded: dict[str, Any] = {}

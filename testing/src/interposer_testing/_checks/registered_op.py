@@ -91,6 +91,6 @@ def _has_nan(value: Any) -> bool:
 
 
 def _first_lines(error: object) -> str:
-    """Return the beginning of what torch says, which goes on with advice."""
+    """Return the beginning of torch's message, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:400]

@@ -1,4 +1,4 @@
-"""Whether a kernel computes the same again: in a row, and in many threads at once."""
+"""The checks that a kernel repeats its result: in a row, and in many threads at once."""
 
 from __future__ import annotations
 

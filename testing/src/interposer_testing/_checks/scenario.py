@@ -51,7 +51,7 @@ def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[Attent
 
 
 def occupying_step(page_size: int) -> AttentionBatch:
-    """Return a batch that fills every page, as sequences do that have ended before."""
+    """Return a batch that fills every page, as ended sequences have."""
     num_pages = pages_needed(page_size)
     tables = list(torch.arange(num_pages).split(1))
     return paged_batch(tables, [0] * num_pages, [page_size] * num_pages, page_size)

@@ -44,7 +44,7 @@ def check_scheme(
     dtype: torch.dtype,
     seed: int,
 ) -> list[Fault]:
-    """Return what is wrong with a linear layer that the scheme builds from ``settings``.
+    """Return the faults of a linear layer that the scheme builds from ``settings``.
 
     Where that is plain, experts are built instead. Parameters are filled with random numbers:
     integers over their whole range, floats between 0.5 and 1.5, so that they may be scales. Results

@@ -1,1 +1,1 @@
-"""What can be said of records without running them, on described devices."""
+"""The plan: a check of records on described devices that runs no kernel."""

@@ -1,4 +1,4 @@
-"""What can be said of records without running a kernel, on devices that are only described.
+"""The check of records on devices that are only described, without running a kernel.
 
 Everything that a record names is imported and looked at. What it needs is judged on every device
 that any plugin describes, on the dims of its op's own cases.
@@ -64,7 +64,7 @@ def plan(distribution: str, registry: Registry, op: str = "") -> PlanReport:
 
 
 def _devices(registry: Registry) -> Devices:
-    """Return what plugins describe and can be read; a file that cannot is its record's fault."""
+    """Return the readable described devices; an unreadable file is its record's fault."""
     found: Devices = {}
     for _, entry in registry.records(DeviceEntry):
         try:
@@ -148,7 +148,7 @@ class _Planner:
         )
 
     def _requests(self, record: Judged) -> list[Request] | str:
-        """Return what the record may be asked, of a device without abilities; or what is wrong."""
+        """Return the requests for the record on a device without abilities, or a fault."""
         if isinstance(record, LayerEntry):
             return [_request("layer", record.layer_id, dtype) for dtype in _DTYPES]
         if isinstance(record, AttentionEntry):
@@ -202,7 +202,7 @@ def _judge(
 
 
 def _unknown_dims(record: Judged, requests: list[Request]) -> Iterator[str]:
-    """Yield what is wrong with dims that nobody ever states, which refuse everything."""
+    """Yield the faults of dims that no request states, so that everything is refused."""
     if isinstance(record, LayerEntry):
         return
     known = {name for request in requests for name in request.dims}
@@ -214,7 +214,7 @@ def _unknown_dims(record: Judged, requests: list[Request]) -> Iterator[str]:
 
 
 def _missing_module(plugin: Plugin, record: Record) -> str:
-    """Return which package of somebody else is missing to import what a record names."""
+    """Return the missing foreign package without which a record cannot be imported."""
     own = plugin.source.value.partition(":")[0].partition(".")[0]
     for label in ("target", "predicate", "prepare", "cases", "examples"):
         target = getattr(record, label, "")

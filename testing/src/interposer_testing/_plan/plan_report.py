@@ -1,4 +1,4 @@
-"""What a plan found: every record, whether it resolves, and on which described devices it fits."""
+"""The report of a plan: the state of every record, and the described devices that it fits."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PlanReport:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong; what fits nowhere is told, but may be for other devices."""
+        """True if nothing is wrong; a record that fits no described device may be for others."""
         return not self.in_state("wrong")
 
     def in_state(self, state: PlanState) -> list[PlannedRecord]:

@@ -22,7 +22,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Names that occur in some description; empty where nothing is described."""
+    """The names that occur in some description, if any."""
 
     features: frozenset[str]
     architectures: frozenset[str]
@@ -77,14 +77,14 @@ class Vocabulary:
 
 
 def watched(capability: Capability, asked: Asked) -> Capability:
-    """Return an equal capability that notes for which names it is searched."""
+    """Return an equal capability that notes the names it is searched for."""
     features: Any = _Watched(capability.features, asked.features)
     formats: Any = _Watched(capability.formats, asked.formats)
     return replace(capability, features=features, formats=formats)
 
 
 class _Watched(Set[str]):
-    """A frozen set that notes what it is asked for.
+    """A frozen set that notes the items it is searched for.
 
     It is no subclass of one: whatever compares a plain set with it would pass it by.
     """

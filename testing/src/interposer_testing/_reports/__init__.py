@@ -1,1 +1,1 @@
-"""What a verification found, as data, text, pages and JUnit XML."""
+"""The report of a verification, as data, text, pages and JUnit XML."""

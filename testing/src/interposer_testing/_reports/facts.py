@@ -8,7 +8,7 @@ from typing import Literal
 
 NO_CASE = "the suite has no case for it"
 STATIC = frozenset({"records", "lightness"})
-"""Aspects that are checked without running a candidate, so that they prove nothing of results."""
+"""Aspects without a run of the candidate; they prove nothing of its results."""
 _DECLARATIONS = frozenset(
     {"checkpoint", "device description", "module", "platform", "tuning table"}
 )
@@ -18,7 +18,7 @@ State = Literal["correct", "wrong", "refused", "not run"]
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where a verification ran.
+    """The device and software of a verification.
 
     Attributes:
         device: the platform's name for it, as ``"EPYC 9B45"``.
@@ -81,12 +81,12 @@ class Tally:
 
     @property
     def ran(self) -> int:
-        """How many trials ran, whatever came of them."""
+        """The number of trials that ran, passed or failed."""
         return self.passed + self.failed
 
     @property
     def state(self) -> State:
-        """What is to be said of the aspect: one word."""
+        """The state of the aspect, in one word."""
         return _state([self])
 
 
@@ -114,7 +114,7 @@ class Examined:
 
     @property
     def is_declaration(self) -> bool:
-        """Whether there is nothing to run: what is declared can only hold or not."""
+        """True if there is nothing to run: a declaration holds or does not."""
         return self.kind in _DECLARATIONS
 
     @property
@@ -133,17 +133,17 @@ class Examined:
 
     @property
     def ran(self) -> int:
-        """How many trials ran."""
+        """The number of trials that ran."""
         return sum(tally.ran for tally in self.tallies)
 
     @property
     def failed(self) -> int:
-        """How many trials found a fault."""
+        """The number of trials that found a fault."""
         return sum(tally.failed for tally in self.tallies)
 
     @property
     def seconds(self) -> float:
-        """What the trials took."""
+        """The seconds of all trials together."""
         return sum(tally.seconds for tally in self.tallies)
 
     def reasons(self, state: Literal["refused", "not run"]) -> dict[str, int]:

@@ -54,7 +54,7 @@ dd { margin: 0 0 .4rem; color: var(--dim); }
 
 
 def html(reports: Sequence[Report]) -> str:
-    """Return a page: where it ran, the matrix, faults and reasons, and what the words mean."""
+    """Return a page: the device, the matrix, faults and reasons, and the legend."""
     names = dict.fromkeys(f"{report.distribution} {report.version}" for report in reports)
     title = escape(f"Support matrix: {', '.join(names)}")
     body = [f"<h1>{title}</h1>", *_results(reports), _grounds(reports), _matrix(reports)]
@@ -109,7 +109,7 @@ def _matrix(reports: Sequence[Report]) -> str:
 
 
 def _table(heading: str, caption: str, titles: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table that scrolls by itself where it is too wide, with the keyboard too."""
+    """Return a table that scrolls by itself if it is too wide, with the keyboard too."""
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return (

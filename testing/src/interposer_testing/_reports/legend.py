@@ -1,4 +1,4 @@
-"""What the words of a report mean, for readers who did not write the suite."""
+"""The words of a report, explained to readers who did not write the suite."""
 
 from __future__ import annotations
 

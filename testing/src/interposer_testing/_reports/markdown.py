@@ -17,7 +17,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~])")
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """Return a page: where it ran, the matrix, reasons and faults, and what the words mean."""
+    """Return a page: the device, the matrix, reasons and faults, and the legend."""
     names = dict.fromkeys(f"{report.distribution} {report.version}" for report in reports)
     blocks = [[f"# Support matrix: {_plain(', '.join(names))}"], [*_grounds(reports)]]
     matrix = Matrix.of(reports)

@@ -14,7 +14,7 @@ from interposer_testing._reports.report import Report
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A state, and in words what it rests on; no state where there is nothing to say."""
+    """A state, and in words its evidence; no state if there is nothing to say."""
 
     state: State | None = None
     text: str = "-"
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Candidates by aspects where there is one report, by devices where there are more."""
+    """A table of candidates: by aspects of one report, by devices of several."""
 
     titles: tuple[str, ...]
     rows: tuple[Row, ...]

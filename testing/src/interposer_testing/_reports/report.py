@@ -63,7 +63,7 @@ class Report:
 
     @property
     def sound_declarations(self) -> list[Examined]:
-        """What is only declared, and holds."""
+        """The candidates that are only declared, and hold."""
         return [c for c in self.in_state("correct") if c.is_declaration]
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: the state of the whole, and how many candidates are in which."""
+        """One line: the state of the whole, and the number of candidates in each state."""
         if not self.candidates:
             return f"not run: {self.distribution} declares nothing that can be verified."
         told = f"{self.state}: {counted(self.candidates)}"
@@ -128,7 +128,7 @@ class Report:
 
     @property
     def head(self) -> list[str]:
-        """What was verified, where, and what it was limited to, line by line."""
+        """The heading of a report, line by line: distribution, device and limits."""
         ground = self.ground
         limits = [f"seed {self.seed}"]
         limits += [f"op {self.op}"] if self.op else []

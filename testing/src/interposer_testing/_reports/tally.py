@@ -1,4 +1,4 @@
-"""The account of outcomes: what is counted and kept of each candidate."""
+"""The tally of outcomes: counts, reasons and faults of each candidate."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MOST_FAULTS = 4
 
 
 def examined(outcomes: Iterable[Outcome], scope: Scope, platform: str = "") -> list[Examined]:
-    """Return what was found of each candidate, in the order in which they first occur.
+    """Return the results of each candidate, in the order of their first outcomes.
 
     Args:
         platform: that was asked for, for the command lines.
     """
-    accounts = dict[tuple[str, str, str, str], _Account]()
+    candidates = dict[tuple[str, str, str, str], _Candidate]()
     for outcome in outcomes:
-        account = accounts.setdefault(outcome.candidate, _Account(outcome))
-        account.add(outcome, _command(scope, outcome, platform))
-    return [account.examined() for account in accounts.values()]
+        candidate = candidates.setdefault(outcome.candidate, _Candidate(outcome))
+        candidate.add(outcome, _command(scope, outcome, platform))
+    return [candidate.examined() for candidate in candidates.values()]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class _Count:
         )
 
 
-class _Account:
+class _Candidate:
     """An ``Examined`` in the making."""
 
     def __init__(self, first: Outcome) -> None:

@@ -9,7 +9,7 @@ from interposer_testing._reports.legend import CHECKS, STATES
 
 
 def counted(candidates: Sequence[Examined]) -> str:
-    """Return how many candidates are in which state, and how many declarations hold."""
+    """Return the number of candidates in each state, and of declarations that hold."""
     sound = [c for c in candidates if c.is_declaration and c.state == "correct"]
     others = [c.state for c in candidates if c not in sound]
     counts = [f"{others.count(state)} {state}" for state in STATES if state in others]
@@ -61,7 +61,7 @@ def reason_lines(candidate: Examined) -> Iterator[str]:
 
 
 def wrong_lines(candidate: Examined, tally: Tally, seen: set[str] | None = None) -> list[str]:
-    """Return the faults that a tally keeps, and how to see them again.
+    """Return the faults that a tally keeps, and the command that repeats them.
 
     Args:
         seen: reasons whose traceback was shown, and need not be again; it is added to.

@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 4000
 
 
 class Child:
-    """A process that runs trials; a timer ends it where one takes too long.
+    """A process that runs trials; a timer ends it if one takes too long.
 
     Attributes:
         end: how it ended.

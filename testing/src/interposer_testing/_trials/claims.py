@@ -1,4 +1,4 @@
-"""What kernels promise of themselves, as trials on few small cases."""
+"""The trials of kernels' declared properties, on few small cases."""
 
 from __future__ import annotations
 

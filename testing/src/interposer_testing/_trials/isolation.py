@@ -1,7 +1,7 @@
-"""Trials in processes of their own, so that native code that crashes or hangs is a fault of one.
+"""Trials in processes of their own, so that a crash or hang is the fault of one trial.
 
-Each process has its share of the trials. It tells of each before it runs and after; a crash goes to
-the account of the trial that was running. Then another process goes on behind it, without the
+Each process has its shard of the trials. It tells of each before it runs and after; a crash is a
+fault of the trial that was running. Then another process goes on behind it, without the
 candidate that crashed.
 """
 
@@ -17,7 +17,7 @@ import torch
 from interposer import Device, Registry
 from interposer.errors import ConfigError
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
-from interposer_testing._trials.shard import Share, Told
+from interposer_testing._trials.shard import Shard, Told
 from interposer_testing._trials.verification import declared
 
 # A process takes seconds to start, and this many candidates take longer.
@@ -25,7 +25,7 @@ _ENOUGH_CANDIDATES = 24
 
 
 def side_by_side(platform: str = "") -> Callable[..., Iterable[Outcome]]:
-    """Return what runs trials in as many processes as pay, in this one where it is only one.
+    """Return the runner of trials: as many processes as pay, or this one.
 
     On a CPU, these are one for so many candidates, and not more than there are cores; a process
     beside another on one accelerator would disturb its timing and take of its memory.
@@ -51,7 +51,7 @@ class Isolation:
     """
 
     def __init__(self, platform: str = "", jobs: int = 1, limit_seconds: float = 600.0) -> None:
-        """Say where children run, how many, and how long a trial may take before it is hanging.
+        """Set the platform and number of children, and the seconds after which a trial hangs.
 
         Raises: ConfigError: there are to be none.
         """
@@ -74,21 +74,21 @@ class Isolation:
                 "Try: install it, or leave out --isolate and --jobs"
             )
         told = SimpleQueue[Told]()
-        shares = [
-            Share({"scope": asdict(scope), "platform": self._platform}, part, self._jobs)
+        shards = [
+            Shard({"scope": asdict(scope), "platform": self._platform}, part, self._jobs)
             for part in range(self._jobs)
         ]
         with ThreadPoolExecutor(self._jobs) as pool:
             try:
-                for share in shares:
-                    pool.submit(share.run, told.put, self._limit_seconds)
+                for shard in shards:
+                    pool.submit(shard.run, told.put, self._limit_seconds)
                 yield from self._in_order(told, progress)
             finally:
-                for share in shares:
-                    share.stop()
+                for shard in shards:
+                    shard.stop()
 
     def _in_order(self, told: SimpleQueue[Told], progress: Progress | None) -> Iterator[Outcome]:
-        """Yield the outcomes of all shares in the order of their numbers."""
+        """Yield the outcomes of all shards in the order of their numbers."""
         early, next_one, running = dict[int, Outcome](), 0, self._jobs
         while running:
             match told.get():

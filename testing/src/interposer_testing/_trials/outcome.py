@@ -1,4 +1,4 @@
-"""What came of one trial, as plain facts that another process can tell."""
+"""The outcome of one trial, as plain facts that another process can send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is to be verified; empty texts do not limit it."""
+    """The limits of a verification; empty texts do not limit it."""
 
     distribution: str
     op: str = ""
@@ -60,7 +60,7 @@ class Outcome:
 
     @property
     def candidate(self) -> tuple[str, str, str, str]:
-        """What tells candidates apart: kind, subject, provider and name."""
+        """The key of the candidate: kind, subject, provider and name."""
         return self.kind, self.subject, self.provider, self.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _kind(trial: Trial) -> str:
 
 
 def _named_after(trial: Trial) -> Callable[[], list[Fault]]:
-    """Return what runs a trial in a frame whose file name is the trial.
+    """Return a function that runs a trial in a frame with the trial as its file name.
 
     When native code ends the process, faulthandler prints the frames and nothing else: so it says
     what was running, and nothing has to be written before each trial.

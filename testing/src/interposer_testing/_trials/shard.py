@@ -1,4 +1,4 @@
-"""A share of the trials of a verification, which one process at a time runs."""
+"""A shard of the trials of a verification, which one process at a time runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from interposer_testing._trials.trial import Trial
 _BLOCK = 16
 
 Told = str | tuple[int, Outcome] | BaseException | None
-"""What a share tells: the name of a trial that begins, an outcome and its number among the trials
-of all shares, what went wrong with the share, or that it has ended."""
+"""The message of a shard: the name of a trial that begins, an outcome and its number among the
+trials of all shards, the error that stopped the shard, or None at its end."""
 
 
-class Share:
+class Shard:
     """The part of the trials that one process at a time runs."""
 
     def __init__(self, request: dict[str, Any], part: int, parts: int) -> None:
@@ -33,7 +33,7 @@ class Share:
         self._stopped = False
 
     def run(self, tell: Callable[[Told], None], limit_seconds: float) -> None:
-        """Tell of every trial of the share, and at last that it has ended, or why it cannot go on.
+        """Tell of every trial of the shard, and at last that it has ended, or why it cannot go on.
 
         A process that crashes in a trial is followed by another.
         """

@@ -54,7 +54,7 @@ def trial_groups(
 
 @dataclass(frozen=True, slots=True)
 class TrialGroup:
-    """What a test takes.
+    """The trials of one test.
 
     Attributes:
         absent: why it has no trials.

@@ -1,4 +1,4 @@
-"""The verification of what one distribution declares, on the device that is here."""
+"""The verification of one distribution's records, on this machine's device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from interposer_testing._reports.tally import examined
 from interposer_testing._trials.outcome import Outcome, Progress, Scope, outcomes
 
 Run = Callable[[Registry, Device, Scope, Progress | None], Iterable[Outcome]]
-"""What runs trials: ``outcomes`` does so in this process."""
+"""A function that runs trials; ``outcomes`` does so in this process."""
 
 _KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme")
 
@@ -40,7 +40,7 @@ def verify(
     progress: Progress | None = None,
     run: Run = outcomes,
 ) -> Report:
-    """Return what is right and wrong with everything that a distribution declares.
+    """Return the report on every record of a distribution.
 
     Args:
         distribution: its name; of a plugin that was given in code, the name of its module.
@@ -95,7 +95,7 @@ def known_scope(registry: Registry, scope: Scope) -> Scope:
 
 
 def _known_distribution(registry: Registry, name: str) -> str:
-    """Return the name by which the registry knows a distribution, all of whose plugins work."""
+    """Return the registry's name of a distribution; all of its plugins must work."""
     plugins = registry.plugins
     known = {plugin.distribution for plugin in plugins.loaded}
     failed = {failure.distribution: failure for failure in plugins.failed}
@@ -153,7 +153,7 @@ def absent(
 
 
 def _identity(kind: str, subject: str, provider: str, name: str) -> tuple[str, ...]:
-    """Return what tells records apart: only kernels may share a name, each for its own op."""
+    """Return the key of a record: only kernels may have a name in common, each for its own op."""
     return (kind, subject, provider, name) if kind == "kernel" else (kind, provider, name)
 
 

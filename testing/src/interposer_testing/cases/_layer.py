@@ -13,7 +13,7 @@ from interposer import Case, Site, Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An argument of a constructor that depends on where the layer is built.
+    """An argument of a constructor that depends on the site of the layer.
 
     Attributes:
         build: returns it, of the layer's site. A layer that it returns is finalized after the one
@@ -25,7 +25,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class OfLayer:
-    """An input that depends on the layer that is called, such as a cache as its backend has it.
+    """An input that depends on the called layer, such as the cache of its backend.
 
     Attributes:
         build: returns it, of the layer and the torch device that its tensors belong on. The layer
@@ -37,7 +37,7 @@ class OfLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCase:
-    """How to build a layer, and one call of it.
+    """One case of a layer: the arguments that build it, and those of a call.
 
     Attributes:
         label: what is special about it, unique within its layer and dtype.

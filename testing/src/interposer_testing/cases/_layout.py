@@ -1,4 +1,4 @@
-"""How an argument may lie in memory: what an op promises to take, and tensors that use it.
+"""Layouts of arguments in memory: the strides that an op takes, and tensors that use them.
 
 A tensor of a case is dense unless its op says more. ``Strides`` names what an op takes of an
 argument:

@@ -143,7 +143,7 @@ class CaseSpace:
                 yield point
 
     def _is_redundant(self, point: Point) -> bool:
-        """Say whether a label that is tried alone stands beside another than first labels."""
+        """Return True if a label to be tried alone stands beside others than first labels."""
         lonely = [n for n, labels in self._alone.items() if point.labels[n] in labels]
         return any(
             point.labels[axis.name] != next(iter(axis.values))

@@ -26,7 +26,7 @@ def new(
     license_: Annotated[License, typer.Option("--license", help="Its license.")] = License.APACHE,
     author: Annotated[str, typer.Option(metavar="NAME", help="Who holds the copyright.")] = "",
 ) -> None:
-    """Write a package that works: a plugin with tests, CI and a README that says what is next."""
+    """Write a package that works: a plugin with tests, CI and a README with the next steps."""
     target = NewPlugin(name, kind, license_, author).write(into)
     count = sum(path.is_file() for path in target.rglob("*"))
     print(f"{target}: a {kind} plugin, {count} files")

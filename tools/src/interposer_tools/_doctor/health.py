@@ -60,7 +60,7 @@ class SkippedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What is remembered between processes: numbers of entries by kind."""
+    """The cache between processes: numbers of entries by kind."""
 
     path: str
     entries: dict[str, int]
@@ -105,7 +105,7 @@ class Health:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing failed."""
+        """True if nothing failed."""
         return not self.problems
 
     def to_dict(self) -> dict[str, Any]:

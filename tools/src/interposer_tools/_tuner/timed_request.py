@@ -1,4 +1,4 @@
-"""What can be timed: the kernels and attention backends that accept one request of a model."""
+"""The candidates to time: kernels and attention backends that accept one request of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from interposer_testing.workload import (
 Call = Callable[[], object]
 
 
-class Subject(ABC):
+class TimedRequest(ABC):
     """One request of a plan with arguments for each number of tokens."""
 
     def __init__(self, plan: Planned, request: Request, tokens: Sequence[int]) -> None:
@@ -57,7 +57,7 @@ class Subject(ABC):
         return Resolver(resolver.registry, resolver.device, config, trusted=trusted)
 
 
-class KernelSubject(Subject):
+class TimedKernels(TimedRequest):
     """The kernels of an op on its samples."""
 
     def __init__(
@@ -87,7 +87,7 @@ class KernelSubject(Subject):
         ]
 
 
-class AttentionSubject(Subject):
+class TimedAttention(TimedRequest):
     """The attention backends of a specification on typical steps; planning them is not timed."""
 
     def backend(self, candidate: Candidate, resolver: Resolver | None = None) -> AttentionBackend:

@@ -1,4 +1,4 @@
-"""Tuning: every candidate that a model could use is timed on the shapes that the model uses."""
+"""Tuning: every candidate for a model is timed on the shapes of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from interposer.tooling import Measurements
 from interposer.tuning import Entry, Figures, Measurement
 from interposer_tools._tuner.clock import Clock, Spread
 from interposer_tools._tuner.table import NotMeasured, Table, write_entry
-from interposer_tools._tuner.timed_request import AttentionSubject, KernelSubject, Subject
+from interposer_tools._tuner.timed_request import TimedAttention, TimedKernels, TimedRequest
 
 _FEWEST_REPEATS = 3
 
@@ -99,12 +99,12 @@ class _Session:
             if progress is not None:
                 progress(done, len(requests), str(request))
             start = time.time_ns()
-            subject = self.subject(request)
-            if isinstance(subject, str):
-                left_out.append(NotMeasured(request=str(request), reason=subject))
+            timed = self.timed(request)
+            if isinstance(timed, str):
+                left_out.append(NotMeasured(request=str(request), reason=timed))
                 continue
             with torch.inference_mode():
-                entry = self.measured(subject)
+                entry = self.measured(timed)
             write_entry(self.measurements.store, entry)
             entries.append(entry)
             self.resolver.registry.plugins.observe(
@@ -126,11 +126,11 @@ class _Session:
         """
         found = {choice.request.key: choice.request for choice, _ in self.resolver.choices.values()}
         for request in [r for r in found.values() if r.kind == "attention"]:
-            subject = AttentionSubject(self.plan, request, self.tokens)
+            timed = TimedAttention(self.plan, request, self.tokens)
             for candidate in self.resolver.accepted(request):
-                bound = subject.bound_to(candidate)
+                bound = timed.bound_to(candidate)
                 try:
-                    subject.backend(candidate, bound)
+                    timed.backend(candidate, bound)
                 except NoCandidateError:
                     continue  # its reason is found again when it is to be timed
                 for choice, _ in bound.choices.values():
@@ -138,30 +138,30 @@ class _Session:
         order = {"kernel": 0, "attention": 1}
         return sorted(found.values(), key=lambda request: order.get(request.kind, 2))
 
-    def subject(self, request: Request) -> Subject | str:
+    def timed(self, request: Request) -> TimedRequest | str:
         """Return what is to be timed for a request, or why nothing is."""
         if request.kind == "attention":
-            return AttentionSubject(self.plan, request, self.tokens)
+            return TimedAttention(self.plan, request, self.tokens)
         if request.kind != "kernel":
             return f"as a {request.kind} is chosen by policy and score"
         op: CustomOp[..., Any] = load_target(self.resolver.registry.ops[request.name].target)
         if op.sample is None:
             return f"as the op {request.name!r} has no sample to run its kernels on"
         try:
-            return KernelSubject(self.plan, request, self.tokens, op)
+            return TimedKernels(self.plan, request, self.tokens, op)
         except FOREIGN_ERRORS as error:
             return f"as the sample of the op {request.name!r} raised {described(error)}"
 
-    def measured(self, subject: Subject) -> Entry:
+    def measured(self, timed: TimedRequest) -> Entry:
         """Return the figures of all candidates; those that fail are kept with the reason."""
-        accepted = self.resolver.accepted(subject.request)
+        accepted = self.resolver.accepted(timed.request)
         versions = {candidate.qualified_name: candidate.version for candidate in accepted}
         failed: dict[str, tuple[str, str]] = {}
         calls: dict[str, list[Callable[[], object]]] = {}
         for candidate in accepted:
             name = candidate.qualified_name
             try:
-                calls[name] = [partial(_named, name, call) for call in subject.calls(candidate)]
+                calls[name] = [partial(_named, name, call) for call in timed.calls(candidate)]
             except FOREIGN_ERRORS as error:
                 failed[name] = candidate.version, _reason(candidate, error)
         spreads = None
@@ -181,7 +181,7 @@ class _Session:
             },
             failed=failed,
         )
-        return Entry(key=self.measurements.key(subject.request), value=value)
+        return Entry(key=self.measurements.key(timed.request), value=value)
 
     def spreads(
         self, calls: Mapping[str, Sequence[Callable[[], object]]]
