@@ -1,8 +1,8 @@
 """Count the files and frames that one passes on the three paths through interposer.
 
-The paths lead from ``load`` to the import of a kernel, from ``generate`` to the call of a kernel,
-and from ``place`` to the import of a plugin, the first step of every selection. Frames of Python's
-import system and of torch are not counted: nobody reads them to follow a choice.
+The paths lead from ``load`` to the function of a kernel, from ``generate`` to the call of a kernel,
+and from ``place`` to the module of a plugin, the first step of every selection. Layers are the
+standard ones. Frames of Python and torch are not counted: nobody reads them to follow a choice.
 """
 
 from __future__ import annotations
@@ -10,74 +10,36 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
-from typing import Any
+from types import CodeType, FrameType
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "stdlib-lm"
-KERNELS = "interposer_cpu._kernels"
-PLUGIN = "interposer_cpu.plugin"
 
 Frames = list[tuple[str, str]]
 """File and function of each frame, the caller first."""
 
 
-def passed(frame: FrameType | None, first: str) -> Frames:
-    """Return the frames from the outermost call of ``first`` to ``frame``."""
-    stack: Frames = []
-    while frame is not None:
-        stack.append((frame.f_code.co_filename, frame.f_code.co_name))
-        frame = frame.f_back
-    stack.reverse()
-    start = next(at for at, (_, name) in enumerate(stack) if name == first)
-    return [(file, name) for file, name in stack[start:] if "/src/interposer" in file]
-
-
-class ImportWatch:
-    """Notes the way to the first import of a module below ``package``."""
-
-    def __init__(self, package: str, first: str, by: str) -> None:
-        self.found: Frames = []
-        self._package = package
-        self._first = first
-        self._by = by
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Note the frames; other finders do the work."""
-        if not self.found and f"{name}.".startswith(f"{self._package}."):
-            frames = passed(sys._getframe(1), self._first)
-            if any(file.endswith(self._by) for file, _ in frames):
-                self.found = frames
-        return None
-
-
-@contextmanager
-def import_of(package: str, first: str, by: str) -> Iterator[ImportWatch]:
-    """Watch imports within a block."""
-    watch = ImportWatch(package, first, by)
-    sys.meta_path.insert(0, watch)
-    try:
-        yield watch
-    finally:
-        sys.meta_path.remove(watch)
-
-
-def call_path(model: Any, code: CodeType) -> Frames:
-    """Return the frames from ``generate`` to the first call of a function."""
+def call_path(action: Callable[[], object], first: str, through: str, reached: CodeType) -> Frames:
+    """Return the frames from ``first`` to the first call of a function that goes by ``through``."""
     found: Frames = []
 
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is code and not found:
-            found.extend(passed(frame, "generate"))
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        if found or event != "call" or frame is None or frame.f_code is not reached:
+            return
+        stack: Frames = []
+        while frame is not None:
+            stack.append((frame.f_code.co_filename, frame.f_code.co_name))
+            frame = frame.f_back
+        stack.reverse()
+        names = [name for _, name in stack]
+        if first in names and through in names:
+            stack = stack[names.index(first) :]
+            found.extend(pair for pair in stack if "/src/interposer" in pair[0])
 
     sys.setprofile(note)
     try:
-        model.generate([[1, 2, 3]], max_new_tokens=1)
+        action()
     finally:
         sys.setprofile(None)
     return found
@@ -86,18 +48,30 @@ def call_path(model: Any, code: CodeType) -> Frames:
 def measured() -> dict[str, Frames]:
     """Return the frames of every path."""
     import interposer
-    from interposer_models import load
+    from interposer._sandbox.inspection import load_value
+    from interposer.records import load_target
+    from interposer_models import LanguageModel, load
     from interposer_ops.norms import rms_norm
 
-    config = interposer.Config(kernels={"rms_norm": "reference", "fused_add_rms_norm": "reference"})
-    with import_of(PLUGIN, "place", "discovery.py") as plugin:
+    config = interposer.Config(
+        kernels={"rms_norm": "reference", "fused_add_rms_norm": "reference"},
+        layers={"*": interposer.Rule(prefer=("interposer-ops/*",))},
+    )
+    models: list[LanguageModel] = []
+
+    def start() -> None:
+        models.append(load(MODEL, platform="cpu", config=config, cache_tokens=64))
+
+    def generate() -> None:
+        models[0].generate([[1, 2, 3]], max_new_tokens=1)
+
+    def place() -> None:
         interposer.place(config)
-    with import_of(KERNELS, "load", "gates.py") as kernel:
-        model = load(MODEL, platform="cpu", config=config, cache_tokens=64)
+
     return {
-        "load to kernel": kernel.found,
-        "token to kernel": call_path(model, rms_norm.reference.__code__),
-        "entry point to selection": plugin.found,
+        "entry point to selection": call_path(place, "place", "discover", load_value.__code__),
+        "load to kernel": call_path(start, "load", "kernel", load_target.__code__),
+        "token to kernel": call_path(generate, "generate", "generate", rms_norm.reference.__code__),
     }
 
 
