@@ -197,9 +197,7 @@ def _quantized_space(
         Axis("zero points", {"": False, "zero points": True}),
         strided={
             "token_ids": "outer",
-            "weight": "offset",
-            "scale": "offset",
-            "zero_points": "offset",
+            **dict.fromkeys(("weight", "scale", "zero_points"), "offset"),
         },
         crossed={
             "tokens": ("many tokens", "first and last row"),

@@ -176,9 +176,7 @@ mxfp8_linear_cases = CaseSpace(
     strided={
         "x": "rows",
         "x_scales": "rows",
-        "weight": "offset",
-        "weight_scales": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "weight_scales", "bias"), "offset"),
     },
     crossed={**_CROSSED, "exponents": ("", "far apart")},
     alone=_ALONE,
@@ -194,10 +192,7 @@ nvfp4_linear_cases = CaseSpace(
     strided={
         "x": "rows",
         "x_scales": "rows",
-        "weight": "offset",
-        "weight_scales": "offset",
-        "alpha": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "weight_scales", "alpha", "bias"), "offset"),
     },
     crossed={**_CROSSED, "block scales": ("",), "alpha": ("",)},
     alone=_ALONE,

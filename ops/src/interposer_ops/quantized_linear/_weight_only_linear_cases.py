@@ -54,10 +54,7 @@ _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
 _STRIDED: dict[str, Strides] = {
     "x": "rows",
-    "weight": "offset",
-    "scale": "offset",
-    "bias": "offset",
-    "zero_points": "offset",
+    **dict.fromkeys(("weight", "scale", "bias", "zero_points"), "offset"),
 }
 
 

@@ -94,9 +94,7 @@ rejection_sample_cases = CaseSpace(
         "draft_tokens": "rows",
         "draft_probs": "rows",
         "target_probs": "rows",
-        "num_draft": "offset",
-        "seeds": "offset",
-        "steps": "offset",
+        **dict.fromkeys(("num_draft", "seeds", "steps"), "offset"),
     },
     crossed={
         "shape": ("many rows",),
