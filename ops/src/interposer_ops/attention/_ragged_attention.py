@@ -54,12 +54,9 @@ def ragged_attention(
         key_starts: ``[B + 1]`` int64, ascending, the last is U.
         max_query_tokens: Q, at least 1; no query is longer.
         max_key_tokens: L, at least 1; no sequence has more keys.
-        scale: factor of the scores.
+        scale, softcap, sinks, alibi_slopes: as in ``paged_attention``.
         causal: a query sees the key where it stands and what is before it; False sees all.
         window_tokens: keys are seen that are less than this away, on either side; None sees all.
-        softcap: bound of the scores; None leaves them.
-        sinks: ``[N]``, any float dtype: scores that join each head's softmax and have no value.
-        alibi_slopes: ``[N]`` float32, at least 0; what a token of distance costs a score.
     Returns: ``[T, N, E]``, dtype of ``query``.
     Dims: num_heads, num_kv_heads, head_size, value_size, causal, windowed, softcapped, sinks,
         alibi.

@@ -40,9 +40,7 @@ def indexer_scores(
         query: ``[T, I, D]``, any float dtype.
         keys: ``[P, S, D]``, dtype of ``query`` or a narrower one; one key for all heads.
         weights: ``[T, I]`` float32, of any sign.
-        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
-        query_starts: ``[B + 1]`` int64, ascending, the last is T.
-        seq_lens: ``[B]`` int64, each at least the query length.
+        page_table, query_starts, seq_lens: as in ``paged_attention``.
         max_seq_tokens: L, at least the longest of ``seq_lens``.
         key_scales: ``[P, S]`` float32, at least 0: what a stored key is multiplied by; None leaves
             the keys.

@@ -65,8 +65,7 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
 
     Args:
         x: ``[T, H]``, any float dtype; rows may lie apart.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
-        num_experts: E.
+        expert_ids, num_experts: as in ``moe_align_blocks``.
     Returns: ``(rows, positions, group_starts)``: ``[T K, H]`` of the dtype of ``x``; ``[T, K]``
         int32, the row of each slot, -1 of one that is left out; ``[E + 1]`` int32, where the rows
         of each expert begin, and the end of all.

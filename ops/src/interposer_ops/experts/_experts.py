@@ -104,12 +104,11 @@ def fused_experts_fp8(
     per matrix, one per output channel, or one per block.
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart.
         gate_up: ``[E, 2 I, H]``, an 8-bit float dtype.
         gate_up_scale: ``[E, R, C]`` float32, R a divisor of 2 I and C of H.
         down: ``[E, H, I]``, an 8-bit float dtype.
         down_scale: ``[E, R, C]`` float32, R a divisor of H and C of I.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        x, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
         ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
@@ -147,12 +146,11 @@ def fused_experts_w4a16(
     output channel, each from 0 to 15, the first of them in its low half.
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart.
         gate_up: ``[E, 2 I, H / 2]`` uint8.
         gate_up_scale: ``[E, 2 I, H / group]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / group]``, dtype of ``x``.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        x, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, group_size.
     Raises: RequestError: ``activation`` is none of the three.
@@ -194,11 +192,9 @@ def fused_experts_mxfp4(
         x: ``[T, H]``, any float dtype; rows may lie apart; H a multiple of 32.
         gate_up: ``[E, 2 I, H / 2]`` uint8; I a multiple of 32.
         gate_up_scale: ``[E, 2 I, H / 32]`` uint8.
-        gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / 32]`` uint8.
-        down_bias: ``[E, H]``, dtype of ``x``.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        gate_up_bias, down_bias, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
     Raises: RequestError: ``activation`` is none of the three.

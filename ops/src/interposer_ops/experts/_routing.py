@@ -52,9 +52,8 @@ def topk_sigmoid(
     lowest id comes first among equals. Computed in float32 or wider.
 
     Args:
-        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        logits, top_k: as in ``topk_softmax``.
         bias: ``[E]`` float32, or dtype of ``logits``.
-        top_k: K, from 1 to E.
         renormalize: divide the weights of a token by their sum plus 1e-20.
         scale: factor of the weights, after that.
     Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
@@ -92,16 +91,12 @@ def grouped_topk(
     lowest group and the lowest id come first among equals. Weights are scores without the bias.
 
     Args:
-        logits: ``[T, E]``, any float dtype; rows may lie apart.
-        bias: ``[E]`` float32, or dtype of ``logits``.
+        logits, bias, renormalize, scale: as in ``topk_sigmoid``.
         num_groups: G, a divisor of E; with a bias at most E / 2.
         top_groups: how many groups may be chosen from, from 1 to G.
         top_k: K, at most as many as the experts of these groups.
         scoring: ``"softmax"`` over all experts, or ``"sigmoid"``.
-        renormalize: divide the weights of a token by their sum plus 1e-20.
-        scale: factor of the weights, after that.
-    Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
-        int32, in descending order of what is compared.
+    Returns: those of ``topk_sigmoid``.
     Dims: num_experts, num_groups, top_groups, top_k, scoring, biased.
     Raises: RequestError: ``scoring`` is neither of the two.
     Source: arXiv:2405.04434, section 2.2 (the best expert); arXiv:2412.19437, section 2.1.2, and

@@ -44,10 +44,7 @@ def latent_attention_decode(
     Args:
         query: ``[T, N, C + R]``, any float dtype.
         cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
-        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
-        query_starts: ``[B + 1]`` int64, ascending, the last is T.
-        seq_lens: ``[B]`` int64, each at least the query length.
-        max_query_tokens: Q, at least 1; no query is longer.
+        page_table, query_starts, seq_lens, max_query_tokens: as in ``paged_attention``.
         latent_size: C.
         scale: factor of the scores.
         cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
@@ -80,15 +77,11 @@ def sparse_latent_attention(
     ``page_table`` may lie apart in memory.
 
     Args:
-        query: ``[T, N, C + R]``, any float dtype.
-        cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
+        query, cache, latent_size, scale, cache_scale: as in ``latent_attention_decode``.
         page_table: ``[B, M]`` int64.
         sequences: ``[T]`` int64; which sequence a token is of.
         indices: ``[T, X]`` int32: positions in the sequence, each at most once and in the cache;
             -1 names nothing and may stand anywhere.
-        latent_size: C.
-        scale: factor of the scores.
-        cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
     Returns: ``[T, N, C]``, dtype of ``query``.
     Dims: num_heads, latent_size, rotary_size, page_size, top_k, cache_dtype (the name of a torch
         dtype).

@@ -161,8 +161,7 @@ def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Rule out each token that is less than ``min_p`` times as likely as the likeliest one.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
-            rows may lie apart.
+        logits: as in ``mask_top_k_top_p``.
         min_p: ``[B]`` float32, in [0, 1]; 0 keeps all tokens.
     Returns: ``[B, V]``, dtype of ``logits``, minus infinity where a token is ruled out.
     Dims: vocab_size.

@@ -119,11 +119,9 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Ten
     ``gumbel_noise``, the largest logit where the temperature is 0; the lowest index wins ties.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
-            rows may lie apart.
+        logits: as in ``sample_tokens``; rows may lie apart.
         temperature: ``[B]`` float32, not negative.
-        seeds: ``[B]`` int64, of the request.
-        steps: ``[B]`` int64, how many tokens the request generated before.
+        seeds, steps: as in ``sample_tokens``.
     Returns: ``[B]`` int64.
     Dims: vocab_size.
     Source: arXiv:1411.0030.

@@ -70,14 +70,11 @@ def rejection_sample(
     ``uniform_noise`` of token V, on which no draw depends. Whoever drafts must use other noise.
 
     Args:
-        draft_tokens: ``[B, S]`` int64; what stands behind a row's drafts is not read.
+        draft_tokens, num_draft: as in ``greedy_verify``.
         draft_probs: ``[B, S, V]``, any float dtype; None where drafts were certain, q(x) = 1.
         target_probs: ``[B, S + 1, V]``, dtype of ``draft_probs``, after temperature and truncation.
-        num_draft: ``[B]`` int64, from 0 to S.
-        seeds: ``[B]`` int64, of the request.
-        steps: ``[B]`` int64, how many tokens the request generated before.
-    Returns: ``(tokens, accepted)``: ``[B, S + 1]`` int64, -1 behind the last token; ``[B]`` int64,
-        how many drafted tokens were accepted.
+        seeds, steps: as in ``sample_tokens``.
+    Returns: those of ``greedy_verify``.
     Dims: vocab_size, num_draft_tokens, certain_drafts.
     Source: arXiv:2211.17192, algorithm 1; arXiv:2302.01318.
     """
