@@ -6,6 +6,7 @@ a value, B sequences, Q longest query, L longest sequence of keys.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import masked_attention, padded
 
-_CASES = "interposer_ops.attention._ragged_attention_cases"
+_op = partial(standard_op, cases="interposer_ops.attention._ragged_attention_cases")
 
 
-@standard_op(
+@_op(
     "ragged_attention",
-    cases=_CASES,
     tolerance=Tolerance(roundings=6),
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
@@ -69,9 +69,8 @@ def ragged_attention(
     return out
 
 
-@standard_op(
+@_op(
     "ragged_attention_with_lse",
-    cases=_CASES,
     tolerance=Tolerance(roundings=6),
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
@@ -106,9 +105,8 @@ def ragged_attention_with_lse(
     return _attend(query, key, value, query_starts, key_starts, *longest, scale, *masks)
 
 
-@standard_op(
+@_op(
     "merge_attention_states",
-    cases=_CASES,
     tolerance=Tolerance(roundings=2),
     batched=("out_a", "lse_a", "out_b", "lse_b"),
 )

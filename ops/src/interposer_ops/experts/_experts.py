@@ -7,6 +7,8 @@ it contributes nothing, and its weight is not read.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,19 +18,19 @@ from interposer.errors import RequestError
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_CASES = "interposer_ops.experts._experts_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.experts._experts_cases",
+    tolerance=Tolerance(roundings=2),
+    batched=("x", "weights", "expert_ids"),
+)
+_dequantizing = partial(_op, emulation=DEQUANTIZES)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
 
 
-@standard_op(
-    "fused_experts",
-    cases=_CASES,
-    constants=("gate_up", "gate_up_bias", "down", "down_bias"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_op("fused_experts", constants=("gate_up", "gate_up_bias", "down", "down_bias"))
 def fused_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -67,26 +69,12 @@ def fused_experts(
     """
     ids = expert_ids.clamp(min=0)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _mixture(
-        x,
-        gate_up[ids].to(wide),
-        None if gate_up_bias is None else gate_up_bias[ids],
-        down[ids].to(wide),
-        None if down_bias is None else down_bias[ids],
-        weights,
-        expert_ids,
-        activation,
-    )
+    first = gate_up[ids].to(wide), _biases(gate_up_bias, ids)
+    second = down[ids].to(wide), _biases(down_bias, ids)
+    return _mixture(x, *first, *second, weights, expert_ids, activation)
 
 
-@standard_op(
-    "fused_experts_fp8",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_dequantizing("fused_experts_fp8", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
 def fused_experts_fp8(
     x: Tensor,
     gate_up: Tensor,
@@ -122,14 +110,7 @@ def fused_experts_fp8(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@standard_op(
-    "fused_experts_w4a16",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_dequantizing("fused_experts_w4a16", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
 def fused_experts_w4a16(
     x: Tensor,
     gate_up: Tensor,
@@ -162,13 +143,9 @@ def fused_experts_w4a16(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@standard_op(
+@_dequantizing(
     "fused_experts_mxfp4",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_mxfp4(
     x: Tensor,
@@ -202,16 +179,9 @@ def fused_experts_mxfp4(
     """
     ids = expert_ids.clamp(min=0)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _mixture(
-        x,
-        _microscaled(gate_up[ids], gate_up_scale[ids], wide),
-        None if gate_up_bias is None else gate_up_bias[ids],
-        _microscaled(down[ids], down_scale[ids], wide),
-        None if down_bias is None else down_bias[ids],
-        weights,
-        expert_ids,
-        activation,
-    )
+    first = _microscaled(gate_up[ids], gate_up_scale[ids], wide), _biases(gate_up_bias, ids)
+    second = _microscaled(down[ids], down_scale[ids], wide), _biases(down_bias, ids)
+    return _mixture(x, *first, *second, weights, expert_ids, activation)
 
 
 def _mixture(
@@ -236,6 +206,10 @@ def _mixture(
     factors = torch.where(held, weights.to(returned.dtype), 0)[..., None]
     # Not only a factor of zero: what another expert makes of the token may be infinite.
     return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
+
+
+def _biases(bias: Tensor | None, ids: Tensor) -> Tensor | None:
+    return None if bias is None else bias[ids]
 
 
 def activated(projected: Tensor, activation: str) -> Tensor:

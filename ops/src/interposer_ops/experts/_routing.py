@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,17 @@ from interposer import Tolerance
 from interposer.errors import RequestError
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.experts._routing_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.experts._routing_cases",
+    tolerance=Tolerance(roundings=4),
+    batched=("logits",),
+)
 
 _LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
 
 
-@standard_op("topk_softmax", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits",))
+@_op("topk_softmax")
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest logits, weighted by their softmax over all experts.
 
@@ -35,13 +42,7 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     return _weights(wide.softmax(-1), ids, renormalize, 1.0), ids.to(torch.int32)
 
 
-@standard_op(
-    "topk_sigmoid",
-    cases=_CASES,
-    constants=("bias",),
-    tolerance=Tolerance(roundings=4),
-    batched=("logits",),
-)
+@_op("topk_sigmoid", constants=("bias",))
 def topk_sigmoid(
     logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -67,13 +68,7 @@ def topk_sigmoid(
     return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
 
 
-@standard_op(
-    "grouped_topk",
-    cases=_CASES,
-    constants=("bias",),
-    tolerance=Tolerance(roundings=4),
-    batched=("logits",),
-)
+@_op("grouped_topk", constants=("bias",))
 def grouped_topk(
     logits: Tensor,
     bias: Tensor | None,

@@ -6,6 +6,8 @@ sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attend
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,11 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import cached, masked_attention, softmax_attention
 
-_CASES = "interposer_ops.latent_attention._latent_attention_cases"
+_op = partial(standard_op, cases="interposer_ops.latent_attention._latent_attention_cases")
 
 
-@standard_op(
+@_op(
     "latent_attention_decode",
-    cases=_CASES,
     tolerance=Tolerance(roundings=6),
     batched=("page_table", "seq_lens"),
     ragged={"query": "query_starts"},
@@ -59,7 +60,7 @@ def latent_attention_decode(
     return out
 
 
-@standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
+@_op("sparse_latent_attention", tolerance=Tolerance(roundings=6))
 def sparse_latent_attention(
     query: Tensor,
     cache: Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,11 @@ from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper, truncation_threshold
 
-_CASES = "interposer_ops.sampling._sampling_cases"
+_op = partial(standard_op, cases="interposer_ops.sampling._sampling_cases")
 
 
-@standard_op(
+@_op(
     "apply_penalties",
-    cases=_CASES,
     batch_invariant=True,
     tolerance=Tolerance(roundings=4),
     batched=("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
@@ -55,9 +56,8 @@ def apply_penalties(
     return y - frequency.to(wide)[:, None] * output_counts
 
 
-@standard_op(
+@_op(
     "sample_tokens",
-    cases=_CASES,
     tolerance=Tolerance(roundings=4),
     batched=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "steps"),
 )
@@ -106,9 +106,8 @@ def sample_tokens(
     return tokens, chosen - wide.logsumexp(-1)
 
 
-@standard_op(
+@_op(
     "gumbel_argmax",
-    cases=_CASES,
     tolerance=Tolerance(roundings=0),
     batched=("logits", "temperature", "seeds", "steps"),
 )

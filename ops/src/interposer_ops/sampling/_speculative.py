@@ -6,6 +6,8 @@ the first that is rejected or follows them all: 1 to n + 1 tokens.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,14 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 
-_CASES = "interposer_ops.sampling._speculative_cases"
-
-
-@standard_op(
-    "greedy_verify",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.sampling._speculative_cases",
     tolerance=Tolerance(roundings=0),
-    batched=("draft_tokens", "target_logits", "num_draft"),
 )
+
+
+@_op("greedy_verify", batched=("draft_tokens", "target_logits", "num_draft"))
 def greedy_verify(
     draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -43,10 +44,8 @@ def greedy_verify(
     return _verified(draft_tokens, draft_tokens == best[:, :-1], best, num_draft)
 
 
-@standard_op(
+@_op(
     "rejection_sample",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
     batched=("draft_tokens", "draft_probs", "target_probs", "num_draft", "seeds", "steps"),
 )
 def rejection_sample(
