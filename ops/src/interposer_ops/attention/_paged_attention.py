@@ -13,12 +13,10 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import cached, masked_attention
 
-_CASES = "interposer_ops.attention._paged_attention_cases"
-
 
 @standard_op(
     "paged_attention",
-    cases=_CASES,
+    cases="interposer_ops.attention._paged_attention_cases",
     tolerance=Tolerance(roundings=6),
     batched=("page_table", "seq_lens", "prefix_lens"),
     ragged={"query": "query_starts"},

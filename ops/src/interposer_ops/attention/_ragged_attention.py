@@ -17,13 +17,14 @@ from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import masked_attention, padded
 
 _op = partial(standard_op, cases="interposer_ops.attention._ragged_attention_cases")
-
-
-@_op(
-    "ragged_attention",
+_attention = partial(
+    _op,
     tolerance=Tolerance(roundings=6),
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
+
+
+@_attention("ragged_attention")
 def ragged_attention(
     query: Tensor,
     key: Tensor,
@@ -69,11 +70,7 @@ def ragged_attention(
     return out
 
 
-@_op(
-    "ragged_attention_with_lse",
-    tolerance=Tolerance(roundings=6),
-    ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
-)
+@_attention("ragged_attention_with_lse")
 def ragged_attention_with_lse(
     query: Tensor,
     key: Tensor,

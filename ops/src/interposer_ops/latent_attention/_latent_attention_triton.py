@@ -102,15 +102,8 @@ def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, w
             rest = max(LEAST_SIDE, triton.next_power_of_2(width - latent_size))
     else:
         front = min(blocks["front"], max(LEAST_SIDE, triton.next_power_of_2(width)))
-    return _Tile(
-        min(heads, blocks["heads"]),
-        blocks["tokens"],
-        front,
-        rest,
-        values,
-        blocks["split"],
-        parameters.compiled,
-    )
+    sizes = min(heads, blocks["heads"]), blocks["tokens"], front, rest, values
+    return _Tile(*sizes, blocks["split"], parameters.compiled)
 
 
 def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:

@@ -13,13 +13,14 @@ from torch import Tensor
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_op = partial(standard_op, cases="interposer_ops.lora._lora_cases")
+_op = partial(
+    standard_op, cases="interposer_ops.lora._lora_cases", tolerance=Tolerance(roundings=2)
+)
 
 
 @_op(
     "lora_shrink",
     constants=("lora_a",),
-    tolerance=Tolerance(roundings=2),
     batched=("x", "adapter_ids"),
 )
 def lora_shrink(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
@@ -43,7 +44,6 @@ def lora_shrink(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) ->
     "lora_expand",
     mutates=("y",),
     constants=("lora_b",),
-    tolerance=Tolerance(roundings=2),
     batched=("shrunk", "adapter_ids", "y"),
 )
 def lora_expand(

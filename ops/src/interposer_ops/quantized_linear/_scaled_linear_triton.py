@@ -226,19 +226,11 @@ BUILDS = (
     *(make(*step) for make in (_fp8, _blocks, _int8) for step in STEPS),
     *(
         build
-        for tokens in (64, 4096)
+        for n in (64, 4096)
         for build in (
-            _fp8(
-                f"{tokens} tokens, float8_e5m2 by float8_e4m3fn, bias",
-                tokens,
-                4096,
-                E5M2,
-                bias=True,
-            ),
-            _fp8(
-                f"{tokens} tokens, float8_e4m3fnuz", tokens, 4096, *_FNUZ, without=all_but("gfx942")
-            ),
-            _int8(f"{tokens} tokens, zero points", tokens, 4096, shifted=True),
+            _fp8(f"{n} tokens, float8_e5m2 by float8_e4m3fn, bias", n, 4096, E5M2, bias=True),
+            _fp8(f"{n} tokens, float8_e4m3fnuz", n, 4096, *_FNUZ, without=all_but("gfx942")),
+            _int8(f"{n} tokens, zero points", n, 4096, shifted=True),
         )
     ),
 )
