@@ -74,7 +74,8 @@ def paged_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     keys = cached(key_cache, page_table, seq_lens, wide, key_scale)  # [B, L, K, D]
     values = cached(value_cache, page_table, seq_lens, wide, value_scale)
-    batch = query_starts, seq_lens, max_query_tokens
     masks = causal, window_tokens, softcap, sinks, alibi_slopes, prefix_lens
-    out, _ = masked_attention(query, keys, values, *batch, scale, *masks)
+    out, _ = masked_attention(
+        query, keys, values, query_starts, seq_lens, max_query_tokens, scale, *masks
+    )
     return out

@@ -148,13 +148,9 @@ def _read_rows(
 
 
 def _quantized_arguments(
-    token_ids: Tensor,
-    sizes: tuple[int, int, int | None],
-    bits: int,
-    asymmetric: bool,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> dict[str, Any]:
+    token_ids: Tensor, sizes: tuple[int, int, int | None], bits: int, asymmetric: bool,
+    dtype: torch.dtype, generator: torch.Generator,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
     rows, width, group = sizes
     num_groups = width // (group or width)

@@ -100,13 +100,9 @@ def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor,
 
 
 def _nvfp4_drawn(
-    dims: Dims,
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    codes: tuple[int, int] = _E4M3_CODES[""],
-    alpha: float = _ALPHA,
-) -> dict[str, Any]:
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator,
+    codes: tuple[int, int] = _E4M3_CODES[""], alpha: float = _ALPHA,
+) -> dict[str, Any]:  # fmt: skip
     in_features, out_features = features_of(dims)
     weight = _bytes((out_features, in_features // 2), generator)
     scales = _bytes((out_features, in_features // 16), generator, codes)

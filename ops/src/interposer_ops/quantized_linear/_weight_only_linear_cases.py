@@ -59,15 +59,9 @@ _STRIDED: dict[str, Strides] = {
 
 
 def _drawn(
-    dims: Dims,
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    bits: int,
-    weights: str = "",
-    flat: bool = False,
-) -> dict[str, Any]:
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, bits: int,
+    weights: str = "", flat: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments.
 
     Args:
