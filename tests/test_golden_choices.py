@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import forks
 
 pytest.importorskip("triton", reason="needs the package triton, whose kernels are candidates")
 
@@ -22,7 +21,6 @@ def read(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "xpu"])
 def test_choices_are_those_that_people_have_read(platform: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(WRITER), f"interposer-{platform}"]
     golden = ROOT / "platforms" / platform / "tests/golden"
     # A policy of whoever runs the tests would be told, too.
     variables = {
@@ -30,17 +28,11 @@ def test_choices_are_those_that_people_have_read(platform: str, tmp_path: Path) 
         for name, value in os.environ.items()
         if name == KEPT or not name.startswith("INTERPOSER_")
     }
-    done = subprocess.run(
-        [*command, str(tmp_path / "now")],
-        env=variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
+    arguments = (WRITER, f"interposer-{platform}", tmp_path / "now")
+    done = forks().run(*arguments, env=variables, cwd=tmp_path, timeout=540)
     assert done.returncode == 0, done.stderr
     now, then = read(tmp_path / "now"), read(golden)
-    mend = f"to take what is chosen now, once you have read it: {' '.join([*command, str(golden)])}"
+    mend = f"once you have read what is chosen now: python {WRITER} {arguments[1]} {golden}"
     assert then
     assert now.keys() == then.keys(), mend
     assert [name for name in then if now[name] != then[name]] == [], mend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forks import forks
 from transformers import LlamaConfig
 
 from interposer import Capability, Device, current_registry
@@ -47,13 +47,7 @@ def module(name: str) -> Any:
 @pytest.mark.parametrize("arguments", [["gpu_ops.py"], ["gpu_decode.py", "anywhere"]])
 def test_without_an_accelerator_one_sentence_says_so(arguments: list[str]) -> None:
     script, *rest = arguments
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *rest],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = forks().run(BENCHMARKS / script, *rest)
     sentence = f"Nothing is measured: torch {torch.__version__} sees no accelerator on this machine"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{sentence}.\n")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forks import forks
 from tests.hostile.case import Hostile
 from tests.hostile.native import NEEDS, has_compiler
 from tests.hostile.pack import CASES, HEALTHY, install, wheel
@@ -269,14 +270,9 @@ def test_doctor_names_all(site: Path, folder: Path, visits: list[Visits]) -> Non
     project.mkdir()
     text = f'platform = "cpu"\nprobe_seconds = {SHORT}\ncache_dir = "{folder / "cache"}"\n'
     (project / "interposer.toml").write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "interposer_tools", "doctor", "--json"],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = ("-m", "interposer_tools", "doctor", "--json")
+    done = forks().run(*command, env=environment, cwd=project, timeout=200)
     assert done.returncode == 1, done.stderr
     problems = {
         (problem["subject"], problem["reason"]) for problem in json.loads(done.stdout)["problems"]

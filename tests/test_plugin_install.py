@@ -5,17 +5,19 @@ Each test has a virtual environment that links to everything in this one but the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import importlib_metadata
 import pytest
+from tests.forks import Forks
 
 from interposer.hookspecs import GROUP
 
@@ -83,7 +85,10 @@ def build(project: Path, wheels: Path) -> Path:
 
 
 class Environment:
-    """A virtual environment of its own, with this one's packages except the example plugin."""
+    """A virtual environment of its own, with this one's packages except the example plugin.
+
+    Its programs run as forks, each of which finds what is installed by then.
+    """
 
     def __init__(self, folder: Path) -> None:
         done = execute(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -97,6 +102,10 @@ class Environment:
                 link = packages / entry.name
                 if "interposer_example_norm" not in entry.name and not link.exists():
                     link.symlink_to(entry)
+        self._forks = Forks(self.python)
+
+    def close(self) -> None:
+        self._forks.close()
 
     def pip(self, *arguments: str | Path) -> None:
         done = execute(sys.executable, "-m", "pip", "--python", self.python, *arguments)
@@ -113,7 +122,7 @@ class Environment:
         points = importlib_metadata.entry_points(group=GROUP)
         others = sorted({point.name for point in points} - {"cpu", "ops", "example-norm"})
         variables = {"INTERPOSER_DISABLE": ",".join([*others, disable]), "PYTHONWARNINGS": ""}
-        return execute(self.python, *arguments, env={**os.environ, **variables})
+        return self._forks.run(*arguments, env={**os.environ, **variables})
 
     def model(self, disable: str = "") -> dict[str, Any]:
         """Return what model code gets."""
@@ -130,8 +139,9 @@ class Environment:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "environment")
+def environment(tmp_path: Path) -> Iterator[Environment]:
+    with contextlib.closing(Environment(tmp_path / "environment")) as made:
+        yield made
 
 
 @pytest.fixture

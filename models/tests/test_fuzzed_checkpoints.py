@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import forks
 
 from interposer import current_registry
 from interposer.records import SchemeEntry
@@ -24,8 +23,7 @@ METHODS = sorted(
 
 def check(method: str, count: int, seed: int) -> None:
     """Fail with the mutations that crash, hang, take too much memory, or raise anything else."""
-    command = [sys.executable, str(SCRIPT), method, f"--count={count}", f"--seed={seed}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000)
+    done = forks().run(SCRIPT, method, f"--count={count}", f"--seed={seed}", timeout=3000)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)
     assert not report["wrong"], "\n\n".join(report["wrong"][:5])

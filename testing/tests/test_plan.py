@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.forks import forks
 
 from interposer import (
     AttentionEntry,
@@ -265,13 +264,7 @@ def test_the_facts_are_plain(planned: Callable[..., PlanReport]) -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "interposer_tools", "verify", *arguments],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return forks().run("-m", "interposer_tools", "verify", *arguments, timeout=600)
 
 
 def test_the_command_plans(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
+from tests.forks import forks
 
 pytest_plugins = "pytester"
 
@@ -74,7 +76,18 @@ def acme(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
 
 def run(project: pytest.Pytester, marker: str, *options: str) -> pytest.RunResult:
     project.makepyfile(test_acme=TEST.format(marker=marker))
-    return project.runpytest_subprocess("-p", "no:cacheprovider", "-rs", "-v", *options)
+    return run_all(project, "-rs", "-v", *options)
+
+
+def run_all(project: pytest.Pytester, *options: str) -> pytest.RunResult:
+    """Run pytest as ``runpytest_subprocess`` does, in a fork of a process that has torch."""
+    start = time.monotonic()
+    command = ("-m", "pytest", f"--basetemp={project.path / 'basetemp'}", "-p", "no:cacheprovider")
+    done = forks().run(*command, *options, cwd=project.path)
+    seconds = time.monotonic() - start
+    return pytest.RunResult(
+        done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), seconds
+    )
 
 
 def test_each_candidate_aspect_and_dtype_is_a_test(acme: pytest.Pytester) -> None:
@@ -128,7 +141,7 @@ def test_a_wrong_marker_is_an_error_of_collection(acme: pytest.Pytester) -> None
     sources = {f"test_wrong_{n}": TEST.format(marker=m) for n, m in enumerate(WRONG)}
     sources["test_bare"] = TEST.format(marker='"acme-kernels"').replace("(trial)", "()")
     acme.makepyfile(**sources)
-    done = acme.runpytest_subprocess("-p", "no:cacheprovider")
+    done = run_all(acme)
     done.assert_outcomes(errors=len(sources))
     text = done.stdout.str()
     for message in (*WRONG.values(), "Try: def test_conformance(trial): trial.verify()"):

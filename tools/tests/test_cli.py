@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tests.forks import forks
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -128,7 +129,7 @@ def test_the_commands_start_without_torch(run: Run, install: Callable[..., None]
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals as of POSIX")
 def test_what_takes_seconds_says_so_on_a_terminal(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "interposer_tools", "explain", "--why", "platform"]
+    command = forks().command("-m", "interposer_tools", "explain", "--why", "platform")
     environment = {**os.environ, "INTERPOSER_CACHE_DIR": str(tmp_path)}
     master, slave = os.openpty()
     quiet = subprocess.DEVNULL

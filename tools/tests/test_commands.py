@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.forks import forks
 
 from interposer import (
     Capability,
@@ -286,7 +287,7 @@ def test_lock_writes_what_locked_insists_on(command: Command, tmp_path: Path) ->
 def on_terminal(columns: int, *arguments: str, plugins: str = "none") -> str:
     """Return what the command prints on a terminal of so many columns."""
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "interposer_tools", *arguments]
+    command = forks().command("-m", "interposer_tools", *arguments)
     environment = {**os.environ, "INTERPOSER_PLUGINS": plugins, "TERM": "xterm"}
     environment["COLUMNS"] = str(columns)
     with subprocess.Popen(command, stdout=theirs, env=environment) as process:

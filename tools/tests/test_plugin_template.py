@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import importlib.util
 import json
 import os
@@ -29,6 +28,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name, is_normalized_name
+from tests.forks import forks
 
 from interposer import API_VERSION, Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import ConfigError, InterposerError, StorageError, UnknownNameError
@@ -77,9 +77,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[PluginKind, Path]:
 def execute(*arguments: str | Path, **options: Any) -> str:
     """Return what Python prints; it must end with 0."""
     options = {"capture_output": True, "text": True, "timeout": 500, **options}
-    done = subprocess.run([sys.executable, *map(str, arguments)], **options)
+    return succeed(subprocess.run([sys.executable, *map(str, arguments)], **options))
+
+
+def succeed(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a program printed; it must have ended with 0."""
     assert done.returncode == 0, done.stdout + done.stderr
-    return str(done.stdout)
+    return done.stdout
 
 
 def names(folder: Path) -> list[str]:
@@ -175,12 +179,11 @@ def test_mypy_is_content(written: dict[PluginKind, Path], tmp_path: Path) -> Non
         assert "no issues found in 4 source files" in out
 
 
-def built(project: Path, folder: Path) -> Path:
-    """Return the wheel of a project, made as its user would, but without a network."""
+def build(folder: Path, *projects: Path) -> list[Path]:
+    """Return the wheels of projects, made as their user would, but without a network."""
     options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation")
-    execute("-m", "pip", "wheel", *options, "--wheel-dir", folder, project)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    execute("-m", "pip", "wheel", *options, "--wheel-dir", folder, *projects)
+    return sorted(folder.glob("*.whl"))
 
 
 Installed = Callable[[PluginKind], dict[str, str]]
@@ -189,33 +192,33 @@ Installed = Callable[[PluginKind], dict[str, str]]
 @pytest.fixture(scope="module")
 def wheels(
     written: dict[PluginKind, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[PluginKind], Path]:
-    """Return what returns the wheel of a kind."""
-    return functools.cache(lambda kind: built(written[kind], tmp_path_factory.mktemp("wheels")))
+) -> dict[PluginKind, Path]:
+    """Return the wheel of each kind."""
+    found = build(tmp_path_factory.mktemp("wheels"), *written.values())
+    return {PluginKind(wheel.name.split("-")[0].removeprefix("acme_")): wheel for wheel in found}
 
 
 @pytest.fixture(scope="module")
 def installed(
-    wheels: Callable[[PluginKind], Path], tmp_path_factory: pytest.TempPathFactory
+    wheels: dict[PluginKind, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Installed:
-    """Return what installs the wheel of a kind, and returns the environment to use it in."""
+    """Return what returns the environment in which the plugin of one kind is used."""
+    site = tmp_path_factory.mktemp("site")
+    options = ("--quiet", "--no-index", "--no-deps", "--target", site)
+    execute("-m", "pip", "install", *options, *wheels.values())
 
-    @functools.cache
-    def install(kind: PluginKind) -> dict[str, str]:
-        site = tmp_path_factory.mktemp("site")
-        options = ("--quiet", "--no-index", "--no-deps", "--target", site)
-        execute("-m", "pip", "install", *options, wheels(kind))
+    def environment(kind: PluginKind) -> dict[str, str]:
         plugins = f"acme-{kind},interposer-cpu"
         return {**os.environ, "PYTHONPATH": str(site), "INTERPOSER_PLUGINS": plugins}
 
-    return install
+    return environment
 
 
 @each_kind
 def test_wheel_holds_the_package_and_its_license(
-    kind: PluginKind, wheels: Callable[[PluginKind], Path]
+    kind: PluginKind, wheels: dict[PluginKind, Path]
 ) -> None:
-    with zipfile.ZipFile(wheels(kind)) as wheel:
+    with zipfile.ZipFile(wheels[kind]) as wheel:
         found = set(wheel.namelist())
         (place,) = (name for name in found if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(wheel.read(place).decode())
@@ -231,11 +234,8 @@ def test_installed_package_passes_its_own_tests(
     kind: PluginKind, written: dict[PluginKind, Path], installed: Installed
 ) -> None:
     environment = installed(kind)
-    out = execute(
-        *("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"),
-        cwd=written[kind],
-        env=environment,
-    )
+    options = ("-p", "no:cacheprovider", "-p", "no:xdist")
+    out = succeed(forks().run("-m", "pytest", *options, cwd=written[kind], env=environment))
     assert re.search(r"\b[1-9]\d* passed", out), out
     assert "failed" not in out
 
@@ -243,7 +243,8 @@ def test_installed_package_passes_its_own_tests(
 def verified(name: str, folder: Path, *options: str, env: dict[str, str]) -> dict[str, Any]:
     """Return the report of ``interposer verify``."""
     report = folder / "report.json"
-    execute("-m", "interposer_tools", "verify", name, *options, "--json", report, env=env)
+    command = ("-m", "interposer_tools", "verify", name, *options, f"--json={report}")
+    succeed(forks().run(*command, env=env))
     facts: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return facts
 
@@ -333,7 +334,8 @@ def test_written_scheme_refuses_what_it_does_not_know(written: dict[PluginKind, 
 
 
 def test_template_is_in_the_wheel_of_the_tools(tmp_path: Path) -> None:
-    with zipfile.ZipFile(built(TOOLS, tmp_path / "wheels")) as wheel:
+    (built,) = build(tmp_path / "wheels", TOOLS)
+    with zipfile.ZipFile(built) as wheel:
         wheel.extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     where = execute(

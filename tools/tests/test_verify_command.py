@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.forks import forks
 
 from interposer_testing import Examined, Ground, Report, Tally
 
@@ -76,14 +76,9 @@ def run(tmp_path: Path) -> Run:
     }
 
     def run(*arguments: str, kernels: str = "good") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "interposer_tools", "verify", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, **variables, "ACME_KERNELS": kernels},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        environment = {**os.environ, **variables, "ACME_KERNELS": kernels}
+        command = ("-m", "interposer_tools", "verify", *arguments)
+        return forks().run(*command, cwd=tmp_path, env=environment)
 
     return run
 
@@ -171,7 +166,7 @@ def test_in_isolation_a_crash_is_a_fault_of_its_candidate_alone(run: Run, tmp_pa
 
 def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> None:
     found = {}
-    for option in ("--isolate", "--jobs=3"):
+    for option in ("--seed=0", "--jobs=3"):
         file = tmp_path / "out.json"
         done = run("acme-kernels", option, f"--json={file}", kernels="wrong good")
         assert done.returncode == 1, done.stderr
@@ -180,7 +175,7 @@ def test_several_processes_report_what_one_does(run: Run, tmp_path: Path) -> Non
             for tally in candidate["tallies"]:
                 del tally["seconds"]
         found[option] = candidates
-    assert found["--jobs=3"] == found["--isolate"]
+    assert found["--jobs=3"] == found["--seed=0"]
     tallies = [tally for candidate in candidates for tally in candidate["tallies"]]
     run_in_all = sum(tally["passed"] + tally["failed"] for tally in tallies)
     assert run_in_all > 16 * 2, "a third process had nothing to do"

@@ -73,6 +73,11 @@ class Parameters(BaseModel):
     num_stages: Annotated[int, Field(ge=1, le=8)]
     blocks: Mapping[str, _PowerOfTwo]
 
+    @property
+    def compiled(self) -> dict[str, int]:
+        """The launch options that say how a program is compiled."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def per_device(function: F) -> F:
     """Return ``function`` with all its results remembered; one of its arguments is a device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,7 @@ class RowTile(NamedTuple):
 
     rows: int
     columns: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
     def row_blocks(self, num_rows: int) -> int:
         """Return how many programs cover ``num_rows``."""
@@ -33,8 +33,7 @@ class RowTile(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """The launch options of a kernel that takes ``ROWS`` and ``COLUMNS``."""
-        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {"ROWS": self.rows, "COLUMNS": self.columns, **compiled}
+        return {"ROWS": self.rows, "COLUMNS": self.columns, **self.compiled}
 
 
 @per_device
@@ -52,7 +51,7 @@ def row_tile(kernel: str, device: torch.device, width: int) -> RowTile:
     columns = min(triton.next_power_of_2(width), blocks["width"])
     rows = max(1, blocks["tile"] // columns)
     num_warps = min(parameters.num_warps, max(1, rows * columns // blocks["warp"]))
-    return RowTile(rows, columns, num_warps, parameters.num_stages)
+    return RowTile(rows, columns, {**parameters.compiled, "num_warps": num_warps})
 
 
 def as_rows(x: Tensor) -> Tensor:

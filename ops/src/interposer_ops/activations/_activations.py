@@ -41,8 +41,7 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
 def quick_gelu(x: Tensor) -> Tensor:
     """Approximate GELU by a sigmoid: y = x * sigmoid(1.702 x).
 
-    Args:
-        x: ``[..., I]``, any float dtype.
+    Args: ``x``, as in ``gelu``.
     Returns: shape and dtype of ``x``.
     Source: arXiv:1606.08415, section 2.
     """
@@ -54,8 +53,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 def relu2(x: Tensor) -> Tensor:
     """Square the positive elements, replace the others by zero: y = max(x, 0)^2.
 
-    Args:
-        x: ``[..., I]``, any float dtype.
+    Args: ``x``, as in ``gelu``.
     Returns: shape and dtype of ``x``.
     Source: arXiv:2109.08668 (Primer).
     """
@@ -97,8 +95,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
     y = u * g * sigmoid(g) where x = [u, g].
 
-    Args:
-        x: ``[..., 2 I]``, any float dtype.
+    Args: ``x``, as in ``silu_and_mul``.
     Returns: ``[..., I]``, dtype of ``x``.
     Source: arXiv:2002.05202, with the halves exchanged.
     """
@@ -112,8 +109,7 @@ def relu2_and_mul(x: Tensor) -> Tensor:
 
     y = max(g, 0)^2 * u where x = [g, u].
 
-    Args:
-        x: ``[..., 2 I]``, any float dtype.
+    Args: ``x``, as in ``silu_and_mul``.
     Returns: ``[..., I]``, dtype of ``x``.
     Source: arXiv:2402.03804, gated as in arXiv:2002.05202.
     """

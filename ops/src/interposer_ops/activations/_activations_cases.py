@@ -152,14 +152,11 @@ _Sample = Callable[[torch.dtype, Dims, int, int], Case]
 
 
 def _activation(
-    arranged: _Arranged | None = _gate_first,
-    bound: _Bound = _products,
-    numbers: Mapping[str, Any] = _GATES,
-    special: tuple[Special, ...] = _PRODUCTS,
-    options: Mapping[str, _Options] | None = None,
-    crossed_options: tuple[str, ...] = (),
+    arranged: _Arranged | None = _gate_first, bound: _Bound = _products,
+    numbers: Mapping[str, Any] = _GATES, special: tuple[Special, ...] = _PRODUCTS,
+    options: Mapping[str, _Options] | None = None, crossed_options: tuple[str, ...] = (),
     **sampled: Any,
-) -> tuple[CaseSpace, _Sample]:
+) -> tuple[CaseSpace, _Sample]:  # fmt: skip
     """Return the cases and the sample of an activation."""
     activation = _Activation(arranged, bound, sampled)
     space = CaseSpace(

@@ -65,15 +65,9 @@ class GatheredBackend(AttentionBackend):
             lengths = queries
         else:
             read = read_slots(batch.page_table, firsts, lengths, self.spec.page_size)
+        starts = batch.query_starts.to(torch.int32), cumulated(lengths)
         most = max(batch.max_seq_tokens, batch.max_query_tokens)
-        return GatheredStep(
-            batch.slots,
-            read,
-            batch.query_starts.to(torch.int32),
-            cumulated(lengths),
-            batch.max_query_tokens,
-            most,
-        )
+        return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, most)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: GatheredStep

@@ -13,12 +13,10 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import cached, masked_attention
 
-_CASES = "interposer_ops.attention._paged_attention_cases"
-
 
 @standard_op(
     "paged_attention",
-    cases=_CASES,
+    cases="interposer_ops.attention._paged_attention_cases",
     tolerance=Tolerance(roundings=6),
     batched=("page_table", "seq_lens", "prefix_lens"),
     ragged={"query": "query_starts"},
@@ -76,19 +74,8 @@ def paged_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     keys = cached(key_cache, page_table, seq_lens, wide, key_scale)  # [B, L, K, D]
     values = cached(value_cache, page_table, seq_lens, wide, value_scale)
+    masks = causal, window_tokens, softcap, sinks, alibi_slopes, prefix_lens
     out, _ = masked_attention(
-        query,
-        keys,
-        values,
-        query_starts,
-        seq_lens,
-        max_query_tokens,
-        scale,
-        causal,
-        window_tokens,
-        softcap,
-        sinks,
-        alibi_slopes,
-        prefix_lens,
+        query, keys, values, query_starts, seq_lens, max_query_tokens, scale, *masks
     )
     return out

@@ -137,13 +137,9 @@ def paged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed
 
 
 def _attention(
-    lengths: Lengths,
-    sizes: tuple[int, ...],
-    options: Options,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    lengths: Lengths, sizes: tuple[int, ...], options: Options, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     heads, kv_heads, head_size = sizes
     batch = paged(lengths, generator)
     stored_dtype, scaled = options.get("cache_dtype", dtype), options.get("scaled")

@@ -7,6 +7,7 @@ S page size, C parts at most.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,12 @@ class PagedTile(NamedTuple):
     rows: int
     keys: int
     columns: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
     @property
     def options(self) -> dict[str, int]:
         """The launch options of a kernel that takes ``KEYS`` and ``COLUMNS``."""
-        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {"KEYS": self.keys, "COLUMNS": self.columns, **compiled}
+        return {"KEYS": self.keys, "COLUMNS": self.columns, **self.compiled}
 
 
 @per_device
@@ -49,7 +48,7 @@ def paged_tile(kernel: str, device: torch.device, head_size: int, itemsize: int)
     columns = max(LEAST_SIDE, triton.next_power_of_2(head_size))
     rows = min(blocks["rows"], max(LEAST_SIDE, blocks["row_bytes"] // (columns * itemsize)))
     keys = min(blocks["keys"], max(LEAST_SIDE, blocks["key_bytes"] // (columns * itemsize)))
-    return PagedTile(rows, keys, columns, parameters.num_warps, parameters.num_stages)
+    return PagedTile(rows, keys, columns, parameters.compiled)
 
 
 @triton.jit
@@ -121,8 +120,7 @@ def mix_parts(
     _join_parts[(num_heads, triton.cdiv(head_size, columns), num_sequences)](
         mixed, *sums, query_starts, seq_lens, sinks, value_scale, window, out, parts,
         **parting, KEYS=tile.keys, VALUE_SCALES=1 if value_scale is None else value_scale.shape[0],
-        GROUP=sizes["GROUP"], HEAD_SIZE=head_size, COLUMNS=columns,
-        num_warps=joining.num_warps, num_stages=joining.num_stages,
+        GROUP=sizes["GROUP"], HEAD_SIZE=head_size, COLUMNS=columns, **joining.compiled,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ a value, B sequences, Q longest query, L longest sequence of keys.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,15 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import masked_attention, padded
 
-_CASES = "interposer_ops.attention._ragged_attention_cases"
-
-
-@standard_op(
-    "ragged_attention",
-    cases=_CASES,
+_op = partial(standard_op, cases="interposer_ops.attention._ragged_attention_cases")
+_attention = partial(
+    _op,
     tolerance=Tolerance(roundings=6),
     ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
 )
+
+
+@_attention("ragged_attention")
 def ragged_attention(
     query: Tensor,
     key: Tensor,
@@ -54,12 +55,9 @@ def ragged_attention(
         key_starts: ``[B + 1]`` int64, ascending, the last is U.
         max_query_tokens: Q, at least 1; no query is longer.
         max_key_tokens: L, at least 1; no sequence has more keys.
-        scale: factor of the scores.
+        scale, softcap, sinks, alibi_slopes: as in ``paged_attention``.
         causal: a query sees the key where it stands and what is before it; False sees all.
         window_tokens: keys are seen that are less than this away, on either side; None sees all.
-        softcap: bound of the scores; None leaves them.
-        sinks: ``[N]``, any float dtype: scores that join each head's softmax and have no value.
-        alibi_slopes: ``[N]`` float32, at least 0; what a token of distance costs a score.
     Returns: ``[T, N, E]``, dtype of ``query``.
     Dims: num_heads, num_kv_heads, head_size, value_size, causal, windowed, softcapped, sinks,
         alibi.
@@ -72,12 +70,7 @@ def ragged_attention(
     return out
 
 
-@standard_op(
-    "ragged_attention_with_lse",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=6),
-    ragged={"query": "query_starts", "key": "key_starts", "value": "key_starts"},
-)
+@_attention("ragged_attention_with_lse")
 def ragged_attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -109,9 +102,8 @@ def ragged_attention_with_lse(
     return _attend(query, key, value, query_starts, key_starts, *longest, scale, *masks)
 
 
-@standard_op(
+@_op(
     "merge_attention_states",
-    cases=_CASES,
     tolerance=Tolerance(roundings=2),
     batched=("out_a", "lse_a", "out_b", "lse_b"),
 )

@@ -119,13 +119,9 @@ def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, see
 
 
 def _attention(
-    batch: Sequences,
-    sizes: tuple[int, ...],
-    options: Options,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    batch: Sequences, sizes: tuple[int, ...], options: Options, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     heads, kv_heads, head_size, value_size = sizes
     query_lens, key_lens = [q for q, _ in batch], [k for _, k in batch]
     query = random_query((sum(query_lens), heads, head_size), options, dtype, generator)
@@ -218,13 +214,9 @@ def merge_attention_states_sample(
 
 
 def _joined_case(
-    shape: tuple[int, int, int],
-    ranges: tuple[tuple[float, float], tuple[float, float]],
-    empty: tuple[str, str],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    shape: tuple[int, int, int], ranges: tuple[tuple[float, float], tuple[float, float]],
+    empty: tuple[str, str], dtype: torch.dtype, generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     arguments = dict[str, Tensor]()
     for side, (low, high), rows in zip("ab", ranges, empty, strict=True):
         out = uniform(shape, dtype, generator)

@@ -7,6 +7,7 @@ sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +96,7 @@ class _Tile(NamedTuple):
     front: int
     rest: int
     value_columns: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
 
 @per_device
@@ -119,8 +119,7 @@ def _tile(device: torch.device, head_size: int, value_size: int, element_bytes: 
     row_bytes = max(front, value_columns) * element_bytes
     queries = max(LEAST_SIDE, min(blocks["queries"], blocks["query_bytes"] // row_bytes))
     keys = max(LEAST_SIDE, min(blocks["keys"], blocks["key_bytes"] // row_bytes))
-    warps, stages = parameters.num_warps, parameters.num_stages
-    return _Tile(queries, keys, front, rest, value_columns, warps, stages)
+    return _Tile(queries, keys, front, rest, value_columns, parameters.compiled)
 
 
 def _result(query: Tensor, value: Tensor) -> Tensor:
@@ -148,7 +147,7 @@ def _launch(
         query_blocks, query.stride(0), key.stride(0), value.stride(0),
         CAUSAL=causal, NUM_HEADS=num_heads, GROUP=num_heads // key.shape[1], HEAD_SIZE=head_size,
         VALUE_SIZE=value_size, FRONT=tile.front, REST=tile.rest, VALUE_COLUMNS=tile.value_columns,
-        QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        QUERIES=tile.queries, KEYS=tile.keys, **tile.compiled,
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ longest sequence, P pages, S page size, L tokens of the longest sequence.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,10 +16,10 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import cached, positions_of
 
-_CASES = "interposer_ops.attention._sparse_attention_cases"
+_op = partial(standard_op, cases="interposer_ops.attention._sparse_attention_cases")
 
 
-@standard_op("indexer_scores", cases=_CASES, tolerance=Tolerance(roundings=1))
+@_op("indexer_scores", tolerance=Tolerance(roundings=1))
 def indexer_scores(
     query: Tensor,
     keys: Tensor,
@@ -40,9 +42,7 @@ def indexer_scores(
         query: ``[T, I, D]``, any float dtype.
         keys: ``[P, S, D]``, dtype of ``query`` or a narrower one; one key for all heads.
         weights: ``[T, I]`` float32, of any sign.
-        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
-        query_starts: ``[B + 1]`` int64, ascending, the last is T.
-        seq_lens: ``[B]`` int64, each at least the query length.
+        page_table, query_starts, seq_lens: as in ``paged_attention``.
         max_seq_tokens: L, at least the longest of ``seq_lens``.
         key_scales: ``[P, S]`` float32, at least 0: what a stored key is multiplied by; None leaves
             the keys.
@@ -63,7 +63,7 @@ def indexer_scores(
     return scores.masked_fill(~visible, -torch.inf)
 
 
-@standard_op("indexer_topk", cases=_CASES, batched=("scores",))
+@_op("indexer_topk", batched=("scores",))
 def indexer_topk(scores: Tensor, top_k: int) -> Tensor:
     """Return where the ``top_k`` largest scores of each row stand, in ascending order.
 

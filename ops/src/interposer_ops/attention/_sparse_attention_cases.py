@@ -91,13 +91,9 @@ def indexer_scores_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _scores_case(
-    lengths: Lengths,
-    sizes: tuple[int, int],
-    options: Options,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    lengths: Lengths, sizes: tuple[int, int], options: Options, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     heads, head_size = sizes
     batch = paged(lengths, generator)
     heaviest = options.get("weight_peak", 1.0)
@@ -190,14 +186,9 @@ def indexer_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
 
 
 def _topk_case(
-    shape: tuple[int, int],
-    top_k: int,
-    visible: tuple[float, bool],
-    numbers: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    shape: tuple[int, int], top_k: int, visible: tuple[float, bool], numbers: str,
+    dtype: torch.dtype, generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     scores = normal(shape, dtype, generator, 1e4 if numbers == "large" else 1.0)
     if numbers == "negative":
         scores = -scores.abs() - 1

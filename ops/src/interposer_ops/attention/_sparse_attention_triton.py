@@ -7,7 +7,7 @@ the longest sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def indexer_scores_triton(
             max_seq_tokens, page_table.shape[0], query.stride(0), keys.stride(0), weights.stride(0),
             page_table.stride(0), 0 if key_scales is None else key_scales.stride(0),
             NUM_HEADS=num_heads, HEAD_SIZE=head_size, PAGE_SIZE=keys.shape[1], HEADS=tile.heads,
-            KEYS=tile.keys, STEP=tile.step, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            KEYS=tile.keys, STEP=tile.step, **tile.compiled,
         )  # fmt: skip
     return scores
 
@@ -55,8 +55,7 @@ class _Tile(NamedTuple):
     heads: int
     keys: int
     step: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
 
 @per_device
@@ -72,8 +71,7 @@ def _tile(device: torch.device, dtype: torch.dtype, num_heads: int, head_size: i
         min(blocks["heads"], max(LEAST_SIDE, triton.next_power_of_2(num_heads))),
         blocks["keys"],
         min(blocks["step"], max(LEAST_SIDE, triton.next_power_of_2(head_size))),
-        parameters.num_warps,
-        parameters.num_stages,
+        parameters.compiled,
     )
 
 

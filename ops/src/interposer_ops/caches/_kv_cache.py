@@ -6,21 +6,23 @@ pages, S page size, C copies or latent size, R rotated size, L cached tokens tha
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.caches._kv_cache_cases"
+_op = partial(
+    standard_op, cases="interposer_ops.caches._kv_cache_cases", tolerance=Tolerance(roundings=0)
+)
 
 
-@standard_op(
+@_op(
     "reshape_and_cache",
-    cases=_CASES,
     batch_invariant=True,
     mutates=("key_cache", "value_cache"),
-    tolerance=Tolerance(roundings=0),
     batched=("key", "value", "slots"),
 )
 def reshape_and_cache(
@@ -44,7 +46,7 @@ def reshape_and_cache(
     value_cache[pages, offsets] = value
 
 
-@standard_op("gather_cache", cases=_CASES, tolerance=Tolerance(roundings=0))
+@_op("gather_cache")
 def gather_cache(
     cache: Tensor, page_table: Tensor, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> Tensor:
@@ -65,13 +67,7 @@ def gather_cache(
     return gathered_rows(cache, page_table, seq_lens, starts, num_tokens)
 
 
-@standard_op(
-    "copy_pages",
-    cases=_CASES,
-    sample=False,
-    mutates=("key_cache", "value_cache"),
-    tolerance=Tolerance(roundings=0),
-)
+@_op("copy_pages", sample=False, mutates=("key_cache", "value_cache"))
 def copy_pages(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy whole pages of keys and values, as when a sequence is forked.
 
@@ -86,12 +82,7 @@ def copy_pages(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets:
     value_cache[targets] = value_cache[sources]
 
 
-@standard_op(
-    "slots_of_positions",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
-    batched=("sequences", "positions"),
-)
+@_op("slots_of_positions", batched=("sequences", "positions"))
 def slots_of_positions(
     page_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int
 ) -> Tensor:
@@ -109,12 +100,10 @@ def slots_of_positions(
     return pages * page_size + positions % page_size
 
 
-@standard_op(
+@_op(
     "write_latent_cache",
-    cases=_CASES,
     batch_invariant=True,
     mutates=("cache",),
-    tolerance=Tolerance(roundings=0),
     batched=("latent", "rope_key", "slots"),
 )
 def write_latent_cache(latent: Tensor, rope_key: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -146,7 +146,7 @@ def _store(
         MANTISSA=stored.mantissa, BIAS=stored.bias, UNSIGNED_ZERO=stored.unsigned_zero,
         PER_HEAD=key_scale is not None and key_scale.shape[0] > 1, PAGE_SIZE=key_cache.shape[1],
         NUM_HEADS=num_heads, HEAD_SIZE=head_size, COLUMNS=triton.next_power_of_2(head_size),
-        ROWS=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
 
 

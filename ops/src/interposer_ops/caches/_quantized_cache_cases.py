@@ -106,14 +106,9 @@ reshape_and_cache_int8_sample = reshape_and_cache_fp8_sample
 
 
 def _write_case(
-    dims: Dims,
-    scales: list[Tensor],
-    placed: tuple[int, Tensor],
-    numbers: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    dims: Dims, scales: list[Tensor], placed: tuple[int, Tensor], numbers: str, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     num_pages, slots = placed
     shape = (len(slots), int(dims["num_kv_heads"]), int(dims["head_size"]))
     cache_dtype = _cache_dtype(dims)
@@ -210,13 +205,9 @@ def _scale(dims: Dims, numbers: str, dtype: torch.dtype, generator: torch.Genera
 
 
 def _near_grid(
-    shape: tuple[int, ...],
-    numbers: str,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    scale: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
+    shape: tuple[int, ...], numbers: str, dtype: torch.dtype, cache_dtype: torch.dtype,
+    scale: Tensor, generator: torch.Generator,
+) -> Tensor:  # fmt: skip
     """Return numbers near the grid of a float dtype, times ``scale``.
 
     They are off a number of the grid by up to 1/50 of it, where the next tie is 1/32 away or more:
@@ -241,13 +232,9 @@ def _near_grid(
 
 
 def _near_codes(
-    shape: tuple[int, ...],
-    numbers: str,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    scale: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
+    shape: tuple[int, ...], numbers: str, dtype: torch.dtype, cache_dtype: torch.dtype,
+    scale: Tensor, generator: torch.Generator,
+) -> Tensor:  # fmt: skip
     """Return numbers near the codes of int8, times ``scale``; ties are exact."""
     del cache_dtype
     wide = scale.double()[:, None]

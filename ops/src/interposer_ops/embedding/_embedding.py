@@ -104,14 +104,12 @@ def w8a16_embedding(
     point holds for G numbers of one row.
 
     Args:
-        token_ids: ``[T]``, int64, each in ``[0, V)``; tokens may skip memory.
+        token_ids, out_dtype: as in ``w4a16_embedding``.
         weight: ``[V, H]`` int8.
         scale: ``[V, H / G]`` float32; ``[V, 1]`` or ``[V]`` is one per row.
         zero_points: ``[V, H / G]`` int8; None for 0.
-        out_dtype: any float dtype.
     Returns: ``[T, H]``, ``out_dtype``.
-    Dims: ``vocab_size``, ``hidden_size``, ``group_size``, ``num_groups``, ``asymmetric``;
-        ``tied``, where a head multiplies by the same ``weight``.
+    Dims: those of ``w4a16_embedding``.
     """
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
     return _dequantized(token_ids, weight[token_ids], scales, zero_points, 0, out_dtype)

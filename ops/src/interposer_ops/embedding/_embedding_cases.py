@@ -148,13 +148,9 @@ def _read_rows(
 
 
 def _quantized_arguments(
-    token_ids: Tensor,
-    sizes: tuple[int, int, int | None],
-    bits: int,
-    asymmetric: bool,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> dict[str, Any]:
+    token_ids: Tensor, sizes: tuple[int, int, int | None], bits: int, asymmetric: bool,
+    dtype: torch.dtype, generator: torch.Generator,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of a lookup; scales of rows that nobody reads are NaN."""
     rows, width, group = sizes
     num_groups = width // (group or width)
@@ -197,9 +193,7 @@ def _quantized_space(
         Axis("zero points", {"": False, "zero points": True}),
         strided={
             "token_ids": "outer",
-            "weight": "offset",
-            "scale": "offset",
-            "zero_points": "offset",
+            **dict.fromkeys(("weight", "scale", "zero_points"), "offset"),
         },
         crossed={
             "tokens": ("many tokens", "first and last row"),

@@ -69,7 +69,7 @@ def unpad_rows_triton(padded: Tensor, starts: Tensor, num_rows: int) -> Tensor:
         # Nothing is read of sequences without rows.
         padded.shape[0] if padded.shape[1] else 0, padded.stride(0), padded.stride(1), inner_stride,
         WIDTH=width, LAST=last, ROWS=tile.rows, COLUMNS=tile.columns,
-        SEQUENCES=_sequences(padded.device), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        SEQUENCES=_sequences(padded.device), **tile.compiled,
     )  # fmt: skip
     return rows
 

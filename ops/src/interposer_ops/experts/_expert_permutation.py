@@ -8,16 +8,18 @@ stands for one that another rank holds: its slot is left out.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.experts._expert_permutation_cases"
+_op = partial(standard_op, cases="interposer_ops.experts._expert_permutation_cases")
 
 
-@standard_op("moe_align_blocks", cases=_CASES, sample=False, tolerance=Tolerance(roundings=0))
+@_op("moe_align_blocks", sample=False, tolerance=Tolerance(roundings=0))
 def moe_align_blocks(
     expert_ids: Tensor, num_experts: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +58,7 @@ def moe_align_blocks(
     return slots, block_experts.to(torch.int32), num_padded.to(torch.int32)
 
 
-@standard_op("moe_permute", cases=_CASES, tolerance=Tolerance(roundings=0))
+@_op("moe_permute", tolerance=Tolerance(roundings=0))
 def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the row of every slot's token into the order of the experts.
 
@@ -65,8 +67,7 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
 
     Args:
         x: ``[T, H]``, any float dtype; rows may lie apart.
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
-        num_experts: E.
+        expert_ids, num_experts: as in ``moe_align_blocks``.
     Returns: ``(rows, positions, group_starts)``: ``[T K, H]`` of the dtype of ``x``; ``[T, K]``
         int32, the row of each slot, -1 of one that is left out; ``[E + 1]`` int32, where the rows
         of each expert begin, and the end of all.
@@ -82,7 +83,7 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
     return rows, positions.to(torch.int32), starts.to(torch.int32)
 
 
-@standard_op("moe_unpermute", cases=_CASES, tolerance=Tolerance(roundings=1))
+@_op("moe_unpermute", tolerance=Tolerance(roundings=1))
 def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     """Add up the rows of each token's slots, each times its weight.
 
@@ -104,7 +105,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     return (padded[places].to(wide) * factors[..., None]).sum(1).to(rows.dtype)
 
 
-@standard_op("moe_sum", cases=_CASES, tolerance=Tolerance(roundings=1), batched=("x",))
+@_op("moe_sum", tolerance=Tolerance(roundings=1), batched=("x",))
 def moe_sum(x: Tensor) -> Tensor:
     """Add up what the experts of each token return, in float32 or wider.
 

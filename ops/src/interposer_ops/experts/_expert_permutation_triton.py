@@ -114,16 +114,16 @@ def _sort(
     parameters = parameters_for("moe_align_blocks", ids.device)
     chunk = parameters.blocks["chunk"]
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    options = {"num_warps": parameters.num_warps, "num_stages": parameters.num_stages}
     _count[(num_experts,)](
-        ids, counts, num_slots, ids.stride(0), TOP_K=top_k, CHUNK=chunk, **options
+        ids, counts, num_slots, ids.stride(0), TOP_K=top_k, CHUNK=chunk, **parameters.compiled
     )
     # Behind the programs of the experts come those that fill what no expert has.
     _place[(num_experts + triton.cdiv(slots.numel(), chunk),)](
         ids, counts, slots, num_padded, block_experts, positions, starts, num_slots, slots.numel(),
         ids.stride(0),
         TOP_K=top_k, NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts),
-        BLOCK=block_size, PADDING=triton.next_power_of_2(block_size), CHUNK=chunk, **options,
+        BLOCK=block_size, PADDING=triton.next_power_of_2(block_size), CHUNK=chunk,
+        **parameters.compiled,
     )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ it contributes nothing, and its weight is not read.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,19 +18,19 @@ from interposer.errors import RequestError
 from interposer_ops._declare import DEQUANTIZES, standard_op
 from interposer_ops.quantizers._small_floats import decode_e2m1, decode_e8m0, unpack_nibbles
 
-_CASES = "interposer_ops.experts._experts_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.experts._experts_cases",
+    tolerance=Tolerance(roundings=2),
+    batched=("x", "weights", "expert_ids"),
+)
+_dequantizing = partial(_op, emulation=DEQUANTIZES)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
 
 
-@standard_op(
-    "fused_experts",
-    cases=_CASES,
-    constants=("gate_up", "gate_up_bias", "down", "down_bias"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_op("fused_experts", constants=("gate_up", "gate_up_bias", "down", "down_bias"))
 def fused_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -67,26 +69,12 @@ def fused_experts(
     """
     ids = expert_ids.clamp(min=0)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _mixture(
-        x,
-        gate_up[ids].to(wide),
-        None if gate_up_bias is None else gate_up_bias[ids],
-        down[ids].to(wide),
-        None if down_bias is None else down_bias[ids],
-        weights,
-        expert_ids,
-        activation,
-    )
+    first = gate_up[ids].to(wide), _biases(gate_up_bias, ids)
+    second = down[ids].to(wide), _biases(down_bias, ids)
+    return _mixture(x, *first, *second, weights, expert_ids, activation)
 
 
-@standard_op(
-    "fused_experts_fp8",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_dequantizing("fused_experts_fp8", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
 def fused_experts_fp8(
     x: Tensor,
     gate_up: Tensor,
@@ -104,12 +92,11 @@ def fused_experts_fp8(
     per matrix, one per output channel, or one per block.
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart.
         gate_up: ``[E, 2 I, H]``, an 8-bit float dtype.
         gate_up_scale: ``[E, R, C]`` float32, R a divisor of 2 I and C of H.
         down: ``[E, H, I]``, an 8-bit float dtype.
         down_scale: ``[E, R, C]`` float32, R a divisor of H and C of I.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        x, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, weight_dtype, granularity
         ("tensor", "channel" or "block"); block_rows and block_columns of ``gate_up``, where scales
@@ -123,14 +110,7 @@ def fused_experts_fp8(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@standard_op(
-    "fused_experts_w4a16",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
-    constants=("gate_up", "gate_up_scale", "down", "down_scale"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
-)
+@_dequantizing("fused_experts_w4a16", constants=("gate_up", "gate_up_scale", "down", "down_scale"))
 def fused_experts_w4a16(
     x: Tensor,
     gate_up: Tensor,
@@ -147,12 +127,11 @@ def fused_experts_w4a16(
     output channel, each from 0 to 15, the first of them in its low half.
 
     Args:
-        x: ``[T, H]``, any float dtype; rows may lie apart.
         gate_up: ``[E, 2 I, H / 2]`` uint8.
         gate_up_scale: ``[E, 2 I, H / group]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / group]``, dtype of ``x``.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        x, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, group_size.
     Raises: RequestError: ``activation`` is none of the three.
@@ -164,13 +143,9 @@ def fused_experts_w4a16(
     return _mixture(x, first, None, second, None, weights, expert_ids, activation)
 
 
-@standard_op(
+@_dequantizing(
     "fused_experts_mxfp4",
-    cases=_CASES,
-    emulation=DEQUANTIZES,
     constants=("gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias"),
-    tolerance=Tolerance(roundings=2),
-    batched=("x", "weights", "expert_ids"),
 )
 def fused_experts_mxfp4(
     x: Tensor,
@@ -194,11 +169,9 @@ def fused_experts_mxfp4(
         x: ``[T, H]``, any float dtype; rows may lie apart; H a multiple of 32.
         gate_up: ``[E, 2 I, H / 2]`` uint8; I a multiple of 32.
         gate_up_scale: ``[E, 2 I, H / 32]`` uint8.
-        gate_up_bias: ``[E, 2 I]``, dtype of ``x``.
         down: ``[E, H, I / 2]`` uint8.
         down_scale: ``[E, H, I / 32]`` uint8.
-        down_bias: ``[E, H]``, dtype of ``x``.
-        weights, expert_ids, activation: as in ``fused_experts``.
+        gate_up_bias, down_bias, weights, expert_ids, activation: as in ``fused_experts``.
     Returns: ``[T, H]``, dtype of ``x``.
     Dims: hidden_size, intermediate_size, num_experts, top_k, activation, biased.
     Raises: RequestError: ``activation`` is none of the three.
@@ -206,16 +179,9 @@ def fused_experts_mxfp4(
     """
     ids = expert_ids.clamp(min=0)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _mixture(
-        x,
-        _microscaled(gate_up[ids], gate_up_scale[ids], wide),
-        None if gate_up_bias is None else gate_up_bias[ids],
-        _microscaled(down[ids], down_scale[ids], wide),
-        None if down_bias is None else down_bias[ids],
-        weights,
-        expert_ids,
-        activation,
-    )
+    first = _microscaled(gate_up[ids], gate_up_scale[ids], wide), _biases(gate_up_bias, ids)
+    second = _microscaled(down[ids], down_scale[ids], wide), _biases(down_bias, ids)
+    return _mixture(x, *first, *second, weights, expert_ids, activation)
 
 
 def _mixture(
@@ -240,6 +206,10 @@ def _mixture(
     factors = torch.where(held, weights.to(returned.dtype), 0)[..., None]
     # Not only a factor of zero: what another expert makes of the token may be infinite.
     return torch.where(held[..., None], returned * factors, 0).sum(1).to(x.dtype)
+
+
+def _biases(bias: Tensor | None, ids: Tensor) -> Tensor | None:
+    return None if bias is None else bias[ids]
 
 
 def activated(projected: Tensor, activation: str) -> Tensor:

@@ -165,8 +165,7 @@ def _project(
         ACTIVATION=activation, FORM=form, SHARE=share, WIDTH=width, OUTPUTS=stored.shape[1],
         DEPTH=depth, SCALE_ROWS=scale_rows, GROUPS=groups, GROUP=group,
         ROWS=parameters.blocks["rows"], COLUMNS=columns, STEP=step, STEPS=triton.cdiv(group, step),
-        BAND=parameters.blocks["band"],
-        num_warps=parameters.num_warps, num_stages=parameters.num_stages,
+        BAND=parameters.blocks["band"], **parameters.compiled,
     )  # fmt: skip
 
 

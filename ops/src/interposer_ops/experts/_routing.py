@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,17 @@ from interposer import Tolerance
 from interposer.errors import RequestError
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.experts._routing_cases"
+_op = partial(
+    standard_op,
+    cases="interposer_ops.experts._routing_cases",
+    tolerance=Tolerance(roundings=4),
+    batched=("logits",),
+)
 
 _LEAST_SUM = 1e-20  # keeps weights that are all zero from being divided by zero
 
 
-@standard_op("topk_softmax", cases=_CASES, tolerance=Tolerance(roundings=4), batched=("logits",))
+@_op("topk_softmax")
 def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Choose the experts with the largest logits, weighted by their softmax over all experts.
 
@@ -35,13 +42,7 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
     return _weights(wide.softmax(-1), ids, renormalize, 1.0), ids.to(torch.int32)
 
 
-@standard_op(
-    "topk_sigmoid",
-    cases=_CASES,
-    constants=("bias",),
-    tolerance=Tolerance(roundings=4),
-    batched=("logits",),
-)
+@_op("topk_sigmoid", constants=("bias",))
 def topk_sigmoid(
     logits: Tensor, bias: Tensor | None, top_k: int, renormalize: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -52,9 +53,8 @@ def topk_sigmoid(
     lowest id comes first among equals. Computed in float32 or wider.
 
     Args:
-        logits: ``[T, E]``, any float dtype; rows may lie apart.
+        logits, top_k: as in ``topk_softmax``.
         bias: ``[E]`` float32, or dtype of ``logits``.
-        top_k: K, from 1 to E.
         renormalize: divide the weights of a token by their sum plus 1e-20.
         scale: factor of the weights, after that.
     Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
@@ -68,13 +68,7 @@ def topk_sigmoid(
     return _weights(scores, ids, renormalize, scale), ids.to(torch.int32)
 
 
-@standard_op(
-    "grouped_topk",
-    cases=_CASES,
-    constants=("bias",),
-    tolerance=Tolerance(roundings=4),
-    batched=("logits",),
-)
+@_op("grouped_topk", constants=("bias",))
 def grouped_topk(
     logits: Tensor,
     bias: Tensor | None,
@@ -92,16 +86,12 @@ def grouped_topk(
     lowest group and the lowest id come first among equals. Weights are scores without the bias.
 
     Args:
-        logits: ``[T, E]``, any float dtype; rows may lie apart.
-        bias: ``[E]`` float32, or dtype of ``logits``.
+        logits, bias, renormalize, scale: as in ``topk_sigmoid``.
         num_groups: G, a divisor of E; with a bias at most E / 2.
         top_groups: how many groups may be chosen from, from 1 to G.
         top_k: K, at most as many as the experts of these groups.
         scoring: ``"softmax"`` over all experts, or ``"sigmoid"``.
-        renormalize: divide the weights of a token by their sum plus 1e-20.
-        scale: factor of the weights, after that.
-    Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
-        int32, in descending order of what is compared.
+    Returns: those of ``topk_sigmoid``.
     Dims: num_experts, num_groups, top_groups, top_k, scoring, biased.
     Raises: RequestError: ``scoring`` is neither of the two.
     Source: arXiv:2405.04434, section 2.2 (the best expert); arXiv:2412.19437, section 2.1.2, and

@@ -156,13 +156,9 @@ def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, Tensor | 
 
 
 def _logits(
-    point: Point,
-    num_experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    generator: torch.Generator,
+    point: Point, num_experts: int, top_k: int, dtype: torch.dtype, generator: torch.Generator,
     tokens: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return rows ``[T, E]`` of the kind that ``point`` asks for."""
     step = point["logits"]
     if step is None:
@@ -227,14 +223,9 @@ def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
 
 
 def _sigmoid_case(
-    draw: Draw,
-    num_tokens: int,
-    bias: Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    is_tied: bool,
+    draw: Draw, num_tokens: int, bias: Tensor | None, top_k: int, renormalize: bool, is_tied: bool,
     label: str = "",
-) -> Case:
+) -> Case:  # fmt: skip
     def is_clear(logits: Tensor) -> Tensor:
         if bias is None or is_tied:
             return torch.ones(len(logits), dtype=torch.bool)
@@ -248,15 +239,9 @@ def _sigmoid_case(
 
 
 def _grouped_case(
-    draw: Draw,
-    num_tokens: int,
-    bias: Tensor | None,
-    groups: list[int],
-    scoring: str,
-    renormalize: bool,
-    is_tied: bool,
-    label: str = "",
-) -> Case:
+    draw: Draw, num_tokens: int, bias: Tensor | None, groups: list[int], scoring: str,
+    renormalize: bool, is_tied: bool, label: str = "",
+) -> Case:  # fmt: skip
     num_groups, top_groups, top_k = groups
     sizes = {"num_groups": num_groups, "top_groups": top_groups, "top_k": top_k}
     options: dict[str, Any] = {**sizes, "scoring": scoring}

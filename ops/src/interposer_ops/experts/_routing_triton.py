@@ -64,7 +64,7 @@ def _routed(
         rows, bias, weights, ids, num_tokens, rows.stride(0), float(scale),
         NUM_GROUPS=num_groups, GROUP_SIZE=group_size, TOP_GROUPS=top_groups, TOP_K=top_k,
         SCORING=scoring, RENORMALIZE=renormalize, ROWS=tile.rows, GROUPS=groups, MEMBERS=members,
-        CHOSEN=triton.next_power_of_2(top_k), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        CHOSEN=triton.next_power_of_2(top_k), **tile.compiled,
     )  # fmt: skip
     return weights, ids
 

@@ -6,6 +6,8 @@ sequence, P pages, S page size, Q longest query, L = M S cached tokens, X attend
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,11 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.attention._padded_attention import cached, masked_attention, softmax_attention
 
-_CASES = "interposer_ops.latent_attention._latent_attention_cases"
+_op = partial(standard_op, cases="interposer_ops.latent_attention._latent_attention_cases")
 
 
-@standard_op(
+@_op(
     "latent_attention_decode",
-    cases=_CASES,
     tolerance=Tolerance(roundings=6),
     batched=("page_table", "seq_lens"),
     ragged={"query": "query_starts"},
@@ -44,10 +45,7 @@ def latent_attention_decode(
     Args:
         query: ``[T, N, C + R]``, any float dtype.
         cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
-        page_table: ``[B, M]`` int64; entries beyond a sequence's pages are valid but unread.
-        query_starts: ``[B + 1]`` int64, ascending, the last is T.
-        seq_lens: ``[B]`` int64, each at least the query length.
-        max_query_tokens: Q, at least 1; no query is longer.
+        page_table, query_starts, seq_lens, max_query_tokens: as in ``paged_attention``.
         latent_size: C.
         scale: factor of the scores.
         cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
@@ -62,7 +60,7 @@ def latent_attention_decode(
     return out
 
 
-@standard_op("sparse_latent_attention", cases=_CASES, tolerance=Tolerance(roundings=6))
+@_op("sparse_latent_attention", tolerance=Tolerance(roundings=6))
 def sparse_latent_attention(
     query: Tensor,
     cache: Tensor,
@@ -80,15 +78,11 @@ def sparse_latent_attention(
     ``page_table`` may lie apart in memory.
 
     Args:
-        query: ``[T, N, C + R]``, any float dtype.
-        cache: ``[P, S, C + R]``, dtype of ``query`` or a narrower one.
+        query, cache, latent_size, scale, cache_scale: as in ``latent_attention_decode``.
         page_table: ``[B, M]`` int64.
         sequences: ``[T]`` int64; which sequence a token is of.
         indices: ``[T, X]`` int32: positions in the sequence, each at most once and in the cache;
             -1 names nothing and may stand anywhere.
-        latent_size: C.
-        scale: factor of the scores.
-        cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
     Returns: ``[T, N, C]``, dtype of ``query``.
     Dims: num_heads, latent_size, rotary_size, page_size, top_k, cache_dtype (the name of a torch
         dtype).

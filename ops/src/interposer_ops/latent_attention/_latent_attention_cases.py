@@ -129,13 +129,9 @@ def _sizes(dims: Dims) -> tuple[int, ...]:
 
 
 def _decode_case(
-    lengths: Lengths,
-    sizes: tuple[int, ...],
-    options: Options,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    lengths: Lengths, sizes: tuple[int, ...], options: Options, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     batch = paged(lengths, generator)
     tensors, constants = _tensors(batch, sizes, options, dtype, generator)
     places = {**batch.arguments, "max_query_tokens": lengths.longest_query}
@@ -143,14 +139,9 @@ def _decode_case(
 
 
 def _sparse_case(
-    lengths: Lengths,
-    sizes: tuple[int, ...],
-    options: Options,
-    named: tuple[int, float, str],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    lengths: Lengths, sizes: tuple[int, ...], options: Options, named: tuple[int, float, str],
+    dtype: torch.dtype, generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     batch = paged(lengths, generator)
     tensors, constants = _tensors(batch, sizes, options, dtype, generator)
     tokens = [

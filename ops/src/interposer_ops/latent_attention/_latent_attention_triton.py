@@ -11,7 +11,7 @@ Source: arXiv:2405.04434 (the attention); arXiv:2311.01282 (splits of a context)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +80,7 @@ class _Tile(NamedTuple):
     rest: int
     values: int
     split: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
 
 @per_device
@@ -103,16 +102,8 @@ def _tile(kernel: str, device: torch.device, num_heads: int, latent_size: int, w
             rest = max(LEAST_SIDE, triton.next_power_of_2(width - latent_size))
     else:
         front = min(blocks["front"], max(LEAST_SIDE, triton.next_power_of_2(width)))
-    return _Tile(
-        min(heads, blocks["heads"]),
-        blocks["tokens"],
-        front,
-        rest,
-        values,
-        blocks["split"],
-        parameters.num_warps,
-        parameters.num_stages,
-    )
+    sizes = min(heads, blocks["heads"]), blocks["tokens"], front, rest, values
+    return _Tile(*sizes, blocks["split"], parameters.compiled)
 
 
 def _tuning(dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
@@ -157,8 +148,7 @@ def _attended(
             cache.stride(0), page_table.stride(0), 0 if indices is None else indices.stride(0),
             NUM_HEADS=num_heads, LATENT_SIZE=latent_size, WIDTH=width, PAGE_SIZE=cache.shape[1],
             HEADS=tile.heads, TOKENS=tile.tokens, FRONT=tile.front, REST=tile.rest,
-            VALUES=tile.values, SPLIT=tile.split,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            VALUES=tile.values, SPLIT=tile.split, **tile.compiled,
         )  # fmt: skip
         _merge[(merge.column_blocks(latent_size), merge.row_blocks(num_heads), count)](
             mixed, sums[0], sums[1], query_starts, seq_lens, cache_scale, out, first, longest,

@@ -105,20 +105,6 @@ class PagedBackend(DecoderBackend):
         scales: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
         """Return what the op does; see ``DecoderBackend.attend_to``."""
-        return self.attend(
-            query,
-            keys,
-            values,
-            plan.page_table,
-            plan.query_starts,
-            plan.seq_lens,
-            plan.max_query_tokens,
-            self.spec.scale,
-            True,
-            self.spec.window_tokens,
-            self.spec.softcap,
-            sinks,
-            None,
-            None,
-            *scales,
-        )
+        batch = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
+        scores = self.spec.scale, True, self.spec.window_tokens, self.spec.softcap
+        return self.attend(query, keys, values, *batch, *scores, sinks, None, None, *scales)

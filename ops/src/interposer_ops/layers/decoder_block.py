@@ -19,8 +19,7 @@ __all__ = ["DecoderBlock"]
 class DecoderBlock(PluggableLayer):
     """Attention and MLP, each behind a norm, on a residual stream.
 
-    Its parts are layers of their own, which load their weights and bind their kernels. A
-    replacement may compute what several of them do at once, as long as they hold what it takes.
+    Its parts are layers of their own, as those of ``SelfAttention``.
 
     Args:
         norm_eps: of both norms.

@@ -14,8 +14,7 @@ __all__ = ["GatedMLP"]
 class GatedMLP(PluggableLayer):
     """Merged gate and up projection, gated activation, down projection.
 
-    Its parts are layers of their own, which load their weights and bind their kernels. A
-    replacement may compute what several of them do at once, as long as they hold what it takes.
+    Its parts are layers of their own, as those of ``SelfAttention``.
 
     Args:
         activation: as of ``GatedActivation``.

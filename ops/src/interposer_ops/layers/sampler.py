@@ -141,24 +141,12 @@ class Sampler(PluggableLayer):
         sample = self.sample
         penalties = batch.penalties
         if penalties is not None:
-            logits = self.penalize(
-                logits,
-                penalties.prompt_mask,
-                penalties.output_counts,
-                penalties.repetition,
-                penalties.presence,
-                penalties.frequency,
-            )
+            used = penalties.prompt_mask, penalties.output_counts
+            factors = penalties.repetition, penalties.presence, penalties.frequency
+            logits = self.penalize(logits, *used, *factors)
             sample = self.sample_penalized
-        return sample(
-            logits,
-            batch.temperature,
-            batch.top_k,
-            batch.top_p,
-            batch.min_p,
-            batch.seeds,
-            batch.steps,
-        )
+        truncation = batch.top_k, batch.top_p, batch.min_p
+        return sample(logits, batch.temperature, *truncation, batch.seeds, batch.steps)
 
 
 def _floats(values: Sequence[float], device: str) -> Tensor:

@@ -12,6 +12,7 @@ T tokens, I input features, O output features, P parts of the sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from interposer_ops._triton.float8_operands import operands
 from interposer_ops._triton.parameters import parameters_for, per_device
 from interposer_ops._triton.rows import as_rows
 from interposer_ops.quantized_linear import _scaled_linear_triton as scaled_linear
-from interposer_ops.quantized_linear._linear_tiles_triton import product, stored
+from interposer_ops.quantized_linear._linear_tiles_triton import product, stored, tiles
 
 _JOINED = 1024  # outputs of a program that adds parts
 
@@ -99,8 +100,7 @@ class _Tile(NamedTuple):
     inputs: int
     least: int
     programs: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
     operand_bits: int = 16
 
     def split(self, in_features: int, out_features: int) -> tuple[int, int]:
@@ -115,9 +115,7 @@ class _Tile(NamedTuple):
 @per_device
 def _tile(kernel: str, device: torch.device) -> _Tile:
     parameters = parameters_for(kernel, device)
-    return _Tile(
-        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
-    )
+    return _Tile(**parameters.blocks, compiled=parameters.compiled)
 
 
 def _launch(
@@ -141,7 +139,7 @@ def _launch(
         rows.stride(0), x_scale_stride, weight_scale_stride,
         INPUTS=in_features, OUTPUTS=out_features, PARTS=num_parts, PART_INPUTS=part_inputs,
         ROW_TILE=MOST_SPLIT_ROWS, OUTPUT_TILE=tile.outputs, STEP=tile.inputs, X_FORMAT=x_format,
-        WEIGHT_FORMAT=weight_format, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        WEIGHT_FORMAT=weight_format, **tile.compiled,
     )  # fmt: skip
     if parts is not None:
         width = min(_JOINED, triton.next_power_of_2(out_features))
@@ -171,13 +169,7 @@ def _part_of_sum(
     weight += known[None, :].to(tl.int64) * INPUTS + column[:, None]
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
     for start in range(0, PART_INPUTS, STEP):
-        if PARTS * PART_INPUTS == INPUTS:
-            a = tl.load(x + start)
-            b = tl.load(weight + start)
-        else:
-            inside = start + column < INPUTS
-            a = tl.load(x + start, mask=inside[None, :], other=0.0)
-            b = tl.load(weight + start, mask=inside[:, None], other=0.0)
+        a, b = tiles(x, weight, start, column, INPUTS, PARTS * PART_INPUTS == INPUTS)
         total = product(a, b, total, STEP, X_FORMAT, WEIGHT_FORMAT)
     if PARTS == 1:
         if x_scale is not None:

@@ -5,20 +5,22 @@ Dimensions: T tokens, I input features, O output features of the adapters, A ada
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from interposer import Tolerance
 from interposer_ops._declare import standard_op
 
-_CASES = "interposer_ops.lora._lora_cases"
+_op = partial(
+    standard_op, cases="interposer_ops.lora._lora_cases", tolerance=Tolerance(roundings=2)
+)
 
 
-@standard_op(
+@_op(
     "lora_shrink",
-    cases=_CASES,
     constants=("lora_a",),
-    tolerance=Tolerance(roundings=2),
     batched=("x", "adapter_ids"),
 )
 def lora_shrink(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) -> Tensor:
@@ -38,12 +40,10 @@ def lora_shrink(x: Tensor, lora_a: Tensor, adapter_ids: Tensor, scale: float) ->
     return scale * _products(x, lora_a, adapter_ids)
 
 
-@standard_op(
+@_op(
     "lora_expand",
-    cases=_CASES,
     mutates=("y",),
     constants=("lora_b",),
-    tolerance=Tolerance(roundings=2),
     batched=("shrunk", "adapter_ids", "y"),
 )
 def lora_expand(

@@ -86,8 +86,7 @@ def _fitted(
         max(_LEAST, min(there, blocks["columns"])),
         blocks["tokens"],
         max(_LEAST, min(triton.next_power_of_2(inputs), blocks["inputs"])),
-        parameters.num_warps,
-        parameters.num_stages,
+        parameters.compiled,
     )
 
 

@@ -166,13 +166,9 @@ def gated_rms_norm_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _gated_case(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor,
-    group_size: int,
-    norm_before_gate: bool,
+    x: Tensor, gate: Tensor, weight: Tensor, group_size: int, norm_before_gate: bool,
     label: str = "",
-) -> Case:
+) -> Case:  # fmt: skip
     """Return the case of ``x``.
 
     Squares are positive, so the error of their sum shows as a relative one of the result; SiLU

@@ -84,11 +84,8 @@ def fused_add_gemma_rms_norm(
 
     The sum is rounded to the residual's dtype before it is normalised.
 
-    Args:
-        x: ``[..., H]``, any float dtype.
-        residual: shape of ``x``; its dtype, or float32 to keep the stream exact.
-        weight: ``[H]``, dtype of ``x``, around zero.
-    Returns: ``(y, s)`` of the shape of ``x``: y in the dtype of ``x``, s in that of ``residual``.
+    Args: those of ``fused_add_rms_norm``; ``weight`` is around zero.
+    Returns: those of ``fused_add_rms_norm``.
     Dims: hidden_size.
     """
     total = x + residual

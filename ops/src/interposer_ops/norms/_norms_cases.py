@@ -89,14 +89,9 @@ def _rms_norm(
 
 
 def _sample(
-    dtype: torch.dtype,
-    dims: Dims,
-    num_tokens: int,
-    seed: int,
-    *,
-    added: float = 0.0,
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, added: float = 0.0,
     fused: bool = False,
-) -> Case:
+) -> Case:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
     weight = norm_weight(width, dtype, generator, 1 - added)

@@ -70,8 +70,7 @@ def mxfp8_linear(
         x_scales: ``[..., I / 32]`` uint8.
         weight: ``[O, I]`` float8_e4m3fn.
         weight_scales: ``[O, I / 32]`` uint8.
-        bias: ``[O]`` in ``out_dtype``, or None.
-        out_dtype: float32, bfloat16 or float16.
+        bias, out_dtype: as in ``fp8_linear``.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``.
     """
@@ -105,8 +104,7 @@ def nvfp4_linear(
         weight: ``[O, I / 2]`` uint8, as ``x``.
         weight_scales: ``[O, I / 16]`` float8_e4m3fn.
         alpha: ``[1]`` float32, the reciprocal of the product of both global scales.
-        bias: ``[O]`` in ``out_dtype``, or None.
-        out_dtype: float32, bfloat16 or float16.
+        bias, out_dtype: as in ``fp8_linear``.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``.
     """

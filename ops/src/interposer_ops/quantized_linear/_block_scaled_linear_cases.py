@@ -100,13 +100,9 @@ def _mxfp8_dequantized(arguments: Arguments, wide: torch.dtype) -> tuple[Tensor,
 
 
 def _nvfp4_drawn(
-    dims: Dims,
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    codes: tuple[int, int] = _E4M3_CODES[""],
-    alpha: float = _ALPHA,
-) -> dict[str, Any]:
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator,
+    codes: tuple[int, int] = _E4M3_CODES[""], alpha: float = _ALPHA,
+) -> dict[str, Any]:  # fmt: skip
     in_features, out_features = features_of(dims)
     weight = _bytes((out_features, in_features // 2), generator)
     scales = _bytes((out_features, in_features // 16), generator, codes)
@@ -176,9 +172,7 @@ mxfp8_linear_cases = CaseSpace(
     strided={
         "x": "rows",
         "x_scales": "rows",
-        "weight": "offset",
-        "weight_scales": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "weight_scales", "bias"), "offset"),
     },
     crossed={**_CROSSED, "exponents": ("", "far apart")},
     alone=_ALONE,
@@ -194,10 +188,7 @@ nvfp4_linear_cases = CaseSpace(
     strided={
         "x": "rows",
         "x_scales": "rows",
-        "weight": "offset",
-        "weight_scales": "offset",
-        "alpha": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "weight_scales", "alpha", "bias"), "offset"),
     },
     crossed={**_CROSSED, "block scales": ("",), "alpha": ("",)},
     alone=_ALONE,

@@ -70,14 +70,11 @@ def fp8_block_linear(
     blocks of either dimension may be smaller. y = (x * x_scales) (weight * weight_scales)^T + bias
 
     Args:
-        x: ``[..., I]``, an 8-bit float.
-        weight: ``[O, I]``, an 8-bit float.
+        x, weight, bias, out_dtype: as in ``fp8_linear``.
         x_scales: ``[..., ceil(I / C)]`` float32.
         weight_scales: ``[ceil(O / R), ceil(I / C)]`` float32.
         block_rows: R.
         block_columns: C.
-        bias: ``[O]`` in ``out_dtype``, or None.
-        out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``block_rows``, ``block_columns``, ``x_dtype``,
         ``weight_dtype``.

@@ -140,10 +140,7 @@ fp8_linear_cases = CaseSpace(
     Axis("bias", _BIAS),
     strided={
         "x": "rows",
-        "weight": "offset",
-        "x_scale": "offset",
-        "weight_scale": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "x_scale", "weight_scale", "bias"), "offset"),
     },
     crossed={
         "shape": ("many rows", "odd sizes", "three dimensions"),

@@ -40,11 +40,8 @@ def int8_linear(
     Args:
         x: ``[..., I]`` int8.
         weight: ``[O, I]`` int8.
-        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
-        weight_scale: ``[1]`` or, one per output, ``[O]``; float32.
+        x_scale, weight_scale, bias, out_dtype: as in ``fp8_linear``.
         x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
-        bias: ``[O]`` in ``out_dtype``, or None.
-        out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
         ("tensor" or "channel"), ``asymmetric``; ``tied``, where rows of ``weight`` are looked up
@@ -76,15 +73,11 @@ def w4a8_linear(
     The sum of each group is exact, the rest float32 or wider until the bias was added.
 
     Args:
-        x: ``[..., I]`` int8.
+        x, x_scale, x_zero_point, bias, out_dtype: as in ``int8_linear``.
         weight: ``[O, I / 2]`` uint8, each of two unsigned codes, that of the first input in the
             low nibble.
-        x_scale: ``[1]`` or, one per token, ``[..., 1]``; float32.
         weight_scales: ``[O, I / G]`` float32.
-        x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
         weight_zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
-        bias: ``[O]`` in ``out_dtype``, or None.
-        out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``x_scales``
         ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``; ``tied``, where rows

@@ -122,11 +122,7 @@ int8_linear_cases = CaseSpace(
     Axis("bias", {"": False, "bias": True}),
     strided={
         "x": "rows",
-        "weight": "offset",
-        "x_scale": "offset",
-        "weight_scale": "offset",
-        "x_zero_point": "offset",
-        "bias": "offset",
+        **dict.fromkeys(("weight", "x_scale", "weight_scale", "x_zero_point", "bias"), "offset"),
     },
     crossed={
         "shape": ("many rows", "odd sizes", "three dimensions"),
@@ -183,12 +179,10 @@ w4a8_linear_cases = CaseSpace(
     Axis("bias", {"": False, "bias": True}),
     strided={
         "x": "rows",
-        "weight": "offset",
-        "x_scale": "offset",
-        "weight_scales": "offset",
-        "x_zero_point": "offset",
-        "weight_zero_points": "offset",
-        "bias": "offset",
+        **dict.fromkeys(
+            ("weight", "x_scale", "weight_scales", "x_zero_point", "weight_zero_points", "bias"),
+            "offset",
+        ),
     },
     crossed={
         "shape": ("groups of 32", "one scale per output", "three dimensions"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,8 +38,7 @@ class LinearTile(NamedTuple):
     outputs: int
     inputs: int
     group: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
     operand_bits: int = 8
     most: int = 0
 
@@ -50,8 +50,7 @@ class LinearTile(NamedTuple):
     def options(self) -> dict[str, int]:
         """The launch options of a kernel with such tiles."""
         sizes = {"ROW_TILE": self.rows, "OUTPUT_TILE": self.outputs, "STEP": self.inputs}
-        compiled = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return {**sizes, "GROUP": self.group, **compiled}
+        return {**sizes, "GROUP": self.group, **self.compiled}
 
 
 class FeatureTile(NamedTuple):
@@ -60,14 +59,13 @@ class FeatureTile(NamedTuple):
     features: int
     tokens: int
     inputs: int
-    num_warps: int
-    num_stages: int
+    compiled: Mapping[str, int]
 
     @property
     def options(self) -> dict[str, int]:
         """The launch options of a kernel with such tiles."""
         sizes = {"FEATURES": self.features, "TOKENS": self.tokens, "INPUTS": self.inputs}
-        return {**sizes, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {**sizes, **self.compiled}
 
 
 def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
@@ -79,9 +77,7 @@ def linear_tile(kernel: str, device: torch.device, num_rows: int) -> LinearTile:
 @per_device
 def _tile(kernel: str, device: torch.device) -> LinearTile:
     parameters = parameters_for(kernel, device)
-    return LinearTile(
-        **parameters.blocks, num_warps=parameters.num_warps, num_stages=parameters.num_stages
-    )
+    return LinearTile(**parameters.blocks, compiled=parameters.compiled)
 
 
 @triton.jit
@@ -102,6 +98,19 @@ def place_of(
     row = (first + within % height).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
     output = within // height * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     return row, output
+
+
+@triton.jit
+def tiles(x, weight, start, column, INPUTS: tl.constexpr, WHOLE: tl.constexpr):
+    """Return the tiles of both operands at ``start``; zeros past the last input."""
+    if WHOLE:
+        a = tl.load(x + start)
+        b = tl.load(weight + start)
+    else:
+        inside = start + column < INPUTS
+        a = tl.load(x + start, mask=inside[None, :], other=0.0)
+        b = tl.load(weight + start, mask=inside[:, None], other=0.0)
+    return a, b
 
 
 @triton.jit

@@ -54,16 +54,9 @@ class LinearFormat:
         arguments = self.drawn(dims, rows, dtype, generator, **options)
         bias = bias_of(int(dims["out_features"]), dtype, generator, biased)
         x, weight = self.dequantized(arguments, torch.float64)
-        return linear_case(
-            {**arguments, "bias": bias},
-            dims,
-            x,
-            weight,
-            bias,
-            self.scalings,
-            self.beside(arguments, weight),
-            stored_product=self.stored_product,
-        )
+        bounds = self.scalings, self.beside(arguments, weight)
+        given = {**arguments, "bias": bias}
+        return linear_case(given, dims, x, weight, bias, *bounds, self.stored_product)
 
     def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
         """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
@@ -82,7 +75,6 @@ def linear_case(
     bias: Tensor | None,
     scalings: int,
     beside: float = 0.0,
-    *,
     stored_product: bool = False,
 ) -> Case:
     """Return the case of x weight^T + bias.

@@ -31,6 +31,7 @@ from interposer_ops.quantized_linear._linear_tiles_triton import (
     place_of,
     product,
     stored,
+    tiles,
 )
 
 
@@ -130,7 +131,7 @@ def _scaled_linear(
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.int32 if whole else tl.float32)
     sums = tl.zeros([OUTPUT_TILE], tl.int32)
     for start in range(0, INPUTS, STEP):
-        a, b = _tiles(x, weight, start, column, INPUTS, STEP)
+        a, b = tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
         if whole:
             total = tl.dot(a, b, total, out_dtype=tl.int32)
             if zero_point is not None:
@@ -168,7 +169,7 @@ def _block_linear(
         weight_scales += known // BLOCK_ROWS * num_blocks
     total = tl.zeros([ROW_TILE, OUTPUT_TILE], tl.float32)
     for start in range(0, INPUTS, STEP):
-        a, b = _tiles(x, weight, start, column, INPUTS, STEP)
+        a, b = tiles(x, weight, start, column, INPUTS, INPUTS % STEP == 0)
         block = start // BLOCK_COLUMNS
         x_scale = tl.load(x_scales + block * scale_column_stride)
         weight_scale = tl.load(weight_scales + block)
@@ -179,19 +180,6 @@ def _block_linear(
         else:
             total += part * x_scale[:, None] * weight_scale[None, :]
     stored(total, bias, y, row, output, known, num_rows, OUTPUTS)
-
-
-@triton.jit
-def _tiles(x, weight, start, column, INPUTS: tl.constexpr, STEP: tl.constexpr):
-    """Return the tiles of both operands at ``start``; zeros past the last input."""
-    if INPUTS % STEP == 0:
-        a = tl.load(x + start)
-        b = tl.load(weight + start)
-    else:
-        inside = start + column < INPUTS
-        a = tl.load(x + start, mask=inside[None, :], other=0.0)
-        b = tl.load(weight + start, mask=inside[:, None], other=0.0)
-    return a, b
 
 
 def _fp8(
@@ -238,19 +226,11 @@ BUILDS = (
     *(make(*step) for make in (_fp8, _blocks, _int8) for step in STEPS),
     *(
         build
-        for tokens in (64, 4096)
+        for n in (64, 4096)
         for build in (
-            _fp8(
-                f"{tokens} tokens, float8_e5m2 by float8_e4m3fn, bias",
-                tokens,
-                4096,
-                E5M2,
-                bias=True,
-            ),
-            _fp8(
-                f"{tokens} tokens, float8_e4m3fnuz", tokens, 4096, *_FNUZ, without=all_but("gfx942")
-            ),
-            _int8(f"{tokens} tokens, zero points", tokens, 4096, shifted=True),
+            _fp8(f"{n} tokens, float8_e5m2 by float8_e4m3fn, bias", n, 4096, E5M2, bias=True),
+            _fp8(f"{n} tokens, float8_e4m3fnuz", n, 4096, *_FNUZ, without=all_but("gfx942")),
+            _int8(f"{n} tokens, zero points", n, 4096, shifted=True),
         )
     ),
 )

@@ -71,8 +71,7 @@ def _tile(device: torch.device, group_size: int, num_tokens: int, *, aligned: bo
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
-        parameters.num_warps,
-        parameters.num_stages,
+        parameters.compiled,
     )
 
 

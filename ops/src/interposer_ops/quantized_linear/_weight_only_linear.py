@@ -60,10 +60,9 @@ def w8a16_linear(
     of one output.
 
     Args:
-        x: ``[..., I]``, any float dtype.
+        x, bias: as in ``w4a16_linear``.
         weight: ``[O, I]`` int8.
         scale: ``[O, I / G]`` float32; ``[O, 1]`` or ``[O]`` is one per output.
-        bias: ``[O]``, dtype of ``x``, or None.
         zero_points: ``[O, I / G]`` int8; None for 0.
     Returns: ``[..., O]``, dtype of ``x``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``;

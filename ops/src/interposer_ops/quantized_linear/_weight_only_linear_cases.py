@@ -54,23 +54,14 @@ _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
 _STRIDED: dict[str, Strides] = {
     "x": "rows",
-    "weight": "offset",
-    "scale": "offset",
-    "bias": "offset",
-    "zero_points": "offset",
+    **dict.fromkeys(("weight", "scale", "bias", "zero_points"), "offset"),
 }
 
 
 def _drawn(
-    dims: Dims,
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    bits: int,
-    weights: str = "",
-    flat: bool = False,
-) -> dict[str, Any]:
+    dims: Dims, rows: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, *, bits: int,
+    weights: str = "", flat: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments.
 
     Args:

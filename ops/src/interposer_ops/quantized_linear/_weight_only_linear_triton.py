@@ -89,8 +89,7 @@ def _tile(
         blocks["features"],
         min(num_tokens, blocks["tokens"]),
         min(inputs, blocks["inputs"]),
-        parameters.num_warps,
-        parameters.num_stages,
+        parameters.compiled,
     )
 
 

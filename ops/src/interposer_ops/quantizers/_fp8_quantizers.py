@@ -69,8 +69,7 @@ def quantize_fp8_per_token(
     q = round(clamp(x / scale, -max, max))
 
     Args:
-        x: ``[..., H]``, any float dtype.
-        out_dtype: an 8-bit float.
+        x, out_dtype: as in ``quantize_fp8_dynamic``.
         scale_limit: largest scale, beyond which outliers saturate; None for no limit.
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[..., 1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``, ``limited``.
@@ -92,9 +91,8 @@ def quantize_fp8_blocks(
     q = round(x / scale)
 
     Args:
-        x: ``[..., H]``, any float dtype.
+        x, out_dtype: as in ``quantize_fp8_dynamic``.
         block_size: B; the last block of a row may be shorter.
-        out_dtype: an 8-bit float.
         power_of_two_scales: round scales up, so that they are stored as exponents without loss.
     Returns: ``(q, scales)``: shape of ``x`` in ``out_dtype``, and ``[..., ceil(H / B)]`` float32.
     Dims: ``hidden_size``, ``block_size``, ``out_dtype``, ``power_of_two_scales``.

@@ -88,7 +88,7 @@ def tile_scales_triton(scales: Tensor, rows_per_tile: int) -> Tensor:
         scales.view(torch.uint8), tiles.view(torch.uint8), num_rows, tile_rows * tile_columns,
         scales.stride(0), scales.stride(1),
         NUM_COLUMNS=num_columns, TILE_COLUMNS=tile_columns, ROWS_PER_TILE=rows_per_tile,
-        LANES=lanes, TILES=tile.rows, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        LANES=lanes, TILES=tile.rows, **tile.compiled,
     )  # fmt: skip
     return tiles
 
@@ -108,8 +108,7 @@ def _quantize(
     tile = row_tile("microscaling", x.device, block_size)
     _quantize_blocks[(tile.row_blocks(scales.numel()),)](
         rows, q, scales, global_scale, scales.numel(), rows.stride(0),
-        PER_ROW=scales.shape[-1], KIND=kind, BLOCK=block_size, ROWS=tile.rows,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        PER_ROW=scales.shape[-1], KIND=kind, BLOCK=block_size, ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
 
 
@@ -125,8 +124,7 @@ def _dequantized(
     tile = row_tile("microscaling", codes.device, block_size)
     _dequantize_blocks[(tile.row_blocks(scales.numel()),)](
         rows, row_scales, global_scale, y, scales.numel(), rows.stride(0), row_scales.stride(0),
-        PER_ROW=scales.shape[-1], BLOCK=block_size, ROWS=tile.rows, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        PER_ROW=scales.shape[-1], BLOCK=block_size, ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
     return y
 

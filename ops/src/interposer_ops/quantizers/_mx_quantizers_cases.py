@@ -61,14 +61,9 @@ _PEAKS = {"": slice(None), "powers of two": slice(0, 1), "saturated": slice(4, 6
 
 
 def _quantize(
-    point: Point,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    numbers: Tensor,
-    peaks: tuple[float, ...],
-    nearest: Callable[[Tensor], Tensor],
-) -> Case:
+    point: Point, dtype: torch.dtype, generator: torch.Generator, *, numbers: Tensor,
+    peaks: tuple[float, ...], nearest: Callable[[Tensor], Tensor],
+) -> Case:  # fmt: skip
     shape, content = point["shape"], point["numbers"]
     blocks = (*shape[:-1], shape[-1] // _BLOCK, _BLOCK)
     if content == "zeros":
@@ -79,14 +74,9 @@ def _quantize(
 
 
 def _blocks(
-    point: Point,
-    blocks: tuple[int, ...],
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    numbers: Tensor,
-    peaks: tuple[float, ...],
-    nearest: Callable[[Tensor], Tensor],
-) -> Tensor:
+    point: Point, blocks: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator,
+    numbers: Tensor, peaks: tuple[float, ...], nearest: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
     choice = torch.tensor(peaks[point["peaks"]], dtype=torch.float64)
     tops = choice[torch.randint(0, len(choice), blocks[:-1], generator=generator)]
     lowest, highest = point["exponents"]
@@ -191,13 +181,9 @@ def quantize_mxfp4_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed:
 
 
 def _sample(
-    dtype: torch.dtype,
-    dims: Dims,
-    num_tokens: int,
-    seed: int,
-    largest_exponent: int,
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, largest_exponent: int,
     nearest: Callable[[Tensor], Tensor],
-) -> Case:
+) -> Case:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
     x = normal_numbers((num_tokens, width // _BLOCK, _BLOCK), dtype, generator)
@@ -240,13 +226,9 @@ def _quantize_nvfp4(point: Point, dtype: torch.dtype, generator: torch.Generator
 
 
 def _ordinary(
-    blocks: tuple[int, ...],
-    codes: tuple[int, int],
-    excess: float,
-    global_scale: Tensor,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> Tensor:
+    blocks: tuple[int, ...], codes: tuple[int, int], excess: float, global_scale: Tensor,
+    dtype: torch.dtype, generator: torch.Generator,
+) -> Tensor:  # fmt: skip
     """Return blocks whose peaks bring block scales close to numbers of e4m3."""
     scales = _scales(blocks[:-1], codes, generator)
     near = 0.98 + 0.04 * torch.rand(blocks[:-1], generator=generator, dtype=torch.float64)

@@ -69,10 +69,7 @@ def quantize_weight_int4(
     scale = 2 max|w_g| / 15, as ``scale_dtype`` has it, 1 for a group of zeros;
     code = clamp(round(w / scale), -8, 7) + 8
 
-    Args:
-        weight: ``[O, I]``, any float dtype, I even. The scale of a group that holds what is no
-            finite number is none either.
-        group_size: G, which divides I.
+    Args: those of ``quantize_weight_int8``; I is even.
     Returns: ``(codes, scale)``: ``[O, I / 2]`` uint8, each of two codes, that of the first input in
         the low nibble, and ``[O, I / G]`` float32.
     Dims: ``in_features``, ``out_features``, ``num_groups``, ``scale_dtype``.
@@ -95,10 +92,7 @@ def quantize_weight_int4_asymmetric(
     zeros; zero_point = clamp(round(-8 - low / scale), -8, 7) + 8;
     code = clamp(round(w / scale + zero_point), 0, 15)
 
-    Args:
-        weight: ``[O, I]``, any float dtype, I even. The scale of a group that holds what is no
-            finite number is none either.
-        group_size: G, which divides I.
+    Args: those of ``quantize_weight_int8``; I is even.
     Returns: ``(codes, scale, zero_points)``: ``[O, I / 2]`` uint8, each of two codes, that of the
         first input in the low nibble, ``[O, I / G]`` float32 and ``[O, I / G]`` uint8.
     Dims: ``in_features``, ``out_features``, ``num_groups``.

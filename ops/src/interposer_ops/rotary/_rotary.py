@@ -45,11 +45,7 @@ def rotary_embedding_interleaved(
     With x = [a1, b1, a2, b2, ..., rest]: y = [a1 cos1 - b1 sin1, b1 cos1 + a1 sin1, ..., rest], as
     GPT-J does.
 
-    Args:
-        query: ``[T, N, D]``, any float dtype; tokens may skip memory.
-        key: ``[T, K, D]``, dtype of ``query``; tokens may skip memory.
-        cos: ``[T, R / 2]``, float32 or wider.
-        sin: ``[T, R / 2]``, dtype of ``cos``.
+    Args: those of ``rotary_embedding``.
     Returns: rotated ``(query, key)``, contiguous, of their shapes and dtype.
     Dims: head_size, rotary_size.
     Source: arXiv:2104.09864.
@@ -68,8 +64,7 @@ def multimodal_rotary_embedding(
     have theirs, and the others to time (Qwen3-VL).
 
     Args:
-        query: ``[T, N, D]``, any float dtype; tokens may skip memory.
-        key: ``[T, K, D]``, dtype of ``query``; tokens may skip memory.
+        query, key: as in ``rotary_embedding``.
         cos: ``[3, T, R / 2]``, float32 or wider, of the positions in time, height and width.
         sin: ``[3, T, R / 2]``, dtype of ``cos``.
         sections: three numbers, R / 2 together; if interleaved, those of height and width are at

@@ -67,8 +67,7 @@ def _rotated(
         query, key, cos, sin, turned, turned_key, num_tokens, query.stride(0), key.stride(0),
         cos.stride(-2), sin.stride(-2), cos.stride(0), sin.stride(0), query_blocks,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HEAD_SIZE=head_size, PAIRS=pairs,
-        LAYOUT=layout[0], END=layout[1], OTHER_END=layout[2], ROWS=tile.rows,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        LAYOUT=layout[0], END=layout[1], OTHER_END=layout[2], ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
     return turned, turned_key
 
@@ -93,27 +92,30 @@ def _rotate(
         sin += position * sin_position_stride
     block = tl.program_id(0)
     if block < query_blocks:
-        row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        token = row // NUM_HEADS
-        source = query + token * query_stride + (row % NUM_HEADS) * HEAD_SIZE
-        target = turned + row * HEAD_SIZE
-        c, s = cos + token * cos_stride, sin + token * sin_stride
-        _rotate_rows(source, target, c, s, token < num_tokens, HALF, HEAD_SIZE, PAIRS)
+        _rotate_heads(
+            query, turned, cos, sin, block, num_tokens, query_stride, cos_stride, sin_stride,
+            NUM_HEADS, HALF, HEAD_SIZE, PAIRS, ROWS,
+        )  # fmt: skip
     else:
-        row = (block - query_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        token = row // NUM_KV_HEADS
-        source = key + token * key_stride + (row % NUM_KV_HEADS) * HEAD_SIZE
-        target = turned_key + row * HEAD_SIZE
-        c, s = cos + token * cos_stride, sin + token * sin_stride
-        _rotate_rows(source, target, c, s, token < num_tokens, HALF, HEAD_SIZE, PAIRS)
+        _rotate_heads(
+            key, turned_key, cos, sin, block - query_blocks, num_tokens, key_stride, cos_stride,
+            sin_stride, NUM_KV_HEADS, HALF, HEAD_SIZE, PAIRS, ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _rotate_rows(
-    source, target, cos, sin, there,
-    HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+def _rotate_heads(
+    source, target, cos, sin, block, num_tokens, stride, cos_stride, sin_stride,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Turn one head in each row of a column of pointers."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    token = row // NUM_HEADS
+    there = token < num_tokens
+    source += token * stride + (row % NUM_HEADS) * HEAD_SIZE
+    target += row * HEAD_SIZE
+    cos += token * cos_stride
+    sin += token * sin_stride
     dtype: tl.constexpr = target.dtype.element_ty
     if HALF > 0:
         angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]

@@ -6,6 +6,8 @@ filled up with -1.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,14 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.sampling._truncation import truncation_threshold
 
-_CASES = "interposer_ops.sampling._logit_masks_cases"
+_op = partial(standard_op, cases="interposer_ops.sampling._logit_masks_cases")
+_exact = partial(_op, tolerance=Tolerance(roundings=0))
 
 _WORD = 32  # tokens in a word of a bit mask
 
 
-@standard_op(
-    "apply_logit_bias",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=1),
-    batched=("logits", "token_ids", "values"),
+@_op(
+    "apply_logit_bias", tolerance=Tolerance(roundings=1), batched=("logits", "token_ids", "values")
 )
 def apply_logit_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
     """Add a value to the logit of each listed token.
@@ -42,12 +42,7 @@ def apply_logit_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tenso
     return (logits.to(wide) + bias[:, :vocab_size]).to(logits.dtype)
 
 
-@standard_op(
-    "apply_token_bitmask",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
-    batched=("logits", "bitmask"),
-)
+@_exact("apply_token_bitmask", batched=("logits", "bitmask"))
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     """Rule out the tokens whose bit is 0, as grammars do.
 
@@ -66,12 +61,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return torch.where(allowed, logits, float("-inf"))
 
 
-@standard_op(
-    "suppress_tokens_until",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
-    batched=("logits", "steps", "min_tokens", "stop_ids"),
-)
+@_exact("suppress_tokens_until", batched=("logits", "steps", "min_tokens", "stop_ids"))
 def suppress_tokens_until(
     logits: Tensor, steps: Tensor, min_tokens: Tensor, stop_ids: Tensor
 ) -> Tensor:
@@ -91,12 +81,7 @@ def suppress_tokens_until(
     return logits.masked_fill(stops & (steps < min_tokens)[:, None], float("-inf"))
 
 
-@standard_op(
-    "apply_temperature",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=2),
-    batched=("logits", "temperature"),
-)
+@_op("apply_temperature", tolerance=Tolerance(roundings=2), batched=("logits", "temperature"))
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     """Divide each row by its temperature; one of temperature 0, which is greedy, is left alone.
 
@@ -131,12 +116,7 @@ def logits_softcap(logits: Tensor, cap: float) -> Tensor:
     return (cap * (wide / cap).tanh()).to(logits.dtype)
 
 
-@standard_op(
-    "mask_top_k_top_p",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
-    batched=("logits", "top_k", "top_p"),
-)
+@_exact("mask_top_k_top_p", batched=("logits", "top_k", "top_p"))
 def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Rule out what top-k drops, then what top-p drops of the rest (``truncation_threshold``).
 
@@ -154,15 +134,12 @@ def mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
     return _truncated(logits, top_k, top_p, None)
 
 
-@standard_op(
-    "mask_min_p", cases=_CASES, tolerance=Tolerance(roundings=0), batched=("logits", "min_p")
-)
+@_exact("mask_min_p", batched=("logits", "min_p"))
 def mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Rule out each token that is less than ``min_p`` times as likely as the likeliest one.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
-            rows may lie apart.
+        logits: as in ``mask_top_k_top_p``.
         min_p: ``[B]`` float32, in [0, 1]; 0 keeps all tokens.
     Returns: ``[B, V]``, dtype of ``logits``, minus infinity where a token is ruled out.
     Dims: vocab_size.

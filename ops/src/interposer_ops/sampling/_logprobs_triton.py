@@ -41,15 +41,13 @@ def token_logprobs_triton(
     found = torch.empty(num_rows, parts, slots, dtype=torch.int32, device=device)
     _judge_parts[(num_rows, parts)](
         rows, tokens, peaks, totals, likelier, best, found, rows.stride(0), num_top,
-        VOCAB_SIZE=vocab_size, SLOTS=slots, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, SLOTS=slots, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
     tile = row_tile("parts", device, parts * max(slots, 1))
     _judge_rows[(num_rows,)](
         rows, tokens, peaks, totals, likelier, best, found, logprobs, ranks, top_logprobs, top_ids,
         rows.stride(0), parts, num_top,
-        VOCAB_SIZE=vocab_size, SLOTS=slots, PARTS=triton.next_power_of_2(parts),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, SLOTS=slots, PARTS=triton.next_power_of_2(parts), **tile.compiled,
     )  # fmt: skip
     return logprobs, ranks, top_logprobs, top_ids
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,11 @@ from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise
 from interposer_ops.sampling._truncation import temper, truncation_threshold
 
-_CASES = "interposer_ops.sampling._sampling_cases"
+_op = partial(standard_op, cases="interposer_ops.sampling._sampling_cases")
 
 
-@standard_op(
+@_op(
     "apply_penalties",
-    cases=_CASES,
     batch_invariant=True,
     tolerance=Tolerance(roundings=4),
     batched=("logits", "prompt_mask", "output_counts", "repetition", "presence", "frequency"),
@@ -55,9 +56,8 @@ def apply_penalties(
     return y - frequency.to(wide)[:, None] * output_counts
 
 
-@standard_op(
+@_op(
     "sample_tokens",
-    cases=_CASES,
     tolerance=Tolerance(roundings=4),
     batched=("logits", "temperature", "top_k", "top_p", "min_p", "seeds", "steps"),
 )
@@ -106,9 +106,8 @@ def sample_tokens(
     return tokens, chosen - wide.logsumexp(-1)
 
 
-@standard_op(
+@_op(
     "gumbel_argmax",
-    cases=_CASES,
     tolerance=Tolerance(roundings=0),
     batched=("logits", "temperature", "seeds", "steps"),
 )
@@ -119,11 +118,9 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, steps: Ten
     ``gumbel_noise``, the largest logit where the temperature is 0; the lowest index wins ties.
 
     Args:
-        logits: ``[B, V]``, any float dtype, in each row one at least finite and none NaN or +inf;
-            rows may lie apart.
+        logits: as in ``sample_tokens``; rows may lie apart.
         temperature: ``[B]`` float32, not negative.
-        seeds: ``[B]`` int64, of the request.
-        steps: ``[B]`` int64, how many tokens the request generated before.
+        seeds, steps: as in ``sample_tokens``.
     Returns: ``[B]`` int64.
     Dims: vocab_size.
     Source: arXiv:1411.0030.

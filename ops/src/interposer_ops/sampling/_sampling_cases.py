@@ -187,14 +187,9 @@ def _penalties_case(
 
 
 def _arguments(
-    kind: str,
-    shape: tuple[int, int],
-    setting: _Setting,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    *,
-    truncating: bool,
-) -> dict[str, Any]:
+    kind: str, shape: tuple[int, int], setting: _Setting, dtype: torch.dtype,
+    generator: torch.Generator, *, truncating: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of clear rows; without ``truncating``, those of ``gumbel_argmax``."""
     rows, vocab_size = shape
     columns: dict[str, Tensor | None] = {}

@@ -64,15 +64,13 @@ def _draw(
         rows, temperature, None if limits is None else limits.peaks,
         None if limits is None else limits.farthest, min_p, seeds, steps, scores, found, peaks,
         None if logprobs is None else totals, rows.stride(0),
-        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
     tile = row_tile("parts", rows.device, parts)
     _best_of_rows[(num_rows,)](
         rows, temperature, scores, found, peaks, None if logprobs is None else totals, tokens,
         logprobs, rows.stride(0), parts,
-        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
 
 

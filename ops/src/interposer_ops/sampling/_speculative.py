@@ -6,6 +6,8 @@ the first that is rejected or follows them all: 1 to n + 1 tokens.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,14 @@ from interposer import Tolerance
 from interposer_ops._declare import standard_op
 from interposer_ops.sampling._noise import gumbel_noise, uniform_noise
 
-_CASES = "interposer_ops.sampling._speculative_cases"
-
-
-@standard_op(
-    "greedy_verify",
-    cases=_CASES,
+_op = partial(
+    standard_op,
+    cases="interposer_ops.sampling._speculative_cases",
     tolerance=Tolerance(roundings=0),
-    batched=("draft_tokens", "target_logits", "num_draft"),
 )
+
+
+@_op("greedy_verify", batched=("draft_tokens", "target_logits", "num_draft"))
 def greedy_verify(
     draft_tokens: Tensor, target_logits: Tensor, num_draft: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -43,10 +44,8 @@ def greedy_verify(
     return _verified(draft_tokens, draft_tokens == best[:, :-1], best, num_draft)
 
 
-@standard_op(
+@_op(
     "rejection_sample",
-    cases=_CASES,
-    tolerance=Tolerance(roundings=0),
     batched=("draft_tokens", "draft_probs", "target_probs", "num_draft", "seeds", "steps"),
 )
 def rejection_sample(
@@ -70,14 +69,11 @@ def rejection_sample(
     ``uniform_noise`` of token V, on which no draw depends. Whoever drafts must use other noise.
 
     Args:
-        draft_tokens: ``[B, S]`` int64; what stands behind a row's drafts is not read.
+        draft_tokens, num_draft: as in ``greedy_verify``.
         draft_probs: ``[B, S, V]``, any float dtype; None where drafts were certain, q(x) = 1.
         target_probs: ``[B, S + 1, V]``, dtype of ``draft_probs``, after temperature and truncation.
-        num_draft: ``[B]`` int64, from 0 to S.
-        seeds: ``[B]`` int64, of the request.
-        steps: ``[B]`` int64, how many tokens the request generated before.
-    Returns: ``(tokens, accepted)``: ``[B, S + 1]`` int64, -1 behind the last token; ``[B]`` int64,
-        how many drafted tokens were accepted.
+        seeds, steps: as in ``sample_tokens``.
+    Returns: those of ``greedy_verify``.
     Dims: vocab_size, num_draft_tokens, certain_drafts.
     Source: arXiv:2211.17192, algorithm 1; arXiv:2302.01318.
     """

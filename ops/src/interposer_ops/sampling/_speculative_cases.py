@@ -94,9 +94,7 @@ rejection_sample_cases = CaseSpace(
         "draft_tokens": "rows",
         "draft_probs": "rows",
         "target_probs": "rows",
-        "num_draft": "offset",
-        "seeds": "offset",
-        "steps": "offset",
+        **dict.fromkeys(("num_draft", "seeds", "steps"), "offset"),
     },
     crossed={
         "shape": ("many rows",),
@@ -157,14 +155,9 @@ def _greedy_case(drafted: Tensor, logits: Tensor, num_draft: Tensor, label: str 
 
 
 def _clear_case(
-    shape: tuple[int, int, int],
-    counts: str,
-    kind: str,
-    target_kind: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    label: str = "",
-) -> Case:
+    shape: tuple[int, int, int], counts: str, kind: str, target_kind: str, dtype: torch.dtype,
+    generator: torch.Generator, label: str = "",
+) -> Case:  # fmt: skip
     rows, drafts, vocab_size = shape
     num_draft = _counts(counts, rows, drafts, generator)
     draw = partial(_row, (drafts, vocab_size), kind, target_kind, dtype, generator)
@@ -195,13 +188,9 @@ def _clear_row(draw: Callable[[Tensor], dict[str, Any]], num_draft: Tensor) -> d
 
 
 def _row(
-    shape: tuple[int, int],
-    kind: str,
-    target_kind: str,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-    num_draft: Tensor,
-) -> dict[str, Any]:
+    shape: tuple[int, int], kind: str, target_kind: str, dtype: torch.dtype,
+    generator: torch.Generator, num_draft: Tensor,
+) -> dict[str, Any]:  # fmt: skip
     rows = len(num_draft)
     drafts, vocab_size = shape
     logits = 2 * torch.randn(rows, drafts + 1, vocab_size, generator=generator)
@@ -236,13 +225,9 @@ def _row(
 
 
 def _is_clear(
-    draft_tokens: Tensor,
-    draft_probs: Tensor | None,
-    target_probs: Tensor,
-    num_draft: Tensor,
-    seeds: Tensor,
-    steps: Tensor,
-) -> bool:
+    draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor, num_draft: Tensor,
+    seeds: Tensor, steps: Tensor,
+) -> bool:  # fmt: skip
     """Say whether small errors change no acceptance and no draw of one row that may count."""
     target = target_probs[0].double()
     places, vocab_size = target.shape

@@ -43,15 +43,13 @@ def greedy_verify_triton(
     found = torch.empty(batch_size, places, parts, dtype=torch.int32, device=device)
     _best_of_parts[(batch_size * places, parts)](
         logits, num_draft, best, found, logits.stride(0), logits.stride(1), places,
-        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
     all_places, all_parts = triton.next_power_of_2(places), triton.next_power_of_2(parts)
     tile = row_tile("parts", device, all_places * all_parts)
     _verify_greedily[(batch_size,)](
         drafts, num_draft, best, found, tokens, accepted, drafts.stride(0), places, parts,
-        VOCAB_SIZE=vocab_size, PLACES=all_places, PARTS=all_parts,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, PLACES=all_places, PARTS=all_parts, **tile.compiled,
     )  # fmt: skip
     return tokens, accepted
 
@@ -80,14 +78,12 @@ def rejection_sample_triton(
         drafts, draft, target, num_draft, seeds, steps, accepted, *best, *found, drafts.stride(0),
         0 if draft is None else draft.stride(0), 0 if draft is None else draft.stride(1),
         target.stride(0), target.stride(1),
-        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
     tile = row_tile("parts", device, parts)
     _draw_of_rows[(batch_size,)](
         drafts, accepted, *best, *found, tokens, drafts.stride(0), places, parts,
-        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        VOCAB_SIZE=vocab_size, PLACES=all_places, COLUMNS=tile.columns, **tile.compiled,
     )  # fmt: skip
     return tokens, accepted
 

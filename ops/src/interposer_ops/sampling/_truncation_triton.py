@@ -69,7 +69,7 @@ def limits_of(
     _limit[(num_rows,)](
         rows, temperature, top_k, top_p, peaks, farthest, rows.stride(0),
         VOCAB_SIZE=vocab_size, COLUMNS=tile.columns, PIVOTS=pivots, BITS=pivots.bit_length() - 1,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **tile.compiled,
     )  # fmt: skip
     return Limits(peaks, farthest)
 
