@@ -56,7 +56,8 @@ class LinearFormat:
         x, weight = self.dequantized(arguments, torch.float64)
         bounds = self.scalings, self.beside(arguments, weight)
         given = {**arguments, "bias": bias}
-        return linear_case(given, dims, x, weight, bias, *bounds, self.stored_product)
+        stored = self.stored_product
+        return linear_case(given, dims, x, weight, bias, *bounds, stored_product=stored)
 
     def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
         """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
@@ -75,6 +76,7 @@ def linear_case(
     bias: Tensor | None,
     scalings: int,
     beside: float = 0.0,
+    *,
     stored_product: bool = False,
 ) -> Case:
     """Return the case of x weight^T + bias.
