@@ -287,6 +287,17 @@ def test_no_vendor_is_named(folder: str) -> None:
     assert not named
 
 
+# The most modules and lines of the distributions that everybody reads.
+SIZES = {"core": (60, 9_600), "ops": (170, 24_000)}
+
+
+@pytest.mark.parametrize("folder", SIZES)
+def test_a_distribution_stays_small(folder: str) -> None:
+    (dist,) = (dist for dist in DISTRIBUTIONS if dist.folder == folder)
+    lines = sum(len(module.read_text(encoding="utf-8").splitlines()) for module in dist.modules)
+    assert (len(dist.modules) <= SIZES[folder][0], lines <= SIZES[folder][1]) == (True, True)
+
+
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

@@ -92,7 +92,7 @@ MODELOPT = Nvfp4Storage(
     "weight_scale_2",
     "input_scale",
     divides=False,
-    problem="layers of one input run as one product, which has one {name}",
+    problem="layers of one input run as one product, which has one {name}: {listed}",
     mend="export the model with a release of ModelOpt that makes them equal",
 )
 

@@ -45,7 +45,7 @@ def scales_by_output(scales: torch.Tensor, members: Members) -> torch.Tensor:
     return scales if scales.ndim == 2 else members.per_output(scales).unsqueeze(1)
 
 
-DIFFERENT = "layers that run as one product differ in what they share"
+DIFFERENT = "layers that run as one product differ in what they share: {listed}"
 
 
 def common_number(
@@ -56,7 +56,7 @@ def common_number(
     Args:
         name: of the tensor that holds them.
         why: what the layers would have to share, and what to do.
-        problem: what is wrong; ``{name}`` stands for ``name``.
+        problem: what is wrong; ``{name}`` stands for ``name``, ``{listed}`` for the numbers.
     Raises: CheckpointError: they are different.
     """
     if not (numbers == numbers[0]).all():
@@ -65,7 +65,7 @@ def common_number(
             for member, number in zip(members.sizes, numbers, strict=True)
         )
         first = members.tensor(next(iter(members.sizes)), name)
-        raise CheckpointError(first, f"{problem.format(name=name)}: {listed}", why)
+        raise CheckpointError(first, problem.format(name=name, listed=listed), why)
     return numbers[:1]
 
 

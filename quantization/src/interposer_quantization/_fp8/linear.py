@@ -24,7 +24,7 @@ from interposer_quantization._fp8.parameters import (
     register_per_part,
 )
 
-_DIFFERENT = "layers of one input quantize it differently, but run as one product"
+_DIFFERENT = "layers of one input quantize it differently, but run as one product: {listed}"
 _MEND = "calibrate them on the same input, or quantize inputs dynamically"
 
 
