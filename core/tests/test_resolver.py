@@ -22,6 +22,7 @@ from interposer import (
     Request,
     Requires,
     Resolver,
+    Rule,
     SchemeEntry,
     Site,
     Verdict,
@@ -90,6 +91,37 @@ def test_the_reference_is_bound_where_everything_else_refuses(resolve: Resolve) 
     assert bound.function is double.reference
     assert bound.prepare is None
     assert "needs dtype float32, got float16" in str(bound.choice.refusals[0])
+
+
+def test_what_the_platform_prefers_stands_behind_what_the_user_prefers(
+    registered: Callable[..., Registry],
+) -> None:
+    slow = Kernel("double", "double_slow", f"{__name__}:double_fast", score=1.0)
+
+    def why(**config: Any) -> tuple[str, str]:
+        made = Config(kernels=config, strict=True)
+        defaults = {"double": "double_slow", "triple": "triple_slow"}
+        resolver = Resolver(registered(OP, FAST, slow), DEVICE, made, defaults=defaults)
+        choice = site(resolver).bind_kernel(double).choice
+        return choice.chosen.name, choice.why
+
+    assert why() == ("double_slow", "preferred by the platform")
+    assert why(**{"*": Rule(forbid=("reference",))}) == why()
+    assert why(**{"*": Rule(prefer=("*fast",))}) == (
+        "double_fast",
+        "preferred by the configuration",
+    )
+    assert why(double="reference") == ("reference", "pinned by the configuration")
+
+
+def test_a_default_that_refuses_is_no_unmet_preference(
+    registered: Callable[..., Registry],
+) -> None:
+    resolver = Resolver(
+        registered(OP, FAST), DEVICE, Config(strict=True), defaults={"double": "double_gone"}
+    )
+    choice = site(resolver).bind_kernel(double).choice
+    assert (choice.chosen.name, choice.notes) == ("double_fast", ())
 
 
 def test_equal_requests_share_one_choice_and_keep_their_places(resolve: Resolve) -> None:

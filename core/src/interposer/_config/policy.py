@@ -32,7 +32,8 @@ class Policy:
     """What the configuration wants of one request; the fields are those of a ``Rule``.
 
     ``strict`` refuses what is otherwise tolerated: a preference that nothing meets, and a tie
-    that only names could decide. Without ``emulation`` none may be chosen.
+    that only names could decide. Without ``emulation`` none may be chosen. ``default`` is what the
+    platform prefers: it stands behind the user's preferences, and ``strict`` does not ask for it.
     """
 
     pin: str | None = None
@@ -41,6 +42,7 @@ class Policy:
     require: frozenset[str] = frozenset()
     strict: bool = False
     emulation: bool = True
+    default: str = ""
 
 
 def policy_for(
@@ -52,7 +54,7 @@ def policy_for(
     is forbidden or required by any of them is forbidden or required.
 
     Args:
-        defaults: the kernel that the platform prefers for an op, where no rule decides.
+        defaults: the kernel that the platform prefers for an op.
     """
     if request.kind == "platform":
         rules = [] if config.platform is None else [config.platform]
@@ -61,8 +63,6 @@ def policy_for(
         matching = [key for key in by_key if pin_matches(key, request.name, request.prefix)]
         rules = [by_key[key] for key in sorted(matching, key=_specificity, reverse=True)]
     wish = next((rule for rule in rules if rule.pin is not None or rule.prefer), _NO_RULE)
-    if wish is _NO_RULE and defaults and request.kind == "kernel" and request.name in defaults:
-        wish = Rule(prefer=(defaults[request.name],))
     required = config.require if request.kind in _PROMISING else frozenset()
     return Policy(
         wish.pin,
@@ -71,6 +71,7 @@ def policy_for(
         required.union(*(rule.require for rule in rules)),
         config.strict,
         config.emulation,
+        defaults.get(request.name, "") if defaults and request.kind == "kernel" else "",
     )
 
 

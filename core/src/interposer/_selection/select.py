@@ -142,12 +142,22 @@ class _Ranking:
         return (self.preference(candidate), self.seconds(candidate), *_by_score(candidate))
 
     def preference(self, candidate: Candidate) -> int:
-        """Return the position of the first preference that is met, or one past the last."""
-        globs = self.policy.prefer
+        """Return the position of the first preference that is met, or one past the last.
+
+        What the platform prefers comes behind what the user does.
+        """
+        globs = (*self.policy.prefer, *filter(None, [self.policy.default]))
         return next((i for i, glob in enumerate(globs) if _meant(glob, candidate)), len(globs))
 
     def prefers(self, candidate: Candidate) -> bool:
         return self.preference(candidate) < len(self.policy.prefer)
+
+    def preferred(self, candidate: Candidate) -> str:
+        """Return by whom a candidate is preferred, or nothing."""
+        if self.prefers(candidate):
+            return "preferred by the configuration"
+        default = self.policy.default
+        return "preferred by the platform" if default and _meant(default, candidate) else ""
 
     def seconds(self, candidate: Candidate) -> tuple[int, float]:
         """Return what sorts the fastest first and those without a figure last.
@@ -177,9 +187,8 @@ class _Ranking:
     def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
         if self.policy.pin is not None:
             return "pinned by the configuration"
-        preferred = ""
-        if self.prefers(chosen):
-            preferred = "preferred by the configuration"
+        preferred = self.preferred(chosen)
+        if preferred:
             others = [c for c in others if self.differ(chosen, c) != "wish"]
             if not others:
                 return preferred
