@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "stdlib-lm"
 
@@ -20,12 +20,14 @@ Frames = list[tuple[str, str]]
 """File and function of each frame, the caller first."""
 
 
-def call_path(action: Callable[[], object], first: str, through: str, reached: CodeType) -> Frames:
+def call_path(action: Callable[[], object], first: str, through: str, reached: str) -> Frames:
     """Return the frames from ``first`` to the first call of a function that goes by ``through``."""
     found: Frames = []
 
     def note(frame: FrameType | None, event: str, _: object) -> None:
-        if found or event != "call" or frame is None or frame.f_code is not reached:
+        if found or event != "call" or frame is None or frame.f_code.co_name != reached:
+            return
+        if "/src/interposer" not in frame.f_code.co_filename:
             return
         stack: Frames = []
         while frame is not None:
@@ -48,10 +50,7 @@ def call_path(action: Callable[[], object], first: str, through: str, reached: C
 def measured() -> dict[str, Frames]:
     """Return the frames of every path."""
     import interposer
-    from interposer._sandbox.inspection import load_value
-    from interposer.records import load_target
     from interposer_models import LanguageModel, load
-    from interposer_ops.norms import rms_norm
 
     config = interposer.Config(
         kernels={"rms_norm": "reference", "fused_add_rms_norm": "reference"},
@@ -69,9 +68,9 @@ def measured() -> dict[str, Frames]:
         interposer.place(config)
 
     return {
-        "entry point to selection": call_path(place, "place", "discover", load_value.__code__),
-        "load to kernel": call_path(start, "load", "kernel", load_target.__code__),
-        "token to kernel": call_path(generate, "generate", "generate", rms_norm.reference.__code__),
+        "entry point to selection": call_path(place, "place", "discover", "load_value"),
+        "load to kernel": call_path(start, "load", "kernel", "load_target"),
+        "token to kernel": call_path(generate, "generate", "generate", "rms_norm"),
     }
 
 

@@ -5,11 +5,12 @@ A platform's ``test_inertness.py`` derives a class from ``InertPlugin``.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar
+
+from tests.forks import forks
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 _EXPLAIN = """
@@ -70,10 +71,12 @@ class InertPlugin:
         assert all(line.endswith(elsewhere) for line in added[1:])
 
     def test_the_plugin_module_is_light(self) -> None:
-        """Import the plugin alone."""
+        """Import the plugin alone, in an interpreter that has imported nothing yet."""
         plugin = f"interposer_{self.platform}.plugin"
         program = f"import sys, {plugin}; print({set(self.heavy)} & set(sys.modules))"
-        assert run(program).strip() == "set()"
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True)
+        assert done.stdout.strip() == "set()"
 
     def test_asking_for_it_says_why_it_cannot_be_had(self) -> None:
         """Ask for the platform by name."""
@@ -91,13 +94,7 @@ class InertPlugin:
 
 
 def run(program: str) -> str:
-    """Return the output of a Python program in a clean process."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    """Return the output of a Python program in a process that has imported torch and no more."""
+    done = forks().run("-c", program, timeout=400)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -360,11 +360,15 @@ def run_page(page: Path) -> dict[Block, str]:
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
+# Every page that the tutorial leads through has tests of its own; it repeats them in order.
+MARKS = {"tutorial.md": [pytest.mark.slow]}
+
+
 @pytest.mark.parametrize(
     "block",
     [
         # One worker runs a page.
-        pytest.param(block, id=block.id, marks=pytest.mark.xdist_group(str(page)))
+        pytest.param(block, id=block.id, marks=[pytest.mark.xdist_group(str(page)), *MARKS.get(page.name, ())])
         for page in PAGES
         for block in read_blocks(page)
     ],

@@ -13,7 +13,6 @@ from interposer import Case, custom_op
 from interposer.errors import RecordError
 from interposer_testing._checks.operand import Operand
 from interposer_testing.cases import (
-    LAYOUTS,
     Axis,
     CaseSpace,
     Point,
@@ -23,6 +22,7 @@ from interposer_testing.cases import (
     planned_cases,
     uniform,
 )
+from interposer_testing.cases._layout import LAYOUTS
 
 
 def build(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:

@@ -169,7 +169,7 @@ def test_threads_change_nothing(level: int) -> None:
 THREADS = """
 import os, re
 import torch
-from interposer_gguf import native_linear
+from interposer_gguf import _native_linear as native_linear
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._cases import random_rows
 

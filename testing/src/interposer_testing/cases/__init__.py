@@ -7,19 +7,17 @@ layout and special value, is built by itself from a seed, and can be counted wit
 from __future__ import annotations
 
 from interposer_testing.cases._axis import ORDINARY, Axis, Point
-from interposer_testing.cases._layer import LayerCase, LayerCaseGenerator, OfLayer, Placed
-from interposer_testing.cases._layout import LAYOUTS, Strides
+from interposer_testing.cases._layer import LayerCase, OfLayer, Placed
+from interposer_testing.cases._layout import Strides
 from interposer_testing.cases._numbers import longest_row, normal, peak, uniform
 from interposer_testing.cases._space import CaseSpace, PlannedCase, planned_cases
 from interposer_testing.cases._special import Special
 
 __all__ = [
-    "LAYOUTS",
     "ORDINARY",
     "Axis",
     "CaseSpace",
     "LayerCase",
-    "LayerCaseGenerator",
     "OfLayer",
     "Placed",
     "PlannedCase",
