@@ -359,16 +359,20 @@ def run_page(page: Path) -> dict[Block, str]:
     return failures
 
 
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 # Every page that the tutorial leads through has tests of its own; it repeats them in order.
 MARKS = {"tutorial.md": [pytest.mark.slow]}
 
 
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS)
 @pytest.mark.parametrize(
     "block",
     [
         # One worker runs a page.
-        pytest.param(block, id=block.id, marks=[pytest.mark.xdist_group(str(page)), *MARKS.get(page.name, ())])
+        pytest.param(
+            block,
+            id=block.id,
+            marks=[pytest.mark.xdist_group(str(page)), *MARKS.get(page.name, ())],
+        )
         for page in PAGES
         for block in read_blocks(page)
     ],
