@@ -51,7 +51,7 @@ format: $(INSTALLED) ## Format the code and mend what ruff can mend.
 	$(BIN)/ruff format
 
 # Strict: a broken link, a page outside the navigation or a public name without a docstring fails.
-docs: $(INSTALLED) ## Build the site of the documentation into site/.
+docs: $(INSTALLED) ## Build the site of the documentation into .site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Kept outside of git; the next `make docs` shows it.
