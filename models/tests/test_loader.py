@@ -33,6 +33,6 @@ def test_a_platforms_default_kernels_hold_unless_the_user_decides(
     monkeypatch.setattr(type(place().platform), "default_kernels", lambda self: defaults)
     user = Config(kernels={"embedding": "embedding_index_select"})
     planned = plan(llama, config=user)
-    assert kernels(planned, "linear") == {("reference", "preferred by the configuration")}
+    assert kernels(planned, "linear") == {("reference", "preferred by the platform")}
     pinned = ("embedding_index_select", "pinned by the configuration")
     assert kernels(planned, "embedding") == {pinned}
