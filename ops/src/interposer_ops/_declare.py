@@ -20,7 +20,7 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEQUANTIZES = "dequantizes, then multiplies floats"
-"""How references do without the arithmetic that quantized products are meant for."""
+"""The way of references around the arithmetic that quantized products are meant for."""
 
 _PACKAGE = "interposer_ops"
 _declared: list[OpEntry | Kernel] = []

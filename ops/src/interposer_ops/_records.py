@@ -12,7 +12,7 @@ from interposer.records import Kernel, OpEntry
 from interposer.requires import Dim, Requires
 
 PLAIN = frozenset({"deterministic", "graph_safe", "traceable"})
-"""What every reference promises: it is made of torch's operators, and waits for no value."""
+"""The promises of every reference: it is made of torch's operators, and waits for no value."""
 
 RECORDS = Path(__file__).with_name("_records.json")
 

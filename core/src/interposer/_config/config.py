@@ -43,7 +43,7 @@ def _as_names(plugins: Any) -> Any:
 
 
 class Config(Settings):
-    """What the user decided; whatever is unset is left to the selection.
+    """The decisions of the user; whatever is unset is left to the selection.
 
     The keys of rules are a name, ``name@glob`` for the places in the model whose dotted prefix
     matches the glob, ``*`` for all names, or ``*@glob``.
@@ -143,7 +143,7 @@ class Config(Settings):
 
     @property
     def numerics(self) -> NumericsPolicy:
-        """What a run applies to every step; it is seeded once, when the model is loaded."""
+        """The numerics of every step of a run; it is seeded once, when the model is loaded."""
         from interposer._contract.platform import NumericsPolicy  # imports torch
 
         return NumericsPolicy(self.float32, self.reduce_in_16_bits)
@@ -202,7 +202,7 @@ class Config(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a part of the configuration comes from; ``path`` is empty where there is no file."""
+    """The origin of a part of the configuration; ``path`` is empty where there is no file."""
 
     name: Literal["argument", "use()", "project file", "user file", "environment"]
     path: str
@@ -210,7 +210,7 @@ class Source:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What this source sets, as plain data that a ``Config`` can be made of again."""
+        """The fields of this source, as plain data that a ``Config`` can be made of again."""
         return self.config.model_dump(mode="json", exclude_unset=True)
 
 

@@ -29,7 +29,7 @@ def pin_matches(key: str, name: str, prefix: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the configuration wants of one request; the fields are those of a ``Rule``.
+    """The wishes of the configuration for one request; the fields are those of a ``Rule``.
 
     ``strict`` refuses what is otherwise tolerated: a preference that nothing meets, and a tie
     that only names could decide. Without ``emulation`` none may be chosen. ``default`` is what the

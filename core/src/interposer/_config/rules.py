@@ -1,4 +1,4 @@
-"""What a user wants of the selection: rules as they are written, and their sum for one request."""
+"""The wishes of a user for the selection: rules as written, and their sum for one request."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ Names = Annotated[
 Required = Annotated[Names, AfterValidator(_known_properties)]
 
 AnyNames = Set[str] | list[str] | tuple[str, ...]
-"""What is taken for names."""
+"""Every form in which names may be given."""
 
 
 class Rule(Settings):
-    """What is wanted of one choice; where a rule is expected, a plain string is short for a pin.
+    """A wish for one choice; where a rule is expected, a plain string is short for a pin.
 
     Attributes:
         pin: name or ``provider/name`` of the only candidate that may be chosen.
@@ -127,7 +127,7 @@ class Rule(Settings):
 
 
 AnyRule = Rule | str | Mapping[str, Any]
-"""What is taken for a rule: the fields of one as a mapping do as well."""
+"""Every form in which a rule may be given: the fields of one as a mapping do as well."""
 
 
 def read_rule(value: Any) -> Rule:

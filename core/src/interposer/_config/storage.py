@@ -1,4 +1,4 @@
-"""What is remembered between processes: JSON with a checksum, one file per entry, never pickle.
+"""The memory between processes: JSON with a checksum, one file per entry, never pickle.
 
 A file is written whole under another name and then renamed, so a reader sees the old entry or the
 new one and writers need no lock. An entry is valid only if it is, byte for byte, what ``Store``
@@ -36,7 +36,7 @@ _FILE_OR_TEMPORARY = re.compile(rf"{_FILE.pattern}|\.{_FILE.pattern}\.[0-9a-f]{{
 
 
 class StorageWarning(UserWarning):
-    """What is remembered is not kept where it should be."""
+    """Verdicts and measurements are not kept where they should be."""
 
 
 def canonical_json(value: object) -> str:

@@ -34,7 +34,7 @@ class PluginWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a plugin comes from.
+    """The origin of a plugin.
 
     Attributes:
         name: of the entry point, or what it was registered by.
@@ -55,7 +55,7 @@ class Source:
 
     @property
     def standard(self) -> bool:
-        """Whether it is a part of the SDK itself."""
+        """True for a part of the SDK itself."""
         return self.installed is not None and self.installed.standard
 
 
@@ -113,7 +113,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """What was found of kernels while they were used.
+    """Findings on kernels that were made while they were used.
 
     Attributes:
         failures: reasons by qualified name of those that failed at run time; no longer chosen.

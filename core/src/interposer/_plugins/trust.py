@@ -1,4 +1,4 @@
-"""Which distributions may provide plugins: an allow list, and a lock file that pins their code."""
+"""Trust in distributions: an allow list, and a lock file that pins the code of plugins."""
 
 from __future__ import annotations
 

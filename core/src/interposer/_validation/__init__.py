@@ -1,1 +1,1 @@
-"""What an installed distribution is and declares, checked without running its code."""
+"""Facts and declarations of installed distributions, checked without running its code."""

@@ -1,4 +1,4 @@
-"""Whether a plugin fits: what it requires, the plugin API that it states, and its hooks."""
+"""The fit of a plugin: what it requires, the plugin API that it states, and its hooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ The second number grows when something is added, the first when something old st
 """
 
 API_RANGE = f">={API_VERSION},<{int(API_VERSION.partition('.')[0]) + 1}"
-"""What a plugin that is written for this version states as ``INTERPOSER_API``."""
+"""The ``INTERPOSER_API`` of a plugin that is written for this version."""
 
 _MARK = "interposer_impl"  # what ``hookimpl`` leaves on a function
 _KNOWN: dict[str, list[str]] = {

@@ -41,7 +41,7 @@ _MOST_FILES = 10_000
 
 
 class Metadata(Protocol):
-    """What is asked of a distribution that importlib-metadata or importlib.metadata found."""
+    """The members of a distribution that importlib.metadata finds, or its backport."""
 
     def read_text(self, filename: str, /) -> str | None:
         """Return the text of a metadata file, or None without one."""
@@ -52,7 +52,7 @@ class Metadata(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What is known of an installed distribution.
+    """The facts of an installed distribution.
 
     Attributes:
         name: the normalized name; ``"unknown"`` if the metadata has no usable one.
@@ -79,7 +79,7 @@ class Distribution:
 
     @property
     def standard(self) -> bool:
-        """Whether this is a part of the SDK itself."""
+        """True for a part of the SDK itself."""
         return self.name in STANDARD
 
     def altered_files(self) -> list[str]:

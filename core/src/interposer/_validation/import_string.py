@@ -1,4 +1,4 @@
-"""Whether an import string points at something, judged without importing anything."""
+"""Checks that an import string points at something, made without importing anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with declared records, found without running what they name, and with classes."""
+"""Faults of declared records, found without running what they name, and of classes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from interposer._contract.layer import PluggableLayer
 
 MOST_RECORDS = 1_000
-"""How many records one plugin may declare."""
+"""The most records that one plugin may declare."""
 
 NAME_LIMIT = 100
-"""How many characters a name may have."""
+"""The most characters that a name may have."""
 
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300

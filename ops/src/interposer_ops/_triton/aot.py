@@ -47,7 +47,7 @@ class Target:
 
     @property
     def has_matrix(self) -> bool:
-        """Whether triton has matrix instructions for it.
+        """True if triton has matrix instructions for it.
 
         Before sm_80 it has none of any dtype, though the hardware has ``mma.sync.m16n8k8``: it
         multiplies element by element, and fails on integers (the pass TritonGPUAccelerateMatmul
@@ -86,7 +86,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one launch.
+    """The result of compiling one launch.
 
     Attributes:
         kernel: of the build.

@@ -1,4 +1,4 @@
-"""Whether a Triton kernel can be compiled for a device, said without importing torch or triton."""
+"""The verdict on compiling a Triton kernel for a device, without importing torch or triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time: for every kernel, calls of the sizes that models use.
+"""The builds ahead of time: for every kernel, calls of the sizes that models use.
 
 A build is a call of the kernel's own function on tensors without memory, so that what is compiled
 is what such a call would launch, tile and warps included. They stand as ``BUILDS`` beside the

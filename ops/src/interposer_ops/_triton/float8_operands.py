@@ -17,7 +17,7 @@ _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 class Operands(NamedTuple):
-    """What a kernel makes of its operands before it multiplies them.
+    """The form of a kernel's operands when it multiplies them.
 
     Each is "stored", which leaves them as they are; "float16", a conversion by triton; or "e4m3" or
     "e5m2", one of bits. ``int8`` has nothing to convert.
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
     @property
     def decoded(self) -> bool:
-        """Whether the kernel takes bits, as bytes: triton refuses formats that hardware lacks."""
+        """True if the kernel takes bits, as bytes: triton refuses formats that hardware lacks."""
         return self.x in _OCP.values()
 
 

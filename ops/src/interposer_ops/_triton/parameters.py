@@ -59,7 +59,7 @@ _PowerOfTwo = Annotated[int, AfterValidator(_power_of_two)]
 
 
 class Parameters(BaseModel):
-    """How a kernel is launched on one architecture.
+    """The launch of a kernel on one architecture.
 
     Attributes:
         num_warps: the most that run one program.

@@ -1,4 +1,4 @@
-"""Whether the steps of a model may be captured as graphs, and if not, why.
+"""The verdict on capturing the steps of a model as graphs.
 
 A platform captures whatever it is given; what is in the way of it, is the same on all of them.
 """

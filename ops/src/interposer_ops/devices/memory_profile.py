@@ -1,4 +1,4 @@
-"""What a piece of work takes of a device's memory: torch's part of it, and everybody else's.
+"""The memory of a device that a piece of work takes: torch's part of it, and everybody else's.
 
 Graphs, workspaces of libraries, communication and other processes take memory that torch's
 allocator does not know of, so that a cache which is sized by the allocator alone overflows.
@@ -34,7 +34,7 @@ class MemorySnapshot:
 
     @property
     def other_bytes(self) -> int:
-        """What is used besides torch's allocator: contexts, libraries, other processes."""
+        """The memory in use besides torch's allocator: contexts, libraries, other processes."""
         return self.total_bytes - self.free_bytes - self.reserved_bytes
 
 

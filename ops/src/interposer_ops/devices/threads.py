@@ -1,4 +1,4 @@
-"""Which processors this process computes on."""
+"""The processors that this process computes on."""
 
 from __future__ import annotations
 

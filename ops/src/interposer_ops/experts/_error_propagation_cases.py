@@ -1,4 +1,4 @@
-"""How far errors of numbers on the way may show in what follows from many steps."""
+"""Bounds of errors that numbers on the way leave in the result of many steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cases of experts share: routing, and bounds of what passes through the sums.
+"""The common part of the cases of experts: routing, and bounds of what passes through the sums.
 
 T tokens, H hidden size, E experts, I intermediate size, K chosen experts. The bounds come from a
 run in float64 with every term made positive.

@@ -27,7 +27,7 @@ _op = partial(
 _dequantizing = partial(_op, emulation=DEQUANTIZES)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""What ``swiglu_oai`` multiplies gates by inside of the sigmoid, and where it clamps."""
+"""The factor of gates inside of the sigmoid of ``swiglu_oai``, and its clamp."""
 
 
 @_op("fused_experts", constants=("gate_up", "gate_up_bias", "down", "down_bias"))

@@ -48,7 +48,7 @@ def decoder_block_layers(dtype: torch.dtype, seed: int) -> Iterator[LayerCase]:
 
 @dataclass
 class _Block:
-    """What a block is made of, and the tokens of its step.
+    """The parts of a block, and the tokens of its step.
 
     Attributes:
         heads: N, K and D.

@@ -22,7 +22,7 @@ __all__ = ["Penalties", "Sampler", "SamplingBatch"]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What ``apply_penalties`` takes besides the logits, in its order."""
+    """The arguments of ``apply_penalties`` besides the logits, in its order."""
 
     prompt_mask: Tensor
     output_counts: Tensor
@@ -33,7 +33,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What ``sample_tokens`` takes besides the logits, in its order, and the penalties.
+    """The arguments of ``sample_tokens`` besides the logits, in its order, and the penalties.
 
     None stands for what no request of the batch uses.
     """

@@ -86,7 +86,7 @@ def fp8_linear_split(
 
 
 class _Tile(NamedTuple):
-    """What a program computes, and how it is compiled.
+    """The tile that a program computes, and its compilation.
 
     Attributes:
         outputs: how many columns of the result.

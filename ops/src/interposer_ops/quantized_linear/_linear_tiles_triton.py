@@ -21,7 +21,7 @@ STEPS = tuple(
 
 
 class LinearTile(NamedTuple):
-    """What a program computes, and how it is compiled.
+    """The tile that a program computes, and its compilation.
 
     Attributes:
         rows: how many rows of the result.

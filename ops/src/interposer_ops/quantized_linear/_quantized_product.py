@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CodedProduct:
-    """What a ``LinearMethod`` returns as kernel where every token is quantized, then multiplied.
+    """The kernel of a ``LinearMethod`` that quantizes every token, then multiplies.
 
     It computes ``multiply(*quantize(x, *options), *operands)``, and says what both steps are made
     of, so that whoever computes several layers at once can do the same. Equal ones compute the

@@ -28,7 +28,7 @@ _BEYOND = tl.constexpr(0xFFFFFFFF)  # farther than any distance, infinity includ
 
 
 class Limits(NamedTuple):
-    """What each row keeps.
+    """The part of each row that is kept.
 
     Attributes:
         peaks: ``[B]`` float32, the largest logit.
