@@ -311,7 +311,7 @@ def environment_uses(module: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_the_configuration_alone_touches_the_environment() -> None:
-    reader = ROOT / "core/src/interposer/_config/sources.py"
+    reader = ROOT / "core/src/interposer/_config/config.py"
     uses = [
         f"{place(module, line)}: os.{name}"
         for module in MODULES

@@ -23,9 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Config, effective_config, use
-from interposer._config.config import Source, config_sources
+from interposer._config.config import Source, config_sources, environment_guard
 from interposer._config.rules import Rule, read_rule
-from interposer._config.sources import environment_guard
 from interposer.errors import ConfigError, UnknownNameError
 
 MAPPINGS = ("kernels", "layers", "attention", "quantization")

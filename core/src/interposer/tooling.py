@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from interposer._lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from interposer._config.config import config_sources
+    from interposer._config.config import child_environment, config_sources, variables
     from interposer._config.policy import policy_for
     from interposer._config.rules import parse_rules
-    from interposer._config.sources import child_environment, variables
     from interposer._config.storage import Store, checksum, default_store, write_text
     from interposer._contract.choice import Measured
     from interposer._contract.platform import applied
@@ -46,8 +45,7 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "interposer._config.config": "config_sources",
-        "interposer._config.sources": "child_environment variables",
+        "interposer._config.config": "child_environment config_sources variables",
         "interposer._config.policy": "policy_for",
         "interposer._config.rules": "parse_rules",
         "interposer._config.storage": "Store checksum default_store write_text",

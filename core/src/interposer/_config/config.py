@@ -1,4 +1,8 @@
-"""The policy as data, merged from all of its sources."""
+"""The policy as data, merged from all of its sources, and the environment.
+
+No other module touches the environment. Nothing is written to it, but what a plugin changed while
+it was examined is put back.
+"""
 
 from __future__ import annotations
 
@@ -269,6 +273,37 @@ def _own_errors() -> Iterator[None]:
         raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
 
 
+def variables() -> Mapping[str, str]:
+    """Return the variables of the environment by name."""
+    return os.environ
+
+
+def child_environment(**defaults: str) -> dict[str, str]:
+    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
+    return {**defaults, **os.environ}
+
+
+@contextmanager
+def environment_guard() -> Iterator[list[str]]:
+    """Put back every variable of the environment that changes inside a ``with`` block.
+
+    The list that is yielded holds the names of those variables once the block has ended.
+    """
+    before = dict(os.environ)
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        after = dict(os.environ)
+        names = sorted(before.keys() | after.keys()) if after != before else ()
+        changed += [name for name in names if before.get(name) != after.get(name)]
+        for name in changed:
+            if name in before:
+                os.environ[name] = before[name]
+            else:
+                del os.environ[name]
+
+
 def _checked(config: object) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"config is {config!r}, must be a Config, as Config(platform='cpu')")
@@ -302,7 +337,7 @@ def _user_file() -> tuple[Source, ...]:
 
 @cached
 def _environment() -> tuple[Source, ...]:
-    fields = read_variables()
+    fields = read_variables(variables())
     return (Source("environment", "", _validated(fields, "the environment")),) if fields else ()
 
 

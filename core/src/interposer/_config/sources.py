@@ -1,15 +1,10 @@
-"""The sources of a configuration outside this process: two files, and the environment.
-
-No other module touches the environment. Nothing is written to it, but what a plugin changed while
-it was examined is put back.
-"""
+"""The sources of a configuration outside this process: two files, and variables by name."""
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,16 +88,16 @@ def _read(path: Path, only_with: str = "") -> ConfigFile | None:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def read_variables() -> dict[str, Any]:
-    """Return the fields that environment variables set; an empty variable sets nothing.
+def read_variables(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that variables of an environment set; an empty one sets nothing.
 
     Raises: ConfigError: a variable of this prefix is unknown, or its value cannot be used.
     """
     fields: dict[str, Any] = {}
-    for variable in sorted(name for name in os.environ if name.startswith(_PREFIX)):
+    for variable in sorted(name for name in environment if name.startswith(_PREFIX)):
         if variable not in _VARIABLES:
             raise UnknownNameError("environment variable", variable, _VARIABLES)
-        name, text = _VARIABLES[variable], os.environ[variable]
+        name, text = _VARIABLES[variable], environment[variable]
         items = [item.strip() for item in text.split(",") if item.strip()]
         if items:
             fields[name] = _value(variable, name, text, items)
@@ -124,34 +119,3 @@ def _value(variable: str, name: str, text: str, items: list[str]) -> Any:
         case "strict":
             return items == ["1"]
     return parse_rules(items, variable)
-
-
-def variables() -> Mapping[str, str]:
-    """Return the variables of the environment by name."""
-    return os.environ
-
-
-def child_environment(**defaults: str) -> dict[str, str]:
-    """Return the environment for a child process, with ``defaults`` where it sets nothing."""
-    return {**defaults, **os.environ}
-
-
-@contextmanager
-def environment_guard() -> Iterator[list[str]]:
-    """Put back every variable of the environment that changes inside a ``with`` block.
-
-    The list that is yielded holds the names of those variables once the block has ended.
-    """
-    before = dict(os.environ)
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        after = dict(os.environ)
-        names = sorted(before.keys() | after.keys()) if after != before else ()
-        changed += [name for name in names if before.get(name) != after.get(name)]
-        for name in changed:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from interposer._config.sources import environment_guard
+from interposer._config.config import environment_guard
 
 _PRINTED_LIMIT = 200
 # A thread that was joined may still be listed for a moment, and one that was started not yet be.
