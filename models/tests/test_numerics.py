@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from interposer import Config
 from interposer.errors import ConfigError
-from interposer_models import load
+from interposer_models import load, quantize
+from interposer_models._quantizing.rounded_layers import RoundedLayers
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -28,6 +30,40 @@ def test_every_step_computes_with_the_precision_of_the_configuration(llama: Path
     lm.logits(PROMPT)
     assert seen == ["medium"] * 3
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_exchanged_weights_are_prepared_with_the_precision_of_the_configuration(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load(llama, config=Config(float32="medium"), cache_tokens=64)
+    seen: list[str] = []
+    update = lm.weights.update
+
+    def noted(*arguments: Any) -> tuple[str, ...]:
+        seen.append(torch.get_float32_matmul_precision())
+        return update(*arguments)
+
+    monkeypatch.setattr(lm.weights, "update", noted)
+    lm.update_weights(load_file(llama / "model.safetensors"))
+    assert seen == ["medium"]
+
+
+def test_a_model_is_calibrated_with_the_precision_of_the_configuration(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[str] = set()
+    calibrate = RoundedLayers.calibrate
+
+    def noted(*arguments: Any) -> None:
+        seen.add(torch.get_float32_matmul_precision())
+        calibrate(*arguments)
+
+    monkeypatch.setattr(RoundedLayers, "calibrate", noted)
+    text = tmp_path / "text"
+    text.write_text("some text to calibrate with. " * 200)
+    config = Config(float32="high")
+    quantize(llama, tmp_path / "out", "int8", calibrate=text, config=config)
+    assert seen == {"high"}
 
 
 def drawn(folder: Path, config_seed: int | None, **params: Any) -> tuple[tuple[int, ...], ...]:

@@ -138,7 +138,8 @@ class LanguageModel:
                 "values belong to the present ones. Try: finish or cancel them first"
             )
         items = tensors.items() if isinstance(tensors, Mapping) else tensors
-        moved = self.weights.update(items, f"update of {self.path}")
+        with self.engine.numerics():
+            moved = self.weights.update(items, f"update of {self.path}")
         if moved and self.engine.graphs is not None:
             self.engine.graphs.forget()
         return moved

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ class Plan:
     def path(self) -> Path:
         """The directory, or the file, of the checkpoint."""
         return self.checkpoint.path
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """Return a block in which products are as exact as the policy of this model says."""
+        return self.placement.platform.numerics(self.resolver.config.numerics)
 
 
 def plan(
@@ -169,10 +173,9 @@ def load(
 
     weights = Weights(planned.model, device)
     runs_on, policy = planned.placement.platform, planned.resolver.config
-    numerics = partial(runs_on.numerics, policy.numerics)
     if policy.seed is not None:
         runs_on.seed(policy.seed)
-    with numerics():
+    with planned.numerics():
         weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
         planned.model.finalize(device)
     if cache_tokens is None:
@@ -188,7 +191,7 @@ def load(
         max_step_tokens=max_step_tokens,
         capture=runs_on.capture_graph if planned.graphs else None,
         graphs_required=required,
-        numerics=numerics,
+        numerics=planned.numerics,
         seed=policy.seed,
     )
     planned.resolver.registry.plugins.observe(

@@ -41,6 +41,7 @@ class Engine:
 
     Attributes:
         graphs: through which steps that only decode run; None without.
+        numerics: the block in which weights are prepared and steps compute.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Engine:
             numerics: of the platform, the block in which every step computes.
             seed: of the noise of requests that name none of their own; None draws it.
         """
-        self._numerics = numerics
+        self.numerics = numerics
         self._seeds = None if seed is None else Random(seed)
         self.model = model
         self.sampler = sampler
@@ -186,7 +187,7 @@ class Engine:
         needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
         if needed > len(decoder.cos):
             decoder.reserve_positions(needed, self.device)
-        with self._numerics():
+        with self.numerics():
             plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
             return self.model(  # type: ignore[no-any-return]
                 batch.token_ids,

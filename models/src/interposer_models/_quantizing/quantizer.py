@@ -125,7 +125,8 @@ def quantize(
     writer.check_room(folder, rounded.room(folder.layers, planned) if text is not None else 0)
     told = progress or _silent
     if sequences is not None:
-        rounded.calibrate(folder.layers, planned, sequences, act_order, told)
+        with planned.numerics():
+            rounded.calibrate(folder.layers, planned, sequences, act_order, told)
     writer.write_weights(folder, told)
     plain = [*dict.fromkeys(("lm_head", *ignore, *mixture_patterns(planned.model)))]
     writer.write_rest(folder, quantization_config(chosen, plain))
