@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Forks", "forks"]
+__all__ = ["FORKED", "Forks", "forks"]
 
 FORKED = Path(__file__).parent / "forked"
 # As ``python -m`` and ``python FILE`` would.

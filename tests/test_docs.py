@@ -18,16 +18,12 @@ there are more than a hundred of them, and importing it takes seconds each time.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import doctest
 import functools
 import json
 import os
 import re
 import shlex
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,6 +38,7 @@ import pytest
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.forks import FORKED, forks
 
 ROOT = Path(__file__).parents[1]
 EXPECT_ERROR = "<!-- test: expect-error -->"
@@ -68,7 +65,6 @@ for request in sys.stdin:
 """
 
 
-FORKED = Path(__file__).with_name("forked")
 # What a console script does: it does not look for modules where it is called.
 COMMAND = "import sys; del sys.path[0]; from interposer_tools import main; main()"
 
@@ -117,31 +113,6 @@ def find_pages() -> list[Path]:
 PAGES = find_pages()
 
 
-@functools.cache
-def forking() -> list[str]:
-    """Start what serves forks; return the command that runs the source behind it in one."""
-    folder = tempfile.mkdtemp()
-    address = f"{folder}/socket"
-    server = subprocess.Popen(
-        [sys.executable, "-P", str(FORKED / "server.py"), address],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-    def end() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)  # with whatever a block left running
-        server.communicate()
-        shutil.rmtree(folder)
-
-    atexit.register(end)
-    assert server.stdout is not None
-    assert "are there" in server.stdout.readline()
-    return [sys.executable, "-ISE", str(FORKED / "client.py"), address]
-
-
 class Sandbox:
     """A folder with links to everything in the repository, where one page's blocks run."""
 
@@ -154,7 +125,7 @@ class Sandbox:
         programs = folder / ".programs"
         programs.mkdir()
         (programs / "interposer").write_text(
-            f'#!/bin/sh\nexec {shlex.join([*forking(), COMMAND])} "$@"\n'
+            f'#!/bin/sh\nexec {shlex.join(forks().command("-c", COMMAND))} "$@"\n'
         )
         (programs / "interposer").chmod(0o755)
         folders = str(programs), str(Path(sys.executable).parent), os.environ["PATH"]
@@ -197,7 +168,7 @@ class Sandbox:
     def run_python(self, block: Block) -> None:
         if self.interpreter is None:
             self.interpreter = subprocess.Popen(
-                [*forking(), INTERPRETER],
+                forks().command("-c", INTERPRETER),
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.PIPE,

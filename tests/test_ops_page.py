@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import forks
 
 
 def ops(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from interposer_tools import main; main()", "ops"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    return forks().run("-m", "interposer_tools", "ops", *arguments)
+
+
+# One worker writes the page.
+pytestmark = pytest.mark.xdist_group("ops page")
 
 
 @pytest.fixture(scope="module")

@@ -72,19 +72,14 @@ def test_a_wrong_kernel_is_found_out_by_the_quick_suite(wrong: Wrong) -> None:
     )
     author = SimpleNamespace(__name__="author", interposer_records=hookimpl(lambda: [kernel]))
     registry = Registry(Plugins.of(standard, author))
-    trials = [
-        trial
-        for trial in conformance(registry, CPU, op=wrong.op, quick=True)
-        if trial.candidate.record == kernel
-    ]
-    found = {}
-    for trial in trials:
-        if trial.aspect == wrong.aspect:
-            found[str(trial)] = trial.run()
-    faults = [fault for group in found.values() for fault in group]
-    assert faults
-    assert {fault.check for fault in faults} & wrong.checks, faults
-    assert any(wrong.says in str(fault) for fault in faults), faults
+    faults: list[Fault] = []
+    for trial in conformance(registry, CPU, op=wrong.op, quick=True):
+        if trial.candidate.record == kernel and trial.aspect == wrong.aspect:
+            faults += trial.run()
+        said = any(wrong.says in str(fault) for fault in faults)
+        if said and {fault.check for fault in faults} & wrong.checks:
+            return
+    pytest.fail(f"found out for nothing of that: {faults}")
 
 
 @pytest.mark.slow

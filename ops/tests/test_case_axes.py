@@ -23,8 +23,6 @@ for record in plugin.interposer_records():
         op: CustomOp[..., Any] = load_target(record.target)
         assert isinstance(op.cases, CaseSpace)
         SPACES[record.name] = op.cases
-# The second tells what is stored in float32 from what is stored like the rest.
-NUM_DTYPES = 2
 
 
 def scale_of(number: float, step: float) -> int | None:
@@ -88,9 +86,10 @@ def described(value: Any) -> Any:
 @pytest.mark.parametrize("name", SPACES)
 def test_every_value_of_an_axis_leads_where_no_other_does(name: str) -> None:
     space = SPACES[name]
+    # Of another dtype than float32, which tells what is stored in float32 from the rest.
+    dtype = space.dtypes[:2][-1]
     cases = [
-        (point, (dtype, *map(described, space.build(point, dtype, 0).arguments.values())))
-        for dtype in space.dtypes[:NUM_DTYPES]
+        (point, tuple(map(described, space.build(point, dtype, 0).arguments.values())))
         for point in space.points(dtype)
     ]
     useless = []

@@ -19,6 +19,7 @@ import types
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo
 
 import interposer_tools.options
 

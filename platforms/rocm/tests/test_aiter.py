@@ -45,7 +45,12 @@ from interposer_rocm.plugin import interposer_records
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.cases import normal
 
+# One worker asks about the package.
+pytestmark = pytest.mark.xdist_group("aiter")
+
 PARTS = {"interposer-ops", "interposer-rocm"}
+# The folder that was asked about last.
+USED: list[Path] = []
 MI300X = Device("rocm", "cpu", "one that computes on the processor", Capability("gfx942"))
 
 
@@ -60,15 +65,16 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def put(folder: Path) -> None:
         monkeypatch.syspath_prepend(str(folder))
-        refresh()
+        if [folder] != USED:  # an inquiry takes seconds
+            refresh()
+        USED[:] = [folder]
 
-    forget()
+    unload()
     yield put
-    forget()
+    unload()
 
 
-def forget() -> None:
-    refresh()
+def unload() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
         del sys.modules[name]
 

@@ -1,8 +1,8 @@
 """Runs cases of the ops through kernels of the played package, in a process that has it.
 
-    PYTHONPATH=FOLDER python platforms/xpu/tests/played_results.py RECORD
+    PYTHONPATH=FOLDER python platforms/xpu/tests/played_results.py RECORD...
 
-prints, as JSON, how many cases its record accepted and what was wrong with their results.
+prints, as JSON, how many cases each record accepted and what was wrong with their results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 12
 CAPABILITY = Capability("bmg_g21", frozenset({"dpas", "block_2d_io"}))
 
 
-def main(name: str) -> None:
+def results(name: str) -> dict[str, Any]:
     (record,) = [r for r in interposer_records() if getattr(r, "name", "") == name]
     assert isinstance(record, Kernel)
     op = OPS[record.op].allowing(record.extra_roundings)
@@ -51,8 +51,8 @@ def main(name: str) -> None:
             accepted += 1
             found = check_kernel(op, kernel, case, prepare=prepare)
             faults += [f"{case.label} {dtype}: {fault}" for fault in found]
-    print(json.dumps({"accepted": accepted, "faults": faults}))
+    return {"accepted": accepted, "faults": faults}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps({name: results(name) for name in sys.argv[1:]}))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forks import forks
 
 MINOR = ".".join(torch.__version__.split(".")[:2])
 PROGRAM = """
@@ -44,13 +43,7 @@ def asked(folder: Path, version: str, source: str) -> dict[str, object]:
     (metadata / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: intel-extension-for-pytorch\nVersion: {version}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forks().run("-c", PROGRAM, env={**os.environ, "PYTHONPATH": str(folder)})
     assert done.returncode == 0, done.stderr
     said: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return said
@@ -102,8 +95,6 @@ def test_one_that_fits_is_used(tmp_path: Path) -> None:
 
 
 def test_without_it_that_is_said(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=True
-    )
+    done = forks().run("-c", PROGRAM, check=True)
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["reason"] == "needs the package intel-extension-for-pytorch, which is not installed"

@@ -32,6 +32,9 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_otel import plugin
 from interposer_testing import check_lightness
 
+# One worker loads and tunes the model.
+pytestmark = pytest.mark.xdist_group("otel")
+
 MODEL = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
 CALLER = "caller"
 
