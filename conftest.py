@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ _VERDICTS.mkdir(parents=True, exist_ok=True)
 _CACHE.mkdir(exist_ok=True)
 with contextlib.suppress(FileExistsError):
     (_CACHE / "verdicts").symlink_to(_VERDICTS)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting what was collected, again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Run programs as forks of a process that has imported torch, which takes seconds.
+"""Run programs as forks of a process that has imported torch and its compiler, which takes long.
 
     python server.py SOCKET
 
