@@ -98,6 +98,23 @@ def test_required_members_are_abstract(member: str) -> None:
         incomplete()
 
 
+@pytest.mark.parametrize("member", ["memory", "synchronize"])
+def test_a_default_that_torch_cannot_serve_names_the_member(
+    member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: str) -> None:
+        raise RuntimeError("no accelerator of that type")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", fail)
+    monkeypatch.setattr(torch.accelerator, "synchronize", fail)
+    with pytest.raises(MissingMemberError) as caught:
+        getattr(Bare(), member)("cpu")
+    assert str(caught.value) == (
+        f"Platform 'bare' does not override {member!r}, and torch.accelerator cannot do it for "
+        f"'cpu': no accelerator of that type. Try: override {member!r}"
+    )
+
+
 def test_numerics_need_no_override() -> None:
     with Bare().numerics(NumericsPolicy("high")):
         assert torch.get_float32_matmul_precision() == "high"

@@ -136,6 +136,7 @@ def test_two_plugins_with_one_name_are_both_refused(make_plugin: Make) -> None:
     assert [failure.name for failure in plugins.failed] == ["acme", "acme"]
     assert all(isinstance(failure.error, PluginConflictError) for failure in plugins.failed)
     assert len(warned) == 2
+    assert {warning.filename for warning in warned} == {__file__}
 
 
 def test_observers_are_told_what_they_ask_for(make_plugin: Make) -> None:

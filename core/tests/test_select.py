@@ -257,7 +257,7 @@ def test_a_pinned_one_that_refuses_raises_with_its_own_refusal_only() -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (Policy("fast", forbid=frozenset({"acme/*"})), "forbidden by the configuration"),
+        (Policy("fast", forbid=frozenset({"acme/*"})), "forbidden by the configuration ('acme/*')"),
         (Policy("fast", require=frozenset({"traceable"})), "does not promise traceable"),
     ],
 )
@@ -279,6 +279,15 @@ def test_an_unknown_pin_lists_the_known_nearest_first() -> None:
     )
 
 
+def test_a_glob_as_a_pin_is_told_where_globs_belong() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        select(REQUEST, [candidate("linear_tiled")], Policy("linear_*"))
+    assert str(caught.value).endswith(
+        "Known, nearest first: 'linear_tiled'.\n"
+        "A pin names one candidate. Try: Rule(prefer=['linear_*'])"
+    )
+
+
 # Preferences
 
 
@@ -292,7 +301,10 @@ def test_the_first_preference_that_is_met_goes_before_every_score() -> None:
     choice = select(REQUEST, candidates, Policy(prefer=("beta/*", "gamma/*", "slow", "one")))
     assert choice.chosen.name == "slow"
     assert choice.why == "preferred by the configuration"
-    assert choice.notes == ("preferred, but refused or not there: 'beta/*', 'gamma/*'",)
+    assert choice.notes == (
+        "preferred, but refused: 'beta/*' (two: odd size)",
+        "preferred, but not there: 'gamma/*'",
+    )
     assert [str(refusal) for refusal in choice.refusals] == [
         "one (zeta 1.0): accepted, but slow is preferred",
         "fast (acme 1.0): accepted, but slow is preferred",
@@ -316,7 +328,15 @@ def test_an_unmet_preference_falls_through_and_is_noted() -> None:
     choice = select(REQUEST, [candidate("fast")], Policy(prefer=("absent",)))
     assert choice.chosen.name == "fast"
     assert choice.why == "the only one accepted"
-    assert choice.notes == ("preferred, but refused or not there: 'absent'",)
+    assert choice.notes == ("preferred, but not there: 'absent'",)
+
+
+def test_a_preference_that_the_policy_itself_forbids_names_the_rule() -> None:
+    policy = Policy(prefer=("zeta/*",), forbid=frozenset({"zeta/s*", "other"}))
+    choice = select(REQUEST, [candidate("fast"), candidate("slow", "zeta")], policy)
+    assert choice.notes == (
+        "preferred, but refused: 'zeta/*' (slow: forbidden by the configuration ('zeta/s*'))",
+    )
 
 
 def test_an_unmet_preference_raises_where_the_policy_is_strict() -> None:
@@ -339,7 +359,7 @@ def test_what_is_forbidden_is_refused_and_not_even_judged() -> None:
         REQUEST, [candidate("slow", "zeta"), untouchable("fast")], Policy(forbid=frozenset({"f*"}))
     )
     assert choice.chosen.name == "slow"
-    assert [r.reason for r in choice.refusals] == ["forbidden by the configuration"]
+    assert [r.reason for r in choice.refusals] == ["forbidden by the configuration ('f*')"]
 
 
 def test_what_lacks_a_property_is_refused() -> None:
@@ -354,7 +374,7 @@ def test_what_lacks_a_property_is_refused() -> None:
 def test_where_the_policy_leaves_nothing_the_error_says_so() -> None:
     with pytest.raises(NoCandidateError) as caught:
         select(REQUEST, [candidate("fast")], Policy(forbid=frozenset({"*"})))
-    assert caught.value.refusals[0].reason == "forbidden by the configuration"
+    assert caught.value.refusals[0].reason == "forbidden by the configuration ('*')"
     assert caught.value.action == "forbid or require less in the configuration"
 
 
@@ -530,7 +550,7 @@ def test_an_emulation_is_told_where_it_is_chosen() -> None:
     assert choice.notes == ("an emulation: it dequantizes first",)
     assert select(REQUEST, [emulating()], Policy("reference")).notes == choice.notes
     wished = select(REQUEST, [emulating()], Policy(prefer=("b",)))
-    assert wished.notes == ("preferred, but refused or not there: 'b'", *choice.notes)
+    assert wished.notes == ("preferred, but not there: 'b'", *choice.notes)
 
 
 def test_an_emulation_may_be_refused() -> None:

@@ -14,7 +14,6 @@ import re
 import secrets
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any, TypeAlias
 from platformdirs import user_cache_dir
 
 from interposer._config.config import Config, effective_config
-from interposer._contract.errors import StorageError
+from interposer._contract.errors import StorageError, warn
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -193,7 +192,7 @@ def _folder_without_home(problem: str) -> Path:
         if private and facts.st_uid == user:
             folder = own
     message = f"{problem} What is remembered is kept in {folder}. Try: set INTERPOSER_CACHE_DIR"
-    warnings.warn(message, StorageWarning, stacklevel=3)
+    warn(message, StorageWarning)
     return folder
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ FOREIGN_ERRORS = (Exception, SystemExit)
 """The errors of a plugin's code; whoever catches these quarantines the plugin."""
 
 _PUBLIC = "interposer.errors"
+# Modules that a warning is not about: the SDK, and what its calls go through.
+_PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
 
 
 class InterposerError(Exception):
@@ -154,6 +158,17 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
         return -ratio, candidate
 
     return sorted(set(known), key=distance)
+
+
+def warn(text: str, category: type[Warning]) -> None:
+    """Warn at the line of the user's code that led here, whatever lies in between."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, category, frame.f_code.co_filename, frame.f_lineno, registry=registry
+    )
 
 
 def _restored(kind: type[InterposerError], args: tuple[object, ...]) -> InterposerError:

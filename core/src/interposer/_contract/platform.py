@@ -106,13 +106,21 @@ class Platform(ABC):
         """Return the dtypes that models may be run in, the preferred one first."""
 
     def memory(self, device: str) -> Memory:
-        """Return total and free memory of ``device`` in bytes."""
-        free, total = torch.accelerator.get_memory_info(device)
+        """Return total and free memory of ``device`` in bytes.
+
+        Raises: MissingMemberError: it is not overridden, and ``torch.accelerator`` cannot tell.
+        """
+        with self._unless_overridden("memory"):
+            free, total = torch.accelerator.get_memory_info(device)
         return Memory(total_bytes=total, free_bytes=free)
 
     def synchronize(self, device: str) -> None:
-        """Wait until ``device`` has done all work that was queued on it."""
-        torch.accelerator.synchronize(device)
+        """Wait until ``device`` has done all work that was queued on it.
+
+        Raises: MissingMemberError: it is not overridden, and ``torch.accelerator`` cannot.
+        """
+        with self._unless_overridden("synchronize"):
+            torch.accelerator.synchronize(device)
 
     def seed(self, seed: int) -> None:
         """Seed the random generators of all devices of this platform."""
@@ -220,6 +228,16 @@ class Platform(ABC):
         """Return the names of all optional members."""
         members = Platform.__dict__.items()
         return tuple(n for n, m in members if getattr(m, "__interposer_optional__", False))
+
+    @contextlib.contextmanager
+    def _unless_overridden(self, member: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise MissingMemberError(
+                f"Platform {self.name!r} does not override {member!r}, and torch.accelerator "
+                f"cannot do it for {self.device_type!r}: {error}. Try: override {member!r}"
+            ) from error
 
     def _missing(self, member: str) -> MissingMemberError:
         return MissingMemberError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 from interposer import hookspecs
 from interposer._config.config import Config
-from interposer._contract.errors import FOREIGN_ERRORS, described, nearest_first
+from interposer._contract.errors import FOREIGN_ERRORS, described, nearest_first, warn
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
@@ -166,7 +165,7 @@ def _warn_of_unknown(disabled: set[str], known: Iterable[str]) -> None:
     for name in sorted(disabled.difference(known)):
         listed = ", ".join(repr(k) for k in nearest_first(name, known)) or "(none)"
         text = f"The configuration disables {name!r}, which is not installed. Installed: {listed}."
-        warnings.warn(text, PluginWarning, stacklevel=3)
+        warn(text, PluginWarning)
 
 
 def _unrivalled(plugins: Plugins, sources: list[Source]) -> list[Source]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from interposer._contract.errors import (
     PluginError,
     RecordError,
     described,
+    warn,
 )
 from interposer._contract.records import OpEntry, Record
 from interposer._contract.verdict import Refusal, Verdict
@@ -345,7 +345,7 @@ class Plugins:
     ) -> None:
         failure = Failure(source.name, source.distribution, source.version, error, trace, platforms)
         self.failed.append(failure)
-        warnings.warn(str(error), PluginWarning, stacklevel=2)
+        warn(str(error), PluginWarning)
         if self._settled:
             self._tell(failure)
 

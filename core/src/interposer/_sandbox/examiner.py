@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ import importlib_metadata
 
 from interposer._config.config import Config
 from interposer._config.storage import Store, default_store
-from interposer._contract.errors import StorageError
+from interposer._contract.errors import StorageError, warn
 from interposer._sandbox import client
 from interposer._sandbox.client import ExaminationError
 from interposer._sandbox.inspection import perform
@@ -208,7 +207,7 @@ def _write(store: Store, key: Mapping[str, Any], finding: Finding) -> None:
 def _warn_once(cause: str, error: Exception) -> None:
     if cause not in _warned:
         _warned.add(cause)
-        warnings.warn(f"A verdict cannot be remembered. {error}", VerdictWarning, stacklevel=5)
+        warn(f"A verdict cannot be remembered. {error}", VerdictWarning)
 
 
 def _renew_lock() -> None:

@@ -8,7 +8,7 @@ kernel, a layer or a backend.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -90,13 +90,14 @@ def select(
     if policy.strict and policy.pin is None:
         _refuse_tie(request, ranking, chosen, others)
     outranked = [Refusal(c.name, c.origin, ranking.outranked(c, chosen)) for c in others]
+    told = (*ranking.notes(chosen, refused), *_told(request, verdicts, chosen), unusable)
     return Choice(
         request,
         chosen,
         ranking.why(chosen, others),
         (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
         {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
-        tuple(filter(None, (*ranking.notes(chosen), *_told(request, verdicts, chosen), unusable))),
+        tuple(filter(None, told)),
     )
 
 
@@ -223,16 +224,21 @@ class _Ranking:
                     f"accepted, but ties with {chosen.name} and stands behind by provider and name"
                 )
 
-    def notes(self, chosen: Candidate) -> tuple[str, ...]:
-        """Return notes on what the user would have preferred, an emulation and lost accuracy."""
-        notes: tuple[str, ...] = ()
-        if chosen.emulation:
-            notes = (f"an emulation: it {chosen.emulation}",)
-        if extra := getattr(chosen.record, "extra_roundings", 0):
-            notes += (f"may be off by {extra} roundings more than the op allows",)
+    def notes(
+        self, chosen: Candidate, refused: Iterable[tuple[Candidate, Verdict]]
+    ) -> Iterator[str]:
+        """Yield notes on what the user would have preferred, an emulation and lost accuracy."""
         unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
-        names = ", ".join(repr(glob) for glob in unmet)
-        return (f"preferred, but refused or not there: {names}", *notes) if unmet else notes
+        for glob in unmet:
+            reasons = [f"{c.name}: {v.reason}" for c, v in refused if _meant(glob, c)]
+            if reasons:
+                yield f"preferred, but refused: {glob!r} ({'; '.join(reasons)})"
+            else:
+                yield f"preferred, but not there: {glob!r}"
+        if chosen.emulation:
+            yield f"an emulation: it {chosen.emulation}"
+        if extra := getattr(chosen.record, "extra_roundings", 0):
+            yield f"may be off by {extra} roundings more than the op allows"
 
 
 def _told(
@@ -250,8 +256,9 @@ def _judge(candidate: Candidate, request: Request, policy: Policy) -> Verdict:
 
 def _excluded(candidate: Candidate, policy: Policy) -> str:
     """Return why the policy rules a candidate out, or nothing."""
-    if any(_meant(glob, candidate) for glob in policy.forbid):
-        return "forbidden by the configuration"
+    for glob in sorted(policy.forbid):
+        if _meant(glob, candidate):
+            return f"forbidden by the configuration ({glob!r})"
     if candidate.emulation and not policy.emulation:
         return f"an emulation, which the configuration refuses: it {candidate.emulation}"
     missing = ", ".join(sorted(policy.require - candidate.properties))
@@ -271,7 +278,9 @@ def _find(request: Request, candidates: list[Candidate], pinned: str) -> Candida
     if not found:
         names = [c.name for c in candidates]
         where = f"for {request.name!r}" if request.name else ""
-        raise UnknownNameError(request.kind, pinned, names, where=where)
+        is_glob = set("*?[") & set(pinned)
+        hint = f"A pin names one candidate. Try: Rule(prefer=[{pinned!r}])" if is_glob else ""
+        raise UnknownNameError(request.kind, pinned, names, hint, where)
     if len(found) > 1:
         qualified = " or ".join(repr(c.qualified_name) for c in found)
         raise ConfigError(f"{pinned!r} is ambiguous for {request}. Try: {qualified}")
