@@ -10,7 +10,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
+.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -20,7 +20,11 @@ install: $(INSTALLED) ## Install every distribution and the tools into .venv, if
 demo: $(INSTALLED) ## Run the example of the README.
 	$(BIN)/python examples/demo.py
 
-test: lint ## Run the linters and every test that needs neither long, nor a GPU, nor another program.
+# The linters take one processor for a minute, and so they run beside the tests.
+test: $(INSTALLED) ## Run the linters and every test that needs neither long, nor a GPU, nor another program.
+	@$(MAKE) --no-print-directory --jobs=2 lint quick
+
+quick: $(INSTALLED)
 	$(PYTEST) -m "not slow and not gpu and not foreign and not versions"
 
 test-slow: $(INSTALLED) ## Run the slow tests.
