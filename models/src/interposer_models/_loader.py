@@ -27,15 +27,15 @@ from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.config import DecoderConfig
-from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.decoder import CausalLM, attention_layers
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._tokenizer import stop_tokens
+from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
 
-PAGE_TOKENS = 16
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 
@@ -48,6 +48,7 @@ class Plan:
         quantization: the method by which plain weights are quantized while they load, or its
             settings, as asked for.
         decoder: sizes and options of the model.
+        page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     placement: Placement
     dtype: torch.dtype
     resolver: Resolver
+    page_size: int
     model: CausalLM
     sampler: Sampler
     graphs: Verdict | None
@@ -102,14 +104,24 @@ def plan(
     if settings is not None:
         resolver.choose_scheme(settings)
     site = Site(resolver, "", compute)
+    page_size = common_page_size(resolver, attention_layers(site, decoder))
     with torch.device("meta"):
-        model = CausalLM(site, decoder, PAGE_TOKENS)
+        model = CausalLM(site, decoder, page_size)
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
     resolver.check_places()
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
     return Plan(
-        checkpoint, decoder, quantization, placement, compute, resolver, model, sampler, graphs
+        checkpoint,
+        decoder,
+        quantization,
+        placement,
+        compute,
+        resolver,
+        page_size,
+        model,
+        sampler,
+        graphs,
     )
 
 
@@ -185,8 +197,8 @@ def load(
         planned.sampler,
         device,
         stop_token_ids=stop_tokens(checkpoint.path, checkpoint.config),
-        page_size=PAGE_TOKENS,
-        num_pages=-(-cache_tokens // PAGE_TOKENS),
+        page_size=planned.page_size,
+        num_pages=-(-cache_tokens // planned.page_size),
         max_sequences=max_sequences,
         max_step_tokens=max_step_tokens,
         capture=runs_on.capture_graph if planned.graphs else None,
@@ -223,7 +235,7 @@ def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torc
 
 def _cache_tokens(planned: Plan, max_sequences: int) -> int:
     wanted = max_sequences * planned.decoder.max_position_embeddings
-    return max(PAGE_TOKENS, min(wanted, _tokens_that_fit(planned) // 4))
+    return max(planned.page_size, min(wanted, _tokens_that_fit(planned) // 4))
 
 
 def _tokens_that_fit(planned: Plan) -> int:
@@ -231,7 +243,7 @@ def _tokens_that_fit(planned: Plan) -> int:
     layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
     page_bytes = sum(layout.page_bytes() for layout in layouts)
     device = planned.placement.device.torch_device
-    return planned.placement.platform.memory(device).free_bytes * PAGE_TOKENS // page_bytes
+    return planned.placement.platform.memory(device).free_bytes * planned.page_size // page_bytes
 
 
 def _check_cache(planned: Plan, cache_tokens: int) -> None:

@@ -126,6 +126,9 @@ class AttentionEntry:
 
     ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that answers
     in place of ``accepts``, so that the backend's own module is not imported to judge it.
+
+    ``page_sizes`` are numbers of tokens in a page that an engine may choose among, the preferred
+    one first; empty leaves the number to the engine.
     """
 
     name: str
@@ -135,6 +138,7 @@ class AttentionEntry:
     predicate: str = ""
     score: float = 10.0
     properties: frozenset[str] = frozenset()
+    page_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)

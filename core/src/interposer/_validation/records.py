@@ -179,6 +179,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) is int and value >= 0,
         "extra_roundings that are no int of at least 0",
     ),
+    "page_sizes": (
+        lambda value: type(value) is tuple and all(type(i) is int and i > 0 for i in value),
+        "page_sizes that are no tuple of ints of at least 1",
+    ),
     "explicit": (lambda value: type(value) is bool, "an explicit that is neither True nor False"),
 }
 

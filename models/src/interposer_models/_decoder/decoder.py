@@ -6,7 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -145,12 +145,19 @@ def _block(site: Site, config: DecoderConfig, index: int, page_size: int) -> Dec
     )
 
 
-def _attention(site: Site, config: DecoderConfig, index: int, page_size: int) -> SelfAttention:
-    """Return the attention of block ``index``, whose cache is as the scheme has it."""
+def attention_layers(site: Site, config: DecoderConfig) -> Iterator[tuple[AttentionSpec, Site]]:
+    """Yield spec and site of the attention of each block of a decoder, in pages of one token."""
+    for index in range(config.num_hidden_layers):
+        place = site.at(f"model.layers.{index}.self_attn")
+        yield _spec(place, config, index, page_size=1), place.at("attn")
+
+
+def _spec(site: Site, config: DecoderConfig, index: int, page_size: int) -> AttentionSpec:
+    """Return what the attention of block ``index`` has to do; its cache is as the scheme has it."""
     heads, size = config.num_attention_heads, config.head_size
     scheme = site.resolver.scheme
     stored = scheme.cache_format(site.prefix) if scheme else None
-    spec = AttentionSpec(
+    return AttentionSpec(
         num_heads=heads,
         num_kv_heads=config.num_kv_heads,
         head_size=size,
@@ -162,9 +169,12 @@ def _attention(site: Site, config: DecoderConfig, index: int, page_size: int) ->
         window_tokens=config.windows[index],
         sinks=config.traits.sinks,
     )
+
+
+def _attention(site: Site, config: DecoderConfig, index: int, page_size: int) -> SelfAttention:
     return SelfAttention(
         site,
-        spec,
+        _spec(site, config, index, page_size),
         config.hidden_size,
         config.rotary_size,
         config.rms_norm_eps if config.traits.qk_norm else None,

@@ -17,7 +17,7 @@ from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Sequence as Request
-from interposer_models._loader import PAGE_TOKENS, Plan
+from interposer_models._loader import Plan
 from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import Attention
@@ -45,10 +45,11 @@ class CalibratedBlocks:
         self._source = source
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
-        num_pages = -(-num_tokens // PAGE_TOKENS)
+        num_pages = -(-num_tokens // planned.page_size)
         request = Request(0, list(sequences[0]), SamplingParams(), 0, pages=list(range(num_pages)))
         # Positions and places in the cache are the same for all sequences.
-        self._batch = StepBatch.build([Chunk(request, num_tokens)], PAGE_TOKENS, self._device)
+        chunks = [Chunk(request, num_tokens)]
+        self._batch = StepBatch.build(chunks, planned.page_size, self._device)
         self._num_pages = num_pages
         self._decoder.reserve_positions(num_tokens, self._device)
         self._load(self._decoder.embed_tokens)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         GatheredStep,
         window_ends,
     )
+    from interposer_ops.attention._page_size import common_page_size
     from interposer_ops.attention._paged_attention import paged_attention
     from interposer_ops.attention._ragged_attention import (
         merge_attention_states,
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "indexer_scores",
-    "indexer_topk", "merge_attention_states", "paged_attention", "ragged_attention",
-    "ragged_attention_with_lse", "window_ends",
+    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "common_page_size",
+    "indexer_scores", "indexer_topk", "merge_attention_states", "paged_attention",
+    "ragged_attention", "ragged_attention_with_lse", "window_ends",
 ]
 # fmt: on
 
@@ -38,6 +39,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.attention._flex_backend": "FlexBackend",
         "interposer_ops.attention._gathered_backend": "GatheredBackend GatheredStep window_ends",
+        "interposer_ops.attention._page_size": "common_page_size",
         "interposer_ops.attention._paged_attention": "paged_attention",
         "interposer_ops.attention._ragged_attention": (
             "merge_attention_states ragged_attention ragged_attention_with_lse"

@@ -159,6 +159,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
             score=-0.5,
+            page_sizes=(256,),
         ),
         AttentionEntry(
             "flash_attention_2_gathered",

@@ -5,7 +5,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -37,17 +37,24 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
+_PAGE_SIZES = (4, 16)
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
 
 
-def attention_specs(*, quick: bool = False) -> Iterator[tuple[str, AttentionSpec]]:
+def attention_specs(
+    *, quick: bool = False, page_sizes: Sequence[int] = ()
+) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
     A quantized cache, or sinks, are combined with heads and masks only. Only those that differ
     from the first of their dtype in one axis are there if ``quick``.
+
+    Args:
+        page_sizes: of the backend's record, which go before the usual ones.
     """
-    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), (4, 16), tuple(_EXTRAS))
+    pages = tuple(dict.fromkeys((*page_sizes, *_PAGE_SIZES)))
+    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), pages, tuple(_EXTRAS))
     for heads, mask, head_size, page_size, extra, dtype in product(*axes, _DTYPES):
         point = (heads, mask, head_size, page_size, extra)
         is_other = [value != axis[0] for value, axis in zip(point, axes, strict=True)]

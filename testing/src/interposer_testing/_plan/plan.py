@@ -154,7 +154,7 @@ class _Planner:
         if isinstance(record, AttentionEntry):
             return [
                 replace(_request("attention", spec.type, spec.dtype), dims=spec.dims(), detail=spec)
-                for _, spec in attention_specs()
+                for _, spec in attention_specs(page_sizes=record.page_sizes)
             ]
         if record.op not in self._facts:
             self._facts[record.op] = self._cases(record.op)

@@ -122,7 +122,8 @@ def attention_trials(
     resolver = Resolver(registry, device, Config())
     for candidate in _eligible(registry.candidates("attention"), device, distribution):
         tried: set[torch.dtype] = set()
-        for label, spec in attention_specs(quick=quick):
+        page_sizes = getattr(candidate.record, "page_sizes", ())
+        for label, spec in attention_specs(quick=quick, page_sizes=page_sizes):
             request = _request("attention", spec.type, spec.dtype, device, spec.dims(), spec)
             site = Site(resolver, "conformance", spec.dtype)
             verdict = candidate.judge(request)
