@@ -92,8 +92,14 @@ CASES = (
     Hostile(
         "unicode-plugin",
         FILES,
-        ("printable ASCII",),
+        ("out of A-Z, a-z, 0-9, '_', '.' and '-'",),
         plugin="\u202e名前-\N{SNOWMAN}",
+    ),
+    Hostile(
+        "shell-plugin",
+        FILES,
+        ("its name is 'a; touch hostile #'",),
+        plugin="a; touch hostile #",
     ),
     Hostile("long-plugin", FILES, ("at most 100 characters",), plugin="long" * 1000),
 )

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from interposer._contract.checkpoint import CheckpointFile
     from interposer._contract.choice import Candidate, Choice
     from interposer._contract.layer import BoundKernel, PluggableLayer, Site
-    from interposer._contract.op import Case, CustomOp, Dims, Tolerance, custom_op
+    from interposer._contract.op import (
+        Case,
+        CaseGenerator,
+        CaseSampler,
+        CustomOp,
+        Dims,
+        Tolerance,
+        custom_op,
+    )
     from interposer._contract.platform import NumericsPolicy, Placement, Platform
     from interposer._contract.quantization import (
         CacheFormat,
@@ -60,8 +68,8 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry", "AttentionSpec",
-    "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case", "CheckpointEntry",
-    "CheckpointFile", "Choice", "Config", "CustomOp", "Device",
+    "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case", "CaseGenerator",
+    "CaseSampler", "CheckpointEntry", "CheckpointFile", "Choice", "Config", "CustomOp", "Device",
     "DeviceEntry", "Dim", "Dims", "EmbeddingMethod", "ExpertsMethod", "ExpertsSpec",
     "Explanation", "KVCacheLayout", "Kernel", "LayerEntry", "LinearMethod", "Memory",
     "NumericsPolicy", "OpEntry", "Placement", "Planned", "Platform", "PlatformEntry",
@@ -85,7 +93,9 @@ __getattr__ = lazy_attributes(
         "interposer._contract.checkpoint": "CheckpointFile",
         "interposer._contract.choice": "Candidate Choice",
         "interposer._contract.layer": "BoundKernel PluggableLayer Site",
-        "interposer._contract.op": "Case CustomOp Dims Tolerance custom_op",
+        "interposer._contract.op": (
+            "Case CaseGenerator CaseSampler CustomOp Dims Tolerance custom_op"
+        ),
         "interposer._contract.platform": "NumericsPolicy Placement Platform",
         "interposer._contract.quantization": (
             "CacheFormat Call EmbeddingMethod ExpertsMethod ExpertsSpec LinearMethod "

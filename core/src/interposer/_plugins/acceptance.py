@@ -72,7 +72,7 @@ class PluginCode(Code):
             self.plugin.name,
             self.plugin.source.origin,
             f"{target!r} cannot be loaded: {verdict.reason}",
-            f"mend or reinstall it, or disable it: INTERPOSER_DISABLE={self.plugin.name}",
+            f"mend or reinstall it, or disable it: {self.plugin.source.disabling}",
             verdict.traceback,
         ) from cause
 

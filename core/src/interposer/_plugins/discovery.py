@@ -21,7 +21,7 @@ from interposer._sandbox.inspection import load_value
 from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
 from interposer._validation.distribution import Distribution, Metadata, read_distribution
-from interposer._validation.records import NAME_LIMIT, plain_name
+from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
 
 
 def discover(config: Config | None = None) -> Plugins:
@@ -187,8 +187,8 @@ def _keeps(source: Source, rivals: Sequence[Source]) -> bool:
 
 def _check_metadata(source: Source) -> Verdict:
     name, distribution = source.name, source.installed
-    if not (name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT):
-        limits = f"printable ASCII of at most {NAME_LIMIT} characters"
+    if not is_name(name):
+        limits = f"at most {NAME_LIMIT} characters out of {NAME_LETTERS}"
         return Verdict.refuse(f"its name is {plain_name(name)}, must be {limits}")
     if distribution is None:
         return Verdict.accept()
@@ -203,7 +203,7 @@ def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
     platforms = tuple((p["name"], p["score"]) for p in finding.facts.get("platforms", ()))
     verdict = finding.verdict
     mend = (
-        f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}; "
+        f"mend or uninstall it, or disable it: {source.disabling}; "
         "`interposer doctor --fresh` examines it anew"
     )
     plugins.quarantine(source, verdict.reason, mend, trace=verdict.traceback, platforms=platforms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -25,7 +26,7 @@ from interposer._contract.verdict import Refusal, Verdict
 from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import declared_records, hook_names, register_hooks
 from interposer._validation.distribution import STANDARD, Distribution
-from interposer._validation.records import check_facts
+from interposer._validation.records import check_facts, is_name
 
 
 class PluginWarning(UserWarning):
@@ -52,6 +53,13 @@ class Source:
     def origin(self) -> str:
         """Distribution and version, for people."""
         return f"{self.distribution} {self.version}"
+
+    @property
+    def disabling(self) -> str:
+        """The setting that disables the plugin, as a shell takes it."""
+        # A name that is none is not repeated; that of a distribution is always one.
+        name = self.name if is_name(self.name) else self.distribution
+        return f"INTERPOSER_DISABLE={shlex.quote(name)}"
 
     @property
     def standard(self) -> bool:
@@ -321,7 +329,7 @@ class Plugins:
         platforms: tuple[tuple[str, float], ...] = (),
     ) -> None:
         """File ``source`` as failed, warn of it and tell the observers."""
-        mend = mend or f"mend or uninstall it, or disable it: INTERPOSER_DISABLE={source.name}"
+        mend = mend or f"mend or uninstall it, or disable it: {source.disabling}"
         if cause is not None:
             trace = "".join(traceback.format_exception(cause))
         self._file(source, PluginError(source.name, source.origin, reason, mend), trace, platforms)

@@ -40,6 +40,9 @@ MOST_RECORDS = 1_000
 NAME_LIMIT = 100
 """The most characters that a name may have."""
 
+NAME_LETTERS = "A-Z, a-z, 0-9, '_', '.' and '-'"
+"""The characters of names, for people."""
+
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
@@ -103,6 +106,11 @@ def check_classes(
     return faults
 
 
+def is_name(text: str) -> bool:
+    """Say whether a text may be the name of something: rules and shells take it as it is."""
+    return 0 < len(text) <= NAME_LIMIT and bool(_NAME.fullmatch(text))
+
+
 def plain_name(name: str) -> str:
     """Return at most a hundred characters of ``name`` in quotes, what is not ASCII escaped."""
     return ascii(name if len(name) <= NAME_LIMIT else f"{name[:NAME_LIMIT]}...")
@@ -158,7 +166,7 @@ def _check_field(label: str, value: object) -> str:
     if not (value.isascii() and value.isprintable()):
         return f"the {label} {plain_name(value)}, which is not printable ASCII"
     if label in (*NAMES, "platform") and not _NAME.fullmatch(value):
-        return f"the {label} {plain_name(value)}; names consist of A-Z, a-z, 0-9, '_', '.' and '-'"
+        return f"the {label} {plain_name(value)}; names consist of {NAME_LETTERS}"
     return ""
 
 
