@@ -19,6 +19,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+# One worker parses the modules.
+pytestmark = pytest.mark.xdist_group("layout")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -11,6 +11,9 @@ import pytest
 
 from interposer import errors
 
+# One worker parses the modules.
+pytestmark = pytest.mark.xdist_group("layout")
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = re.findall(r"^### `(.+)`$", PAGE, re.MULTILINE)

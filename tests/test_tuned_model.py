@@ -46,6 +46,7 @@ def choice_of(plan: Planned) -> Choice:
     return choice
 
 
+@pytest.mark.slow
 def test_tuning_puts_wrong_scores_right(tmp_path: Path) -> None:
     config = Config(cache_dir=str(tmp_path), platform="cpu")
     assert choice_of(planned(MODEL, config)).chosen.name == "silu_and_mul_slow"
