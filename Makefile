@@ -5,10 +5,10 @@ INSTALLED := $(VENV)/.installed
 
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platforms/*/pyproject.toml plugins/*/pyproject.toml))
 
-# The workers share two processors, so each gets one thread; there are three, as some of what they
-# run waits for a limit of time. Hundreds of processes import the distributions, so what they
-# compile is kept, even where whoever runs the tests keeps nothing.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+# Two test workers share the machine, so each gets one thread; a third makes it no faster. Hundreds
+# of processes import the distributions, so what they compile is kept, even where whoever runs the
+# tests keeps nothing.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets bench clean
