@@ -21,7 +21,7 @@ from interposer import (
     Resolver,
     Site,
 )
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer.records import AttentionEntry
 from interposer_cpu import CPUPlatform
 from interposer_ops.devices.host_memory import cache_memory
@@ -115,7 +115,7 @@ def backends(registry: Registry, spec: AttentionSpec) -> Iterator[tuple[str, Any
         if isinstance(candidate.record, AttentionEntry):
             try:
                 yield candidate.name, registry.load(candidate, candidate.record.target)(spec, site)
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 print(f"{candidate.name}: {described(error)}")
 
 

@@ -26,7 +26,7 @@ import torch
 from cpu_attention import CACHES, attention_requests
 from cpu_roofs import READ_BYTES, Roofs, measured_roofs
 from interposer import CustomOp, Kernel, Registry, Request, current_registry
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer.records import load_target
 from interposer_cpu import CPUPlatform
 
@@ -145,7 +145,7 @@ def linear_work(
         if isinstance(candidate.record, Kernel) and candidate.judge(request):
             try:
                 held[candidate.name] = prepared(candidate.record, constants, copies)
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 yield f"{name} {shape} {candidate.name}: {described(error)}"
     defined = op.reference if name == "bf16" or _fits(min(rows), shape) else None
     plain = [{k: _cloned(v) for k, v in constants.items()} for _ in range(copies if defined else 0)]
@@ -195,7 +195,7 @@ def measured(work: Work, roofs: Roofs, rounds: int) -> Iterator[Measure | str]:
         try:
             call()
             once = max(seconds(call, 1), 1e-7)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             yield f"{work.name} {work.what} {kernel}: {described(error)}"
             continue
         repeats[kernel] = max(1, int(SAMPLE_S / once))

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpu_clock import Call, Clock, Roofs, accelerator_placement, measured_roofs
 from interposer import Case, CustomOp, Device, Kernel, Registry, Request, current_registry
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer.records import load_target
 from interposer_testing import check_kernel
 
@@ -123,7 +123,7 @@ def measured(
     head = f"{name:30}{num_tokens:>7}  "
     try:
         case = op.sample(dtype, DIMS, num_tokens, 0)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         yield f"{head}no sample: {described(error)}"
         return
     arguments = {
@@ -183,7 +183,7 @@ def contenders(
             function = load_target(record.target)
             prepare = load_target(record.prepare) if record.prepare else None
             faults = check_kernel(op, function, case, prepare=prepare, device=device.torch_device)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             yield record.name, f"fails: {described(error)}"
             continue
         if faults:
@@ -200,7 +200,7 @@ def compiled(op: CustomOp[..., Any], positional: tuple[Any, ...]) -> dict[str, C
     function = torch.compile(op.reference, mode="max-autotune-no-cudagraphs", dynamic=False)
     try:
         function(*positional)
-    except FOREIGN_ERRORS:
+    except foreign_errors():
         return {}
     return {"compiled": lambda: function(*positional)}
 

@@ -11,7 +11,7 @@ import pytest
 from tests.wrong_kernels import ALL, Wrong
 
 from interposer import Capability, CustomOp, Device, Kernel, Registry
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import foreign_errors
 from interposer.hookspecs import hookimpl
 from interposer.records import load_target
 from interposer.tooling import Plugins
@@ -31,7 +31,7 @@ def op_of(wrong: Wrong) -> CustomOp[..., Any]:
 def faults_of(wrong: Wrong, plan: PlannedCase) -> list[Fault]:
     try:
         return check_kernel(op_of(wrong), wrong.function, plan.build())
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return [Fault.raised("call", "call", error)]
 
 

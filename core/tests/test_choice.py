@@ -25,9 +25,13 @@ def test_names_of_a_candidate() -> None:
     assert found.origin == "acme-kernels 1.2"
 
 
-def test_a_copy_of_what_holds_a_candidate_shares_it() -> None:
+def test_a_copy_of_a_candidate_has_a_record_of_its_own() -> None:
     found = candidate(SCHEME)
-    assert copy.deepcopy([found])[0] is found
+    (copied,) = copy.deepcopy([found])
+    assert copied == found
+    assert copied.judge is found.judge
+    object.__setattr__(copied.record, "target", "mine:Scheme")
+    assert found.record == SCHEME
 
 
 @pytest.mark.parametrize(

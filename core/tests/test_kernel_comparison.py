@@ -43,7 +43,7 @@ def sampled_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 """
 _KERNELS = """
-import os, torch
+import ctypes, os, time, torch
 from threading import Event
 seen = []
 
@@ -67,6 +67,8 @@ def threading(x, y):
 def crashing(x, y): os.abort()
 def hanging(x, y):
     while True: pass
+def sleeping(x, y): time.sleep(60)
+def locking(x, y): ctypes.PyDLL(None).sleep(60)
 start, done = Event(), Event()
 def meeting(x, y):
     start.set()
@@ -205,7 +207,9 @@ def test_a_sample_has_the_size_of_the_request() -> None:
         ("right", 20.0, "agrees with the reference of 'add' on 1 case"),
         ("wrong", 20.0, "departs from the reference of 'add'"),
         ("crashing", 20.0, "killed by SIGABRT while running acme_numerics.kernels:crashing on"),
-        ("hanging", 0.1, "took longer than 1.2 s while running acme_numerics.kernels:hanging on"),
+        ("hanging", 0.1, "did not return within 1.2 s while running acme_numerics.kernels:hanging"),
+        ("sleeping", 0.5, "did not return within 0.5 s, waiting without working while running"),
+        ("locking", 0.5, "did not return within 0.5 s, holding the interpreter's lock while run"),
     ],
 )
 def test_it_is_done_in_the_examining_process(

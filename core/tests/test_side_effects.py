@@ -231,6 +231,8 @@ def test_what_is_raised_passes_and_is_effects_of() -> None:
 
 def test_a_new_module_may_replace_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "acme_lazy.py").write_text("import sys\nsys.modules[__name__] = object()\n")
+    (tmp_path / "acme_lazy.py").write_text(
+        "import sys\n\nclass Lazy:\n    pass\n\nsys.modules[__name__] = Lazy()\n"
+    )
     assert effects_of(lambda: __import__("acme_lazy")) == []
     del sys.modules["acme_lazy"]

@@ -40,9 +40,9 @@ CASES = (
         "loop-import",
         "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass\n",
         "importing",
-        "longer than 1.5 s",
+        "within 1.5 s",
     ),
-    _on_import("sleep-import", "import time; time.sleep(10)", "importing", "longer than 1.5 s"),
+    _on_import("sleep-import", "import time; time.sleep(10)", "importing", "within 1.5 s"),
     _on_import("prints", "print('HOSTILE OUTPUT')", "prints"),
     _on_import("prints-native", "import os; os.write(1, b'HOSTILE OUTPUT')", "prints"),
     _on_import(

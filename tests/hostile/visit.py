@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from interposer import Choice, Config, Registry, Resolver, Site, current_registry, place
-from interposer.errors import FOREIGN_ERRORS, InterposerError
+from interposer.errors import InterposerError
 from interposer.tooling import Lock, installed_distributions
 from interposer_models import plan
 from interposer_ops.caches import reshape_and_cache
@@ -63,7 +63,7 @@ def visit(task: dict[str, Any]) -> dict[str, Any]:
             planned = plan(MODEL, config=config)
             reasons += chosen(planned.resolver)
         reasons += failed(current_registry(config))
-    except (*FOREIGN_ERRORS, KeyboardInterrupt):
+    except BaseException:  # noqa: BLE001 - Ctrl-C too is a plugin's here
         report["error"] = traceback.format_exc()
     report["seconds"] = time.monotonic() - start
     report["changes"] = [name for name, value in snapshot().items() if value != before[name]]

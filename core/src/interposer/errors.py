@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from interposer._contract.errors import (
-    FOREIGN_ERRORS,
     CheckpointError,
     ConfigError,
     GraphError,
@@ -20,14 +19,15 @@ from interposer._contract.errors import (
     UnknownNameError,
     UnsupportedModelError,
     described,
+    foreign_errors,
     nearest_first,
 )
 
 # fmt: off
 __all__ = [
-    "FOREIGN_ERRORS", "CheckpointError", "ConfigError", "GraphError", "InterposerError",
+    "CheckpointError", "ConfigError", "GraphError", "InterposerError",
     "LockError", "MissingMemberError", "NoCandidateError", "PlatformUnavailableError",
     "PluginConflictError", "PluginError", "RecordError", "RequestError", "StorageError",
-    "UnknownNameError", "UnsupportedModelError", "described", "nearest_first",
+    "UnknownNameError", "UnsupportedModelError", "described", "foreign_errors", "nearest_first",
 ]
 # fmt: on

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interposer import Case, CustomOp
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer_testing._checks.call import Prepare
 from interposer_testing._checks.kernel import check_kernel
 from interposer_testing.cases import planned_cases
@@ -73,7 +73,7 @@ def compare(
             try:
                 found = check_kernel(op, function, case, prepare=prepare, device=device)
                 faults += [f"on case {case.label!r}, {fault}" for fault in found]
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 trace = trace or traceback.format_exc()
                 faults.append(f"on case {case.label!r} it raised {described(error)}")
             if len(faults) >= _MOST_FAULTS:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import importlib_metadata
 import typer
 
-from interposer.errors import FOREIGN_ERRORS, InterposerError, described
+from interposer.errors import InterposerError, described, foreign_errors
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
 from interposer_tools._commands.lock import lock
@@ -108,7 +108,7 @@ def _add_command(
             rivals = " and by ".join(sorted(point.value for point in points))
             raise InterposerError(f"it is claimed by {rivals}")
         command = points[0].load()
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else described(error)
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         application.command(name, context_settings=anything)(_unusable(name, reason))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from interposer._contract.records import Record
 from interposer._contract.request import Request
@@ -23,7 +24,8 @@ class Candidate:
     judge: Callable[[Request], Verdict]
 
     def __deepcopy__(self, memo: object) -> Candidate:
-        return self  # nothing in it changes, and ``judge`` reaches the plugin's modules
+        # The record is the plugin's own; ``judge`` reaches its modules.
+        return replace(self, record=copy.deepcopy(self.record))
 
     @property
     def qualified_name(self) -> str:

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal
 
 
-FOREIGN_ERRORS = (Exception, SystemExit)
-"""The errors of a plugin's code; whoever catches these quarantines the plugin."""
-
 _PUBLIC = "interposer.errors"
 # Modules that a warning is not about: the SDK, and what its calls go through.
 _PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
+
+
+def foreign_errors() -> tuple[type[BaseException], ...]:
+    """Return what an ``except`` clause around a plugin's code catches: all but Ctrl-C.
+
+    A plugin may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
+    catches these quarantines it.
+    """
+    return () if isinstance(sys.exc_info()[1], KeyboardInterrupt) else (BaseException,)
 
 
 class InterposerError(Exception):
@@ -146,7 +152,7 @@ def described(error: BaseException) -> str:
     """Return the ``repr`` of an error, or its type where it has none."""
     try:
         return repr(error)
-    except FOREIGN_ERRORS:
+    except foreign_errors():
         return f"{type(error).__name__}(...)"
 
 

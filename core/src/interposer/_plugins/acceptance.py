@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from interposer._config.config import Config
-from interposer._contract.errors import FOREIGN_ERRORS, PluginError, described
+from interposer._contract.errors import PluginError, described, foreign_errors
 from interposer._contract.records import (
     AttentionEntry,
     Kernel,
@@ -53,6 +53,7 @@ class PluginCode(Code):
         self._driver = driver
         self._loaded: dict[str, Any] = {}
         self._hanging: dict[str, Verdict] = {}
+        self._sound: set[str] = set()
 
     def load(self, target: str) -> Any:
         """Return the object of an import string.
@@ -66,7 +67,7 @@ class PluginCode(Code):
         if verdict:
             try:
                 return self._loaded.setdefault(target, load_target(target))
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 verdict, cause = Verdict.refuse(described(error)), error
         raise PluginError(
             self.plugin.name,
@@ -77,11 +78,27 @@ class PluginCode(Code):
         ) from cause
 
     def trial(self, task: Task) -> Verdict:
-        """Say whether this process may run what a task runs; parts of the SDK are trusted."""
+        """Say whether this process may run what a task runs."""
         source = self.plugin.source
-        if source.installed is None or source.standard:
+        if source.installed is None:
+            return Verdict.accept()
+        if source.standard and (self._config.isolation == "off" or self._is_sound(task)):
             return Verdict.accept()
         return self.examine(task)
+
+    def _is_sound(self, task: Task) -> bool:
+        """Say whether a part of the SDK can be loaded, all that lies in one package at once.
+
+        Its modules are many and small. What is not sound together is examined one by one.
+        """
+        (target,) = task.arguments.get("targets") or [task.arguments["target"]]
+        package = _package(target)
+        if package not in self._sound:
+            targets = {r.target for r in self.plugin.records if hasattr(r, "target")} | {target}
+            beside = sorted(other for other in targets if _package(other) == package)
+            if self.examine(Task("target", {"targets": beside})):
+                self._sound.add(package)
+        return package in self._sound
 
     def examine(self, task: Task) -> Verdict:
         """Return what an examination found, now or before."""
@@ -93,9 +110,15 @@ class PluginCode(Code):
             return self._hanging[asked]
         finding = examine(installed, task, self._config, driver=self._driver)
         self._plugins.tell_probed(self.plugin.name, task, finding)
+        if self.plugin.source.standard and "unavailable" in finding.facts:
+            return Verdict.accept()  # the SDK works where nothing can be examined
         if task.name == "predicate" and "limit_seconds" in finding.facts:
             self._hanging[asked] = finding.verdict  # it is not waited for at every request
         return finding.verdict
+
+
+def _package(target: str) -> str:
+    return target.partition(":")[0].rpartition(".")[0]
 
 
 def acceptance_of(record: Record, code: Code | None = None) -> Accepts:
@@ -170,6 +193,6 @@ def _guarded(accepts: Accepts, request: Request) -> Verdict:
             raise TypeError(f"{verdict!r} is not a Verdict")
     except PluginError as error:
         return Verdict.refuse(error.reason, error.trace or traceback.format_exc())
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return Verdict.refuse(f"its own code failed: {described(error)}", traceback.format_exc())
     return verdict

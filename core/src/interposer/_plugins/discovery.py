@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
 from interposer import hookspecs
 from interposer._config.config import Config
-from interposer._contract.errors import FOREIGN_ERRORS, described, nearest_first, warn
+from interposer._contract.errors import described, foreign_errors, nearest_first, warn
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
@@ -22,6 +23,10 @@ from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
 from interposer._validation.distribution import Distribution, Metadata, read_distribution
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
+
+_ENTRY_POINTS = "entry_points.txt"
+_MOST_LETTERS = 100_000
+_MOST_PLUGINS = 100
 
 
 def discover(config: Config | None = None) -> Plugins:
@@ -38,11 +43,13 @@ def discover(config: Config | None = None) -> Plugins:
     start = time.time_ns()
     plugins = Plugins()
     found, broken = _installed()
-    wanted = _wanted(plugins, found, config)
+    wanted = _wanted(plugins, [*found, *broken], config)
+    for source in wanted:
+        if source in broken:
+            plugins.quarantine(source, broken[source], "reinstall it, or uninstall it")
+    wanted = [source for source in wanted if source not in broken]
     if config.locked:
         check_lock(config, _distributions(wanted))
-    for source in broken:
-        plugins.quarantine(source, "its entry_points.txt cannot be read", "reinstall it")
     sound = []
     for source in _unrivalled(plugins, wanted):
         verdict = _check_metadata(source)
@@ -57,12 +64,14 @@ def discover(config: Config | None = None) -> Plugins:
             Task("plugin", {"value": source.value, "name": source.name}),
         )
         for source in sound
-        if source.installed is not None and not source.standard
+        if source.installed is not None
     }
     findings = dict(zip(tasks, examine_all(tasks.values(), config), strict=True))
     for source in sound:
         finding = findings.get(source.name)
-        if finding is None or finding.verdict:
+        # The SDK works where nothing can be examined.
+        alone = source.standard and finding is not None and "unavailable" in finding.facts
+        if finding is None or finding.verdict or alone:
             _load(plugins, source)
         else:
             _refuse(plugins, source, finding)
@@ -86,32 +95,69 @@ def installed_distributions() -> list[Distribution]:
     return _distributions(_installed()[0])
 
 
-def _installed() -> tuple[list[Source], list[Source]]:
-    """Return all entry points, and the distributions whose entry points cannot be read.
+def _installed() -> tuple[list[Source], dict[Source, str]]:
+    """Return all entry points, and what cannot be used of the distributions with the reasons.
 
     The order does not depend on that of the installation. Of two distributions of one name the
-    first on the path counts, as for imports.
+    first on the path counts, as for imports; the other is told of.
     """
     sources: dict[tuple[str, ...], Source] = {}
-    broken = []
-    seen = set()
+    broken = {}
+    seen: dict[str, Metadata] = {}
     for found in importlib_metadata.distributions():
-        folder = _folder(found)
-        if folder in seen:
+        first = seen.setdefault(_folder(found), found)
+        entries, fault = _entries(found)
+        if not entries and not fault:
             continue
-        seen.add(folder)
-        try:
-            entries = found.entry_points.select(group=hookspecs.GROUP)
-        except FOREIGN_ERRORS:
-            if _may_have_plugins(found):
-                broken.append(_source(read_distribution(found)))
-            continue
-        if entries:
-            distribution = read_distribution(found)
-            for entry in entries:
-                place = (entry.name, distribution.name, distribution.location, entry.value)
-                sources[place] = _source(distribution, entry.name, entry.value)
+        distribution = read_distribution(found)
+        if first is not found:
+            fault = _rivalry(read_distribution(first), distribution)
+            entries = []
+        if fault:
+            broken[_source(distribution)] = fault
+        for entry in entries:
+            place = (entry.name, distribution.name, distribution.location, entry.value)
+            sources[place] = _source(distribution, entry.name, entry.value)
     return [sources[place] for place in sorted(sources)], broken
+
+
+def _entries(found: Any) -> tuple[list[Any], str]:
+    """Return the entry points of plugins, or none of them and what is wrong with the file."""
+    try:
+        text = found.read_text(_ENTRY_POINTS) or ""
+    except OSError as error:
+        return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
+    except UnicodeDecodeError:
+        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _may_have_plugins(found) else ""
+    if hookspecs.GROUP not in text:
+        return [], ""
+    if len(text) > _MOST_LETTERS:
+        return (
+            [],
+            f"its {_ENTRY_POINTS} has {len(text):,} characters; {_MOST_LETTERS:,} are allowed",
+        )
+    try:
+        entries = list(found.entry_points.select(group=hookspecs.GROUP))
+    except foreign_errors() as error:
+        return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
+    if len(entries) > _MOST_PLUGINS:
+        return [], f"it announces {len(entries):,} plugins; {_MOST_PLUGINS} are allowed"
+    return entries, ""
+
+
+def _rivalry(first: Distribution, other: Distribution) -> str:
+    """Return the reason not to use a distribution whose name another has already, if that is told.
+
+    It is not where a source folder that is installed for editing holds metadata of its own, or
+    where the path leads to one folder twice.
+    """
+    if Path(first.location).resolve() == Path(other.location).resolve():
+        return ""
+    used = f"{first.version} in {first.location}, which is used"
+    return (
+        f"there are two distributions of the name {other.name!r} on the path: {used}, "
+        f"and {other.version} in {other.location}"
+    )
 
 
 def _source(distribution: Distribution, name: str = "", value: str = "") -> Source:
@@ -213,7 +259,7 @@ def _load(plugins: Plugins, source: Source) -> None:
     """Import a plugin that was found to be harmless, and take its records."""
     try:
         plugin = load_value(source.value)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         plugins.quarantine(source, f"its import raised {described(error)}", cause=error)
         return
     verdict = check_api(plugin, in_code=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import traceback
 from collections import Counter
@@ -13,12 +14,12 @@ import pluggy
 
 from interposer import hookspecs
 from interposer._contract.errors import (
-    FOREIGN_ERRORS,
     InterposerError,
     PluginConflictError,
     PluginError,
     RecordError,
     described,
+    foreign_errors,
     warn,
 )
 from interposer._contract.records import OpEntry, Record
@@ -220,7 +221,7 @@ class Plugins:
                 records = declared_records(self._manager, source.name)
             except RecordError as error:
                 reason, cause = str(error), error
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 reason, cause = f"interposer_records raised {described(error)}", error
             else:
                 reason = self._check(source, records)
@@ -243,15 +244,25 @@ class Plugins:
             self._tell(failure)
 
     def observe(self, hook: str, **facts: Any) -> None:
-        """Tell every observer; one that raises is quarantined and never breaks the caller."""
+        """Tell every observer; one that raises is quarantined and never breaks the caller.
+
+        Each is told copies: what it is told is also what others go by. One that changes its copy,
+        though that is frozen, is quarantined as well.
+        """
         for implementation in list(getattr(self._manager.hook, hook).get_hookimpls()):
             name = implementation.plugin_name
             if not self._manager.has_plugin(name):
                 continue  # another hook of it failed while this one was told
+            told = {k: _copied(facts[k]) for k in implementation.argnames}
             try:
-                implementation.function(**{k: facts[k] for k in implementation.argnames})
-            except FOREIGN_ERRORS as error:
+                implementation.function(**told)
+                changed = [k for k, fact in told.items() if fact != facts[k]]
+            except foreign_errors() as error:
                 self._disown(name, f"its observer {hook} raised {described(error)}", error)
+                continue
+            if changed:
+                reason = f"its observer {hook} changes the {changed[0]} that it is told of"
+                self._disown(name, reason)
 
     def tell_probed(self, plugin: str, task: Task, finding: Finding) -> None:
         """Tell the observers of an examination, if it was made just now."""
@@ -288,7 +299,7 @@ class Plugins:
                 answer = implementation.function(**{k: facts[k] for k in implementation.argnames})
             except InterposerError:
                 raise
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 self._disown(name, f"its hook {hook} raised {described(error)}", error)
                 continue
             if answer is not None:
@@ -364,6 +375,11 @@ class Plugins:
             distribution=failure.distribution,
             reason=failure.error.reason,
         )
+
+
+def _copied(fact: Any) -> Any:
+    # An error is equal to nothing but itself.
+    return fact if isinstance(fact, BaseException) else copy.deepcopy(fact)
 
 
 def in_code(plugin: Any, name: str = "") -> Source:

@@ -12,7 +12,7 @@ from interposer._config.once import ForkSafeLock, cached
 from interposer._config.policy import FIELDS
 from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
-from interposer._contract.errors import FOREIGN_ERRORS, PluginError, UnknownNameError, described
+from interposer._contract.errors import PluginError, UnknownNameError, described, foreign_errors
 from interposer._contract.records import (
     AttentionEntry,
     CheckpointEntry,
@@ -248,7 +248,7 @@ def register(plugin: Any, name: str = "") -> Registration:
     try:
         records, faults = check_plugin(plugin, source.name)
         faults = faults or check_classes(records)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         reason = f"it raised {described(error)}"
         raise PluginError(source.name, source.origin, reason, mend) from error
     if faults:

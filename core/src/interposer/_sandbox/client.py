@@ -35,6 +35,10 @@ class ExaminationError(InterposerError):
     """Code cannot be examined in another process; the text says why."""
 
 
+class UnavailableError(ExaminationError):
+    """This system or program has no process that could examine anything."""
+
+
 class _Gone(Exception):
     """The examining process has ended."""
 
@@ -42,9 +46,9 @@ class _Gone(Exception):
 class _Process:
     def __init__(self) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
-            raise ExaminationError("this program has no interpreter of its own to start")
+            raise UnavailableError("this program has no interpreter of its own to start")
         if not hasattr(os, "fork"):
-            raise ExaminationError(f"{sys.platform} cannot fork")
+            raise UnavailableError(f"{sys.platform} cannot fork")
         _log.info("Examining plugins in another process; it is remembered what was found.")
         # Without -P a json.py in the working directory would run first.
         flags = ["-P", *(["-I"] if sys.flags.isolated else []), "-W", "ignore"]
@@ -56,7 +60,7 @@ class _Process:
                 command, bufsize=0, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True
             )
         except OSError as error:
-            raise ExaminationError(f"{sys.executable} cannot be started: {error}") from error
+            raise UnavailableError(f"{sys.executable} cannot be started: {error}") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._questions, self._answers = self._process.stdin, self._process.stdout
@@ -148,7 +152,9 @@ def ask(name: str, arguments: dict[str, Any], seconds: float) -> Any:
             except BaseException:
                 stop()  # its answer would be taken for that to the next question
                 raise
-    raise ExaminationError("the examining process ended twice without an answer")
+    raise ExaminationError(
+        "the process that examines it ended twice without an answer, by the code or by the system"
+    )
 
 
 def stop() -> None:

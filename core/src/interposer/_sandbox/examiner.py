@@ -23,7 +23,7 @@ from interposer._config.config import Config
 from interposer._config.storage import Store, default_store
 from interposer._contract.errors import StorageError, warn
 from interposer._sandbox import client
-from interposer._sandbox.client import ExaminationError
+from interposer._sandbox.client import ExaminationError, UnavailableError
 from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Finding, Task
 from interposer._validation.distribution import Distribution, read_distribution
@@ -101,8 +101,11 @@ def _examined(task: Task, config: Config) -> tuple[Finding, bool]:
         return perform(task), True
     try:
         answer = client.ask(task.name, dict(task.arguments), config.probe_seconds)
-    except ExaminationError as error:
-        return Finding.refused(f"cannot be examined: {error}. Try: {_MEND}"), False
+    except UnavailableError as error:
+        reason = f"cannot be examined: {error}. Try: {_MEND}"
+        return Finding.refused(reason, unavailable=True), False
+    except ExaminationError as error:  # without the other process it would end this one
+        return Finding.refused(f"cannot be examined: {error}"), False
     return Finding.from_json(answer), True
 
 

@@ -7,6 +7,8 @@ is left to ask, or after a minute of silence.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import ctypes
 import faulthandler
 import fcntl
@@ -19,14 +21,23 @@ import secrets
 import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from interposer._contract.errors import FOREIGN_ERRORS
 from interposer._sandbox import client
 from interposer._sandbox.inspection import COMPARISON, perform
-from interposer._sandbox.supervisor import DUMP_SIGNAL, FAILED_CODE, Ended, Pipes, Watch
+from interposer._sandbox.supervisor import (
+    DEATH_SECONDS,
+    DUMP_SIGNAL,
+    FAILED_CODE,
+    Ended,
+    Pipes,
+    Watch,
+    children_of,
+)
 from interposer._sandbox.task import Finding, Reporter, Task
 
 _IDLE_SECONDS = 60.0
@@ -38,7 +49,8 @@ _TORCH_FOR_KERNELS = (*_TORCH, COMPARISON, "torch._dynamo")
 # Taken before a plugin can replace them.
 _exit, _write, _getpid, _dumps = os._exit, os.write, os.getpid, json.dumps
 _libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_BEAT_SECONDS = 0.05
 
 
 def main() -> NoReturn:
@@ -57,6 +69,8 @@ def main() -> NoReturn:
         for number in (0, 1, 2):
             os.dup2(nowhere, number)
         os.close(nowhere)
+        if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         gc.freeze()
         _serve(asking, answering)
         _exit(0)
@@ -93,6 +107,19 @@ def _examine(request: dict[str, Any], asking: int, answering: int, warm: bool) -
     finally:
         for descriptor in readers:
             os.close(descriptor)
+        _end_orphans()
+
+
+def _end_orphans() -> None:
+    """End the processes that a task left behind, in whatever group they are."""
+    deadline = time.monotonic() + DEATH_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                for pid in children_of(os.getpid()):
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.001)
 
 
 def _import(modules: Iterable[str]) -> bool:
@@ -101,7 +128,7 @@ def _import(modules: Iterable[str]) -> bool:
         # Whoever hangs here hangs in the process that asks as well.
         signal.alarm(_WARM_SECONDS)
         for module in modules:
-            with suppress(*FOREIGN_ERRORS):
+            with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
         gc.freeze()
@@ -137,8 +164,14 @@ def _do(
             os.chdir(request["cwd"])
         if not warm:
             sys.meta_path.insert(0, _TorchFinder(teller))
+        atexit._clear()  # so that those of the task alone are called
         try:
-            teller.end(perform(Task(**request["task"]), teller))
+            finding = perform(Task(**request["task"]), teller)
+            if finding.verdict:
+                teller.begin("ending the process")
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+            teller.end(finding)
         except BaseException as error:  # noqa: BLE001 - a plugin may raise its own
             teller.end(Finding.raised(teller.stage, error))
     finally:
@@ -163,10 +196,21 @@ class _Teller(Reporter):
         self._output = output
         self._token = token
         self._pid = _getpid()
+        self._lock = _thread.allocate_lock()
+        self._beats = False
 
     def begin(self, stage: str, patience: float = 1.0) -> None:
         super().begin(stage)
+        if patience > 1 and not self._beats:
+            self._beats = True
+            _thread.start_new_thread(self._beat, ())
         self.tell(begin=stage, patience=patience)
+
+    def _beat(self) -> None:
+        """Tell on and on that other threads get the interpreter's lock."""
+        while True:
+            time.sleep(_BEAT_SECONDS)
+            self.tell(beat=True)
 
     def note(self, **facts: Any) -> None:
         super().note(**facts)
@@ -188,8 +232,9 @@ class _Teller(Reporter):
             _exit(0)
         line = memoryview(_dumps({"token": self._token, **message}).encode() + b"\n")
         try:
-            while line:
-                line = line[_write(self._lines, line) :]
+            with self._lock:
+                while line:
+                    line = line[_write(self._lines, line) :]
         except OSError:  # the plugin closed what is not its own
             _exit(FAILED_CODE)
 
@@ -212,6 +257,6 @@ class _TorchFinder:
 def _flush() -> None:
     """Hand on what was printed, by native code as well."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(*FOREIGN_ERRORS):
+        with suppress(BaseException):
             stream.flush()
     _libc.fflush(None)

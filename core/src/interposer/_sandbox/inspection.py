@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
@@ -13,7 +12,7 @@ import pluggy
 
 from interposer import hookspecs
 from interposer._contract.capability import Capability
-from interposer._contract.errors import FOREIGN_ERRORS, RecordError
+from interposer._contract.errors import RecordError, foreign_errors
 from interposer._contract.records import Kernel, PlatformEntry, Record, load_target
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
@@ -44,7 +43,7 @@ def perform(task: Task, reporter: Reporter | None = None) -> Finding:
         finding = Finding(_TASKS[task.name](task.arguments, reporter))
     except _RefusedError as error:
         finding = Finding.refused(str(error))
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         finding = Finding.raised(reporter.stage, error)
     return replace(finding, facts={**reporter.facts, **finding.facts})
 
@@ -57,17 +56,20 @@ def load_value(value: str) -> Any:
 
 
 def check_plugin(
-    plugin: object, name: str, *, in_code: bool = True, reporter: Reporter | None = None
+    plugin: object, name: str, value: str = "", *, reporter: Reporter | None = None
 ) -> tuple[tuple[Record, ...], list[str]]:
     """Return the records of an imported plugin, and what is wrong with it.
 
     Checked are the API version, the hooks, what ``interposer_records`` does and returns, and the
     records, without importing what they name. Records are returned only if nothing is wrong.
     What its code raises is passed on.
+
+    Args:
+        value: of its entry point; empty for a plugin that was given in code.
     """
     reporter = reporter or Reporter()
     reporter.begin("reading INTERPOSER_API")
-    verdict = check_api(plugin, in_code)
+    verdict = check_api(plugin, in_code=not value)
     if not verdict:
         return (), [verdict.reason]
     manager = pluggy.PluginManager("interposer")
@@ -77,7 +79,7 @@ def check_plugin(
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
     reporter.begin("calling interposer_records")
-    with SideEffects(alone=reporter.alone) as side_effects:
+    with SideEffects(alone=reporter.alone, package=_package(value)) as side_effects:
         records = declared_records(manager, name)
     if side_effects.effects:
         return (), [f"calling interposer_records {effect}" for effect in side_effects.effects]
@@ -89,15 +91,17 @@ def check_plugin(
 def _examine_plugin(arguments: Arguments, reporter: Reporter) -> Verdict:
     value, name = str(arguments["value"]), str(arguments["name"])
     stage = f"importing {value.partition(':')[0].strip()}"
-    plugin = _run(reporter, stage, load_value, value, light=True)
-    records, faults = check_plugin(plugin, name, in_code=False, reporter=reporter)
+    watch = SideEffects(alone=reporter.alone, package=_package(value))
+    plugin = _run(reporter, stage, watch, load_value, value)
+    records, faults = check_plugin(plugin, name, value, reporter=reporter)
     if faults:
         return Verdict.refuse("; ".join(faults))
     platforms = [record for record in records if isinstance(record, PlatformEntry)]
     reporter.note(platforms=[{"name": entry.name, "score": entry.score} for entry in platforms])
     reporter.unmute()
     stage = "checking its classes"
-    faults = _run(reporter, stage, check_classes, records, load_target, reporter.begin)
+    watch = SideEffects(light=False, alone=reporter.alone, package=_package(value))
+    faults = _run(reporter, stage, watch, check_classes, records, load_target, reporter.begin)
     return Verdict.refuse("; ".join(faults)) if faults else Verdict.accept()
 
 
@@ -109,11 +113,14 @@ def _examine_targets(arguments: Arguments, reporter: Reporter) -> Verdict:
 def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
     target = str(arguments["target"])
     (platform,) = _load([target], reporter)
-    if _verdict(reporter, f"probing {target}", lambda: platform.probe()):
+    watch = SideEffects(light=False, alone=reporter.alone, package=_package(target))
+    if _verdict(reporter, f"probing {target}", watch, lambda: platform.probe()):
         reporter.begin(f"listing the devices of {target}")
         # What it raises is met again, and told of, by whoever chooses it.
-        with suppress(*FOREIGN_ERRORS):
+        try:
             platform().devices()
+        except foreign_errors():
+            pass
     return Verdict.accept()
 
 
@@ -124,7 +131,7 @@ def _examine_predicate(arguments: Arguments, reporter: Reporter) -> Verdict:
     asked = getattr(loaded, member) if member else loaded
     request = read_request(arguments["request"])
     given = (request,) if request.detail is None else (request.detail, request.capability)
-    _verdict(reporter, f"asking {target}", asked, *given)
+    _verdict(reporter, f"asking {target}", _calls(target, reporter), asked, *given)
     return Verdict.accept()
 
 
@@ -143,7 +150,7 @@ def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
     # Before the kernel is there, which may change what reading the record relies on.
     takes = _acceptance(arguments, reporter)
     function, *prepare = _load([target, *filter(None, [arguments.get("prepare")])], reporter)
-    with SideEffects(light=False, alone=reporter.alone) as side_effects:
+    with _calls(target, reporter) as side_effects:
         compared = compare(
             op,
             function,
@@ -196,7 +203,7 @@ def _record(arguments: Arguments, reporter: Reporter) -> Kernel:
     value, name, target = str(arguments["plugin"]), arguments["kernel"], arguments["target"]
     reporter.begin(f"importing {value}")
     plugin = load_value(value)
-    records, faults = check_plugin(plugin, value, in_code=False, reporter=reporter)
+    records, faults = check_plugin(plugin, value, value, reporter=reporter)
     for record in records:
         if isinstance(record, Kernel) and (record.name, record.target) == (name, target):
             return record
@@ -205,32 +212,48 @@ def _record(arguments: Arguments, reporter: Reporter) -> Kernel:
 
 def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
     """Return what import strings name, each loaded as a stage of its own."""
-    return [_run(reporter, f"loading {target}", load_target, target) for target in targets]
+    loaded = []
+    for target in targets:
+        watch = SideEffects(light=False, alone=reporter.alone, package=_package(target))
+        loaded.append(_run(reporter, f"loading {target}", watch, load_target, target))
+    return loaded
 
 
-def _verdict(reporter: Reporter, stage: str, action: Callable[..., Any], *given: Any) -> Verdict:
+def _calls(target: str, reporter: Reporter) -> SideEffects:
+    """Return the watch over calls of what was loaded before."""
+    return SideEffects(light=False, alone=reporter.alone, package=_package(target), calls=True)
+
+
+def _package(value: str) -> str:
+    """Return the top-level package of what an import string or an entry point names."""
+    return value.partition(":")[0].partition(".")[0].strip()
+
+
+def _verdict(
+    reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any
+) -> Verdict:
     """Return the verdict of a stage.
 
     Raises: _RefusedError: it did something beside its work, or returned something else.
     """
-    returned = _run(reporter, stage, action, *given)
+    returned = _run(reporter, stage, watch, action, *given)
     if isinstance(returned, Verdict):
         return returned
     raise _RefusedError(f"{stage} returned {returned!r:.100}, not a Verdict")
 
 
 def _run(
-    reporter: Reporter, stage: str, action: Callable[..., Any], *given: Any, light: bool = False
+    reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any
 ) -> Any:
     """Return what ``action`` returns, as a stage of a task; what it raises is passed on.
 
     Raises: _RefusedError: it did something beside its work.
     """
     reporter.begin(stage)
-    with SideEffects(light, reporter.alone) as side_effects:
+    with watch:
         returned = action(*given)
-    if side_effects.effects:
-        raise _RefusedError("; ".join(f"{stage} {effect}" for effect in side_effects.effects))
+    if watch.effects:
+        raise _RefusedError("; ".join(f"{stage} {effect}" for effect in watch.effects))
     return returned
 
 

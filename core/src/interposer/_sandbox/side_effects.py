@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import _thread
+import atexit
 import builtins
 import contextlib
-import io
+import gc
 import os
 import signal
 import sys
 import threading
-import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from interposer._config.config import environment_guard
+from interposer._sandbox.remains import offspring, origin, streams
+from interposer._sandbox.settings import settings
 
-_PRINTED_LIMIT = 200
-# A thread that was joined may still be listed for a moment, and one that was started not yet be.
-_THREAD_GRACE_SECONDS = 0.02
-_STREAMS = ("stdout", "stderr")
-_HOOKS = ("displayhook", "excepthook", "unraisablehook")
+_MOST_NAMED = 5
 _SIGNALS = [
     getattr(signal, name)
     for name in (
@@ -34,35 +33,55 @@ _SIGNALS = [
 _getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 # torch's compiler sets these when it is first imported.
 _TORCHS_OWN = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
-# Settings of torch, each with the functions that get and set it.
-_TORCH_SETTINGS = (
-    ("default dtype", "get_default_dtype", "set_default_dtype"),
-    ("default device", "get_default_device", "set_default_device"),
-    ("number of threads", "get_num_threads", "set_num_threads"),
-    ("gradient mode", "is_grad_enabled", "set_grad_enabled"),
-    ("deterministic mode", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
-    ("float32 precision", "get_float32_matmul_precision", "set_float32_matmul_precision"),
+# Modules and classes of torch whose functions everybody calls.
+_TORCH_MODULES = frozenset(
+    {
+        *("torch", "torch._C", "torch._C._nn", "torch._ops", "torch.autograd", "torch.cuda"),
+        *("torch.library", "torch.linalg", "torch.nn", "torch.nn.functional", "torch.random"),
+        *("torch.nn.modules.module", "torch.serialization", "torch.special"),
+    }
 )
+_TORCH_CLASSES = ("Tensor", "nn.Module", "nn.Linear", "nn.Embedding", "Generator")
+_STANDARD = (0, 1, 2)
+# Builtins are compared first of all, and __main__ is the program's own.
+_APART = ("builtins", "__main__")
+# They make modules of what they generate.
+_PLANTERS = ("__mp_main__", "torch", "triton", "cython_runtime", "_cython_")
+_HOOKS = ("sys.meta_path", "sys.path_hooks", "the callbacks of the garbage collector")
+# Libraries that report errors install these, and mean to.
+_REPORTERS = frozenset(
+    {"sys.displayhook", "sys.excepthook", "sys.unraisablehook", "threading.excepthook"}
+)
+
+
+_EVERYBODYS = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
 
 
 class SideEffects:
     """Lists in ``effects`` what the code in a ``with`` block did beside its work.
 
     Each effect completes a sentence: "replaces builtins.print". What can be put back is: the
-    environment, builtins, modules, the working directory, ``sys.path`` and hooks of ``sys``,
-    signal handlers, settings of torch. What the block raises passes.
+    environment, builtins, modules and their functions, the working directory, ``sys.path`` and
+    hooks, signal handlers, standard streams, settings. What the block raises passes.
 
     Args:
-        light: the code is that of a plugin module, which has no reason to print, to leave a
-            thread or to hook into the interpreter. Libraries that a target loads may do these.
+        light: the code is that of a plugin module, which has no reason to print, to start a
+            process, to leave a thread or to hook into the interpreter. Libraries that a target
+            loads may do these; the target's own package may not.
         alone: this process is there for the block only, so that a new thread is one of the
             block's. In any other, what all threads share is compared only while there is but
             one: else changes of the others would be blamed on the block, and undone.
+        package: the top-level package that the code belongs to, which may change itself.
+        calls: the block only calls what was loaded before, so that no thread may be left.
     """
 
-    def __init__(self, light: bool = True, alone: bool = True) -> None:
+    def __init__(
+        self, light: bool = True, alone: bool = True, *, package: str = "", calls: bool = False
+    ) -> None:
         self.light = light
         self.alone = alone
+        self.package = package
+        self.calls = calls
         self.effects: list[str] = []
 
     def __enter__(self) -> SideEffects:
@@ -70,14 +89,25 @@ class SideEffects:
         self.effects = []
         self._comparisons: list[Iterator[str]] = []
         if self.light:
-            self._comparisons += [_streams(shared)]
-        if self.light and not shared:
-            self._comparisons += [_hooks()]
+            self._comparisons += [streams(shared)]
         if not shared:
-            self._comparisons += [_environment(), _modules(), _path(), _cwd(), _handlers()]
-            self._comparisons += [_torch()]
-        if self.light and self.alone:
-            self._comparisons += [_threads()]
+            self._comparisons += [
+                self._functions(),  # the others call them
+                _environment(),
+                _modules(),
+                self._planted(),
+                _path(),
+                _cwd(),
+                _handlers(),
+                _descriptors(self.alone),
+                *map(self._hooks, (sys.meta_path, sys.path_hooks, gc.callbacks), _HOOKS),
+                self._filters(),
+                self._settings(),
+            ]
+        if self.alone:
+            self._comparisons += [offspring(self.light, self.calls, self.package)]
+        if self.light and not shared:
+            self._comparisons += [_exit_handlers()]
         for comparison in self._comparisons:
             next(comparison)
         self._builtins = dict(vars(builtins))
@@ -96,38 +126,136 @@ class SideEffects:
         for comparison in self._comparisons:
             self.effects += comparison
 
+    # Each of these looks at one part of the process, and yields once to let the block run. Then
+    # it looks again, puts back what it can and yields the effects; so do the functions below.
+
+    def _is_own(self, value: object) -> bool:
+        """Say whether a function or object is defined by the package of the block's code."""
+        return not self.package or origin(value) == self.package
+
+    def _planted(self) -> Iterator[str]:
+        before = set(sys.modules)
+        known, own = {_root(name) for name in before}, [self.package] if self.package else []
+        yield ""
+        new = [name for name in [*sys.modules] if name not in before and not _is_imported(name)]
+        names = [name for name in new if not _root(name).startswith((*own, *_PLANTERS))]
+        if not self.light:  # what a library that was first imported here calls its own, is it
+            names = [n for n in names if _root(n) in known or not _is_imported(_root(n))]
+        for name in names:
+            del sys.modules[name]
+        if names:
+            yield f"plants {_listed([*map(repr, names)])} in sys.modules"
+
+    def _hooks(self, hooks: Any, name: str) -> Iterator[str]:
+        before = [*hooks]
+        yield ""
+        known, found = {*map(id, before)}, {*map(id, hooks)}
+        new = [hook for hook in hooks if id(hook) not in known]
+        if known - found or (new and self.light) or any(map(self._is_own, new)):
+            hooks[:] = before
+            yield f"changes {name}"
+
+    def _filters(self) -> Iterator[str]:
+        filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        before = [*filters]
+        yield ""
+        new = [entry for entry in filters if entry not in before]
+        # A library may have filters for warnings of its own, but not for those of everybody.
+        if filters != before and (self.light or any(_is_for_all(*entry) for entry in new)):
+            filters[:] = before
+            yield "changes the filters of warnings"
+
+    def _settings(self) -> Iterator[str]:
+        before = [(setting, setting.get()) for setting in settings(self.light)]
+        yield ""
+        for setting, value in before:
+            if setting.get() != value:
+                setting.put(value)
+                yield f"changes {setting.name}"
+
+    def _functions(self) -> Iterator[str]:
+        before = [(place, space, dict(space)) for place, space in self._watched()]
+        classes = [(place, owner, dict(vars(owner))) for place, owner in _classes()]
+        yield ""
+        names = []
+        for place, space, kept in before:
+            for name in _changed(space, kept):
+                path, value = f"{place}.{name}", kept[name]
+                if not callable(value):
+                    continue
+                if not self.light and self._is_a_librarys(path, space.get(name)):
+                    continue
+                names.append(path)
+                space[name] = value
+        for place, owner, kept in classes:
+            for name in _changed(vars(owner), kept):
+                if callable(kept[name]) or isinstance(kept[name], property):
+                    names.append(f"{place}.{name}")
+                    setattr(owner, name, kept[name])
+        if names:
+            yield f"replaces {_listed(names)}"
+
+    def _is_a_librarys(self, path: str, value: object) -> bool:
+        """Say whether a function was replaced by its own library, or by one that reports errors."""
+        if path in _REPORTERS:
+            return not self._is_own(value)
+        place, name = origin(value), getattr(value, "__name__", "")
+        if place == _root(path):
+            return path.endswith(f".{name}") or path == "torch.Storage"  # of the default dtype
+        pythons = place in sys.stdlib_module_names
+        return not pythons and bool(self.package) and place != self.package
+
+    def _watched(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the modules whose functions others rely on, by name, with what they hold."""
+        standard = sys.stdlib_module_names
+        for name, module in [*sys.modules.items()]:
+            root = _root(name)
+            watched = root in standard or root.startswith("interposer") or name in _TORCH_MODULES
+            space = getattr(module, "__dict__", None)
+            if watched and root not in (*_APART, self.package) and isinstance(space, dict):
+                yield name, space
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
 
 def _changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the names that are gone or mean something else; no builtin function is called."""
     return [name for name in before if name not in now or now[name] is not before[name]]
 
 
-# Each of these looks at one part of the process, and yields once to let the block run. Then it
-# looks again, puts back what it can and yields the effects.
+def _is_imported(name: str) -> bool:
+    """Say whether a module came about by an import of its name, or put an object there itself."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return getattr(spec, "name", None) == name or _root(type(module).__module__) == _root(name)
 
 
-def _streams(shared: bool) -> Iterator[str]:
-    captures = {name: _Capture(_lasting(getattr(sys, name))) for name in _STREAMS}
-    sys.stdout, sys.stderr = captures.values()
-    yield ""
-    for name, capture in captures.items():
-        capture.owner = 0
-        if getattr(sys, name) is not capture:
-            if shared:
-                continue  # another thread has put its own there, and takes it away again
-            yield f"replaces sys.{name}"
-        setattr(sys, name, _lasting(capture.stream))
-    printed = "".join(text for capture in captures.values() for text in capture.kept)
-    if printed:
-        yield f"prints {printed[:_PRINTED_LIMIT]!r}"
+def _is_for_all(
+    action: str, message: object, category: type[Warning], module: object, line: int
+) -> bool:
+    """Say whether a filter speaks of the warnings of everybody."""
+    return message is None and module is None and not line and category in _EVERYBODYS
 
 
-def _hooks() -> Iterator[str]:
-    before = {name: getattr(sys, name) for name in _HOOKS}
-    yield ""
-    for name in _changed(vars(sys), before):
-        setattr(sys, name, before[name])
-        yield f"replaces sys.{name}"
+def _classes() -> Iterator[tuple[str, type]]:
+    torch = sys.modules.get("torch")
+    for path in _TORCH_CLASSES if hasattr(torch, "nn") else ():
+        owner: Any = torch
+        for name in path.split("."):
+            owner = getattr(owner, name)
+        yield f"torch.{path}", owner
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("interposer.") and isinstance(module, ModuleType):
+            for value in [*vars(module).values()]:
+                if isinstance(value, type) and value.__module__ == name:
+                    yield f"{name}.{value.__name__}", value
 
 
 def _environment() -> Iterator[str]:
@@ -174,80 +302,46 @@ def _handlers() -> Iterator[str]:
             yield f"installs a handler for {number.name}"
 
 
-def _torch() -> Iterator[str]:
-    torch = sys.modules.get("torch")
-    settings = []
-    if hasattr(torch, "set_float32_matmul_precision"):  # else another thread may be importing it
-        for name, get, put in _TORCH_SETTINGS:
-            settings.append((name, getattr(torch, get), getattr(torch, put)))
-    before = [get() for _, get, _ in settings]
+def _descriptors(alone: bool) -> Iterator[str]:
+    # In a program of many parts another one may close its files meanwhile.
+    before = _open_files() if alone else {n: file for n in _STANDARD if (file := _file(n))}
+    copies = {number: os.dup(number) for number in _STANDARD if number in before}
     yield ""
-    for (name, get, put), value in zip(settings, before, strict=True):
-        if get() != value:
-            put(value)
-            yield f"changes torch's {name}"
+    for number, file in before.items():
+        found = _file(number)
+        if found != file:
+            if number in copies and _file(copies[number]) == file:
+                os.dup2(copies[number], number)
+            yield f"{'redirects' if found else 'closes'} the file descriptor {number}"
+    for number, copy in copies.items():
+        if _file(copy) == before[number]:
+            os.close(copy)
+        else:
+            yield f"closes the file descriptor {copy}"
 
 
-def _threads() -> Iterator[str]:
-    before, num_threads, num_tasks = set(threading.enumerate()), _thread._count(), _num_tasks()
+def _exit_handlers() -> Iterator[str]:
+    before = atexit._ncallbacks()
     yield ""
-    deadline = time.monotonic() + _THREAD_GRACE_SECONDS
-    while True:
-        left = [thread for thread in threading.enumerate() if thread not in before]
-        # The module threading does not know those that were started below it.
-        nameless = _thread._count() - num_threads - len(left)
-        if time.monotonic() > deadline:
-            break
-        if not left and nameless <= 0 and _num_tasks() <= num_tasks:
-            return
-        time.sleep(0.001)
-    for name in sorted(thread.name for thread in left):
-        yield f"leaves the thread {name!r} running"
-    if nameless > 0:
-        yield f"leaves {nameless} thread(s) without a name running"
+    if atexit._ncallbacks() > before:
+        yield "registers a function for the end of the program"
 
 
-class _Capture(io.TextIOBase):
-    """A stream that keeps the first of what its thread writes; the rest passes it by.
-
-    What other threads write, and everything once the owner is 0, goes on to where it would have.
-    """
-
-    encoding = "utf-8"
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self.owner = threading.get_ident()
-        self.kept: list[str] = []
-        self.stream = stream
-        self._left = _PRINTED_LIMIT
-
-    def write(self, text: str, /) -> int:
-        if threading.get_ident() != self.owner:
-            return int(self.stream.write(text)) if self.stream is not None else len(text)
-        if text and self._left > 0:
-            self.kept.append(str(text)[: self._left])
-            self._left -= len(text)
-        return len(text)
-
-    def flush(self) -> None:
-        if self.stream is not None:
-            self.stream.flush()
-
-    def fileno(self) -> int:
-        if self.stream is None:
-            raise io.UnsupportedOperation("fileno")
-        return int(self.stream.fileno())
-
-    def writable(self) -> bool:
-        return True
+def _open_files() -> dict[int, tuple[int, int]]:
+    """Return what the open file descriptors lead to; of the standard ones where none is listed."""
+    try:
+        numbers = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    except OSError:
+        numbers = [*_STANDARD]
+    return {number: file for number in numbers if (file := _file(number))}
 
 
-def _lasting(stream: Any) -> Any:
-    """Return the stream below captures whose block has ended; another thread may have kept one."""
-    while isinstance(stream, _Capture) and not stream.owner:
-        stream = stream.stream
-    return stream
+def _file(number: int) -> tuple[int, int] | None:
+    try:
+        facts = os.fstat(number)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def _working_directory() -> str:
@@ -255,11 +349,3 @@ def _working_directory() -> str:
         return str(Path.cwd())
     except OSError:  # it was removed
         return ""
-
-
-def _num_tasks() -> int:
-    """Return how many threads the system counts in this process; 0 where it does not tell."""
-    try:
-        return Path("/proc/self/task").stat().st_nlink
-    except OSError:
-        return 0

@@ -7,7 +7,9 @@ import os
 import select
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from interposer._sandbox.task import Finding
@@ -18,10 +20,15 @@ FAILED_CODE = 70
 DUMP_SIGNAL = signal.SIGUSR2
 """Makes a child process print where all its threads are."""
 
+DEATH_SECONDS = 1.0
+"""How long a process that was killed may take to end."""
+
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _DUMP_SECONDS = 0.1
-_DEATH_SECONDS = 1.0
+# Who works uses more of a processor than this, and who waits less.
+_WORKING_SHARE = 0.02
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _CHUNK_BYTES = 1 << 16
 _MOST_CHUNKS = 16
 _HEAD_BYTES = 800
@@ -73,6 +80,8 @@ class Watch:
         self._head = b""
         self._tail = b""
         self._code: int | None = None
+        self._late = ""
+        self._used = self._deadline = self._beaten = self._checked = 0.0
         self._begin("starting", 1.0)
 
     def follow(self, asking: int, answering: int) -> Finding | None:
@@ -121,23 +130,41 @@ class Watch:
             if not ready:
                 self._reap()
             now = time.monotonic()
-            if now > self._deadline:
+            self._late = self._lateness(now)
+            if self._late:
                 return
             if now > beat + _BEAT_SECONDS:
                 beat = now
                 os.write(answering, b"\n")
+
+    def _lateness(self, now: float) -> str:
+        """Return how a stage is late, empty while it may go on.
+
+        What may take longer than usual has to show that it works: it is to use a processor, or a
+        process that it started is, and it is to let other threads have the interpreter's lock.
+        """
+        if now > self._deadline:
+            return f"did not return within {self._limit_seconds:g} s"
+        if self._limit_seconds > self._seconds:
+            if now > self._beaten + self._seconds:
+                return f"did not return within {self._seconds:g} s, holding the interpreter's lock"
+            if now > self._checked + self._seconds:
+                used, self._checked = _processor_seconds(self._pid), now
+                if used is not None and used - self._used < _WORKING_SHARE * self._seconds:
+                    return f"did not return within {self._seconds:g} s, waiting without working"
+                self._used = used or 0.0
+        return ""
 
     def _ending(self) -> tuple[str, dict[str, Any]]:
         """Return how a process ended that told nothing, or is late, and facts about it."""
         if self._told:
             return "", {}
         if not self._gone:
-            late = f"took longer than {self._limit_seconds:g} s"
             with suppress(ProcessLookupError):
                 os.kill(self._pid, DUMP_SIGNAL)
             self._await_death(_DUMP_SECONDS)
-            return late, {"limit_seconds": self._seconds}
-        self._await_death(_DEATH_SECONDS)
+            return self._late, {"limit_seconds": self._seconds}
+        self._await_death(DEATH_SECONDS)
         code = self._code
         if code is None or code == FAILED_CODE:
             return "closed the pipe of its examination", {}
@@ -166,7 +193,7 @@ class Watch:
         for kill in (os.killpg, os.kill) if self._code is None else (os.killpg,):
             with suppress(ProcessLookupError, PermissionError):
                 kill(self._pid, signal.SIGKILL)
-        self._await_death(_DEATH_SECONDS)
+        self._await_death(DEATH_SECONDS)
 
     def _read(self) -> None:
         for descriptor in [*self._open]:
@@ -199,6 +226,8 @@ class Watch:
         match message:
             case {"begin": str(stage), "patience": float(patience)}:
                 self._begin(stage, patience)
+            case {"beat": True}:
+                self._beaten = time.monotonic()
             case {"note": dict(facts)}:
                 self._facts |= facts
             case {"warm": True}:
@@ -209,4 +238,25 @@ class Watch:
     def _begin(self, stage: str, patience: float) -> None:
         self._stage = stage
         self._limit_seconds = patience * self._seconds
-        self._deadline = time.monotonic() + self._limit_seconds
+        self._beaten = self._checked = now = time.monotonic()
+        self._deadline = now + self._limit_seconds
+        self._used = _processor_seconds(self._pid) or 0.0 if patience > 1 else 0.0
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Yield the child processes of a process; none where the system does not list them."""
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (task / "children").read_text("ascii").split())
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Return what a process and all that it started have used; None where nobody tells."""
+    try:
+        # The name in it may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    own = sum(map(int, fields[11:15])) / _TICKS_PER_SECOND
+    return own + sum(_processor_seconds(child) or 0.0 for child in children_of(pid))

@@ -51,7 +51,7 @@ class Finding:
             ``platforms`` that a plugin declares, each with ``name`` and ``score``; the name of a
             ``missing`` module; the ``probe_seconds`` that were not enough as ``limit_seconds``;
             ``times_late`` if it took too long twice in a row; ``passing`` where something
-            outside of the plugin may have ended it.
+            outside of the plugin may have ended it; ``unavailable`` where no process could.
         span: start and end in nanoseconds since the epoch, if it was found just now.
     """
 

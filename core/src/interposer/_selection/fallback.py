@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from interposer._contract.choice import Candidate
-from interposer._contract.errors import FOREIGN_ERRORS, described
+from interposer._contract.errors import described, foreign_errors
 
 
 class Replace(Protocol):
@@ -55,12 +55,12 @@ class Fallback:
         function = self.function
         try:
             return function(*args, **kwargs)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             if function is self._reference:
                 raise
             try:
                 self._reference(*args, **kwargs)
-            except FOREIGN_ERRORS:
+            except foreign_errors():
                 raise error from None
             self._take_over(function, error)
         return self(*args, **kwargs)

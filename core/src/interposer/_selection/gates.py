@@ -14,9 +14,9 @@ from interposer._contract.op import CustomOp
 from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
+from interposer._plugins.plugins import Plugin, Source
 from interposer._plugins.registry import Registry
 from interposer._sandbox.task import Task
-from interposer._validation.distribution import STANDARD
 
 _STRIKES = 3
 _ACCEPTED = Verdict.accept()
@@ -53,8 +53,9 @@ class AgreesWithReference:
     """The canary: compares a kernel with the reference when it is first bound for a dtype.
 
     A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
-    costs a refusal. Parts of the SDK and the distribution that provides the platform in force
-    are trusted unless the policy says ``all``: whoever drives the device is in the process anyway.
+    costs a refusal. The part of the SDK that defines the op and the distribution that provides the
+    platform in force are trusted unless the policy says ``all``: the one says what is right, and
+    whoever drives the device is in the process anyway.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class AgreesWithReference:
         self._registry = registry
         self._device = device
         self._scope = scope
-        self._trusted = trusted | STANDARD
+        self._trusted = trusted
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Compare, or return what is remembered: a departure refuses for the dtype, any dims."""
@@ -75,6 +76,10 @@ class AgreesWithReference:
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
         if self._scope == "third_party" and provider in self._trusted:
+            return _ACCEPTED
+        definer = self._definer(record.op).source
+        defines = definer.standard and definer.distribution == provider
+        if self._scope == "third_party" and defines:
             return _ACCEPTED
         known = self._registry.blame(candidate).departures
         key = (candidate.qualified_name, request.dtype)
@@ -85,17 +90,19 @@ class AgreesWithReference:
                 f"{_STRIKES} kernels of {provider} departed from their reference, "
                 "so that its others are not tried"
             )
-        task = Task("kernel", self._arguments(candidate, record, request))
+        task = Task("kernel", self._arguments(candidate, record, request, definer))
         verdict = self._registry.examine(candidate, task)
         if not verdict:
             known[key] = verdict
         return verdict
 
-    def _arguments(self, candidate: Candidate, record: Kernel, request: Request) -> dict[str, Any]:
-        definer = next(
-            plugin for plugin, entry in self._registry.records(OpEntry) if entry.name == record.op
-        )
-        source = definer.source
+    def _definer(self, op: str) -> Plugin:
+        entries = self._registry.records(OpEntry)
+        return next(plugin for plugin, entry in entries if entry.name == op)
+
+    def _arguments(
+        self, candidate: Candidate, record: Kernel, request: Request, source: Source
+    ) -> dict[str, Any]:
         return {
             "op": self._registry.ops[record.op].target,
             # It changes with the code that defines the op.

@@ -15,12 +15,12 @@ from interposer._config.config import Config, effective_config
 from interposer._config.policy import Policy, policy_for
 from interposer._contract.choice import Candidate, Choice
 from interposer._contract.errors import (
-    FOREIGN_ERRORS,
     ConfigError,
     NoCandidateError,
     PlatformUnavailableError,
     UnknownNameError,
     described,
+    foreign_errors,
 )
 from interposer._contract.platform import Placement, Platform
 from interposer._contract.records import PlatformEntry
@@ -104,7 +104,7 @@ def _opened(registry: Registry, choice: Choice) -> Placement:
     try:
         platform: Platform = registry.load(chosen, chosen.record.target)()
         device = platform.devices()[0]
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         failure = f"accepted this machine, but lists no device: {described(error)}"
         raise PlatformUnavailableError(
             f"device on platform {chosen.name!r}",

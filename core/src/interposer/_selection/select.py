@@ -16,13 +16,13 @@ from typing import Literal
 from interposer._config.policy import Policy
 from interposer._contract.choice import Candidate, Choice, Measured
 from interposer._contract.errors import (
-    FOREIGN_ERRORS,
     ConfigError,
     InterposerError,
     NoCandidateError,
     PluginError,
     UnknownNameError,
     described,
+    foreign_errors,
 )
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
@@ -113,7 +113,7 @@ def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Ve
         return Verdict.refuse(error.reason, trace)
     except NoCandidateError as error:
         return Verdict.refuse(f"cannot be built: {error}")
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else f"raised {described(error)}"
         return Verdict.refuse(reason, traceback.format_exc())
     return _ACCEPTED

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from interposer import hookspecs
-from interposer._contract.errors import FOREIGN_ERRORS, RecordError, described, nearest_first
+from interposer._contract.errors import RecordError, described, foreign_errors, nearest_first
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
 from interposer._validation.records import MOST_RECORDS
@@ -64,7 +64,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
     try:
         api = getattr(plugin, "INTERPOSER_API", None)
         torch = getattr(plugin, "INTERPOSER_TORCH", None)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         reason = f"reading its INTERPOSER_API raised {described(error)}"
         return Verdict.refuse(reason, traceback.format_exc())
     if api is None and not in_code:
@@ -198,7 +198,7 @@ def _members(plugin: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in dir(plugin):
         try:
             member = getattr(plugin, name)
-        except FOREIGN_ERRORS:  # a property that does not work is no hook
+        except foreign_errors():  # a property that does not work is no hook
             continue
         if inspect.isroutine(member):
             yield name, member

@@ -10,7 +10,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args
 
-from interposer._contract.errors import FOREIGN_ERRORS, RecordError, described
+from interposer._contract.errors import RecordError, described, foreign_errors
 from interposer._contract.records import (
     NAMES,
     TARGETS,
@@ -101,7 +101,7 @@ def check_classes(
             continue
         except RecordError as error:
             faults.append(str(error))
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             faults.append(f"loading {what} raised {described(error)}")
     return faults
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from interposer import CheckpointFile, Choice, Config, Request, current_registry, select
 from interposer.errors import (
-    FOREIGN_ERRORS,
     CheckpointError,
     InterposerError,
     PluginError,
     described,
+    foreign_errors,
 )
 from interposer.records import CheckpointEntry
 from interposer_models._checkpoint.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ def open_checkpoint(
         return kind.open(file), choice
     except InterposerError:
         raise
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         raise PluginError(
             registry.owner(chosen).name,
             chosen.origin,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from interposer import Verdict
-from interposer.errors import FOREIGN_ERRORS, ConfigError, GraphError, described
+from interposer.errors import ConfigError, GraphError, described, foreign_errors
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.graph_batch import GraphBatch
 from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
@@ -107,7 +107,7 @@ class DecodeGraphs:
         held = GraphBatch(bucket, *self._memory)
         try:
             replay = self._capture(lambda: self._step(held.step))
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             raise GraphError(
                 f"a decode step of {bucket.num_sequences} sequences could not be captured, though "
                 f"all that runs in it promises to be graph_safe: {described(error)}. "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interposer import Case
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer_testing._checks.call import Subject
 from interposer_testing._checks.exemplar import Exemplar, num_rows, rows_of, with_rows
 from interposer_testing._checks.expectation import Expectation
@@ -66,7 +66,7 @@ def why_no_compiler(device: str) -> str:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
         get_cpp_compiler()
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return f"inductor finds no C++ compiler: {described(error)}"
     return ""
 
@@ -97,7 +97,7 @@ def _faults(
         given = Subject(subject.op, subject.function, device=subject.device).given(case)
     try:
         call = subject.call(given, compiled)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return [Fault.raised("compile", where, error)]
     expectation = Expectation.of(subject.op, case, given)
     return [

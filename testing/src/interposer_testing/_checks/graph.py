@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interposer import Case, Platform
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import foreign_errors
 from interposer_testing._checks.call import Call, Subject
 from interposer_testing._checks.exemplar import Exemplar
 from interposer_testing._checks.expectation import Expectation
@@ -22,7 +22,7 @@ def check_no_waiting(subject: Subject, exemplar: Exemplar) -> list[Fault]:
     arguments = exemplar.build().arguments
     try:
         subject.op.fake(*subject.positional(arguments))
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return [Fault.raised("graph", "call", error)]
     return []
 
@@ -49,7 +49,7 @@ def check_capture(subject: Subject, exemplar: Exemplar, platform: Platform) -> l
                 operand.tensor.copy_(case.arguments[name])
         replay()
         platform.synchronize(subject.device)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return [Fault.raised("graph", "capture", error)]
     expectation = Expectation.of(subject.op, case, given)
     return [

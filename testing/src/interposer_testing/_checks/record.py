@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from interposer import CustomOp, Registry, Verdict
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer.records import (
     AttentionEntry,
     CheckpointEntry,
@@ -39,7 +39,7 @@ def check_record(record: Record, registry: Registry) -> list[Fault]:
         if target := getattr(record, label, ""):
             try:
                 loaded[label] = load_target(target)
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 faults.append(Fault.raised("record", f"{label} {target!r}", error))
     where = f"{type(record).__name__} {record.name!r}"
     faults = faults or [Fault("record", where, reason) for reason in check_classes([record])]
@@ -50,7 +50,7 @@ def _check_resource(record: DeviceEntry | TuningEntry) -> list[Fault]:
     try:
         path = resource_path(record.resource)
         DeviceDescription.read(path) if isinstance(record, DeviceEntry) else read_entries(path)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return [Fault.raised("record", f"resource {record.resource!r}", error)]
     return []
 
@@ -108,7 +108,7 @@ def _check_platform(platform: Any) -> Iterator[Fault]:
     elif verdict:
         try:
             platform().devices()
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             yield Fault.raised("record", "devices", error)
 
 

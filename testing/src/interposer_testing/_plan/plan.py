@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from interposer import Capability, Registry, Request, Verdict
-from interposer.errors import FOREIGN_ERRORS, InterposerError, described, nearest_first
+from interposer.errors import InterposerError, described, foreign_errors, nearest_first
 from interposer.records import (
     AttentionEntry,
     DeviceEntry,
@@ -171,7 +171,7 @@ class _Planner:
                     dims = dict(planned.build().dims)
                     request = replace(_request("kernel", name, planned.dtype), dims=dims)
                     found[(planned.dtype, *sorted(map(str, dims.items())))] = request
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             return f"the cases of the op {name!r} raised {described(error)}"
         return [*found.values()] or f"the op {name!r} has no cases"
 
@@ -226,6 +226,6 @@ def _missing_module(plugin: Plugin, record: Record) -> str:
             name = (error.name or "").partition(".")[0]
             if name and name not in (own, target.partition(".")[0]):
                 return f"{label} {target!r} needs the package {name!r}, which is not installed"
-        except FOREIGN_ERRORS:
+        except foreign_errors():
             continue  # a fault, and found as such
     return ""

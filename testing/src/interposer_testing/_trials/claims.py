@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interposer import Candidate, CustomOp, Device, Platform, Registry, Request, Verdict
-from interposer.errors import FOREIGN_ERRORS, described
+from interposer.errors import described, foreign_errors
 from interposer.records import Kernel, PlatformEntry, load_target
 from interposer_testing._checks.batch import check_batch_invariance
 from interposer_testing._checks.call import Subject
@@ -188,5 +188,5 @@ def _capturing(registry: Registry, device: Device) -> tuple[Platform | None, str
         platform: type[Platform] = load_target(entries[0].target)
         verdict = platform.provides("capture_graph")
         return (platform(), "") if verdict else (None, verdict.reason)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         return None, f"the platform {device.platform!r} cannot be loaded: {described(error)}"

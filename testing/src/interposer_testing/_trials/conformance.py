@@ -22,7 +22,7 @@ from interposer import (
     Site,
     Verdict,
 )
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import foreign_errors
 from interposer.records import AttentionEntry, Kernel, load_target
 from interposer_testing._checks.attention import attention_specs, check_attention
 from interposer_testing._checks.attention_claims import (
@@ -108,7 +108,7 @@ def _kernel_trials(
         promises = Promises(registry, op, device, found, quick=quick)
         for candidate in candidates:
             yield from promises.trials(candidate)
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         fault = Fault.raised("import", f"op {name!r}", error)
         request = Request("kernel", name, device.platform, device.capability)
         reference = registry.candidates("kernel", name)[0]

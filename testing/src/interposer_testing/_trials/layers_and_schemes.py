@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from interposer import Candidate, Device, Registry, Request, Verdict
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import foreign_errors
 from interposer.records import LayerEntry, SchemeEntry, load_target
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.layer import check_layer
@@ -41,7 +41,7 @@ def layer_trials(
             continue
         try:
             yield from _one_layer(registry, device, everyone, tried, request, seed)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             fault = Fault.raised("layer", f"cases of the standard layer {layer_id!r}", error)
             yield _failed(tried[0], request, "layer", fault)
 
@@ -83,7 +83,7 @@ def scheme_trials(
             if distribution in ("", candidate.provider):
                 try:
                     yield from _one_scheme(registry, device, candidate, request, seed)
-                except FOREIGN_ERRORS as error:
+                except foreign_errors() as error:
                     fault = Fault.raised("scheme", "examples", error)
                     yield _failed(candidate, request, "scheme", fault)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import IO, Any
 
 from interposer import Config
-from interposer.errors import FOREIGN_ERRORS, InterposerError
+from interposer.errors import InterposerError, foreign_errors
 from interposer_testing._checks.fault import Fault
 from interposer_testing._trials.child import Child
 from interposer_testing._trials.outcome import Outcome, Scope, outcome_of, trials, untried
@@ -66,7 +66,7 @@ class Shard:
                 crashed.append(told.candidate)
                 fault = Fault("call", "process", end, traceback=said)
                 tell((number, replace(told, state="failed", faults=(fault,))))
-        except FOREIGN_ERRORS as error:  # of a thread, which nobody else would see
+        except foreign_errors() as error:  # of a thread, which nobody else would see
             tell(error)
         finally:
             tell(None)

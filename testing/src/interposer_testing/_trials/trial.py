@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from interposer import Candidate, Request, Verdict
-from interposer.errors import FOREIGN_ERRORS
+from interposer.errors import foreign_errors
 from interposer_testing._checks.fault import Fault
 
 Aspect = Literal[
@@ -63,7 +63,7 @@ class Trial:
             return [Fault("call", "verdict", reason, traceback=trace)] if trace else []
         try:
             return self.check()
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             return [Fault.raised("call", "call", error)]
 
     def __str__(self) -> str:

@@ -24,12 +24,12 @@ from interposer import (
     place,
 )
 from interposer.errors import (
-    FOREIGN_ERRORS,
     ConfigError,
     InterposerError,
     StorageError,
     UnknownNameError,
     described,
+    foreign_errors,
 )
 from interposer.tooling import (
     Kind,
@@ -219,7 +219,7 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
         return
     try:
         health.machine |= platform.facts()
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         subject = f"facts of platform {platform.name!r}"
         mend = f"mend or reinstall {placement.choice.chosen.provider}"
         reason = described(error)

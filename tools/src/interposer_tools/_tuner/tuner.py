@@ -14,7 +14,7 @@ import importlib_metadata
 import torch
 
 from interposer import Candidate, Config, CustomOp, Planned, Request, effective_config, planned
-from interposer.errors import FOREIGN_ERRORS, ConfigError, NoCandidateError, described
+from interposer.errors import ConfigError, NoCandidateError, described, foreign_errors
 from interposer.records import load_target
 from interposer.tooling import Measurements
 from interposer.tuning import Entry, Figures, Measurement
@@ -149,7 +149,7 @@ class _Session:
             return f"as the op {request.name!r} has no sample to run its kernels on"
         try:
             return TimedKernels(self.plan, request, self.tokens, op)
-        except FOREIGN_ERRORS as error:
+        except foreign_errors() as error:
             return f"as the sample of the op {request.name!r} raised {described(error)}"
 
     def measured(self, timed: TimedRequest) -> Entry:
@@ -162,7 +162,7 @@ class _Session:
             name = candidate.qualified_name
             try:
                 calls[name] = [partial(_named, name, call) for call in timed.calls(candidate)]
-            except FOREIGN_ERRORS as error:
+            except foreign_errors() as error:
                 failed[name] = candidate.version, _reason(candidate, error)
         spreads = None
         while spreads is None:
@@ -216,7 +216,7 @@ class _CallError(Exception):
 def _named(name: str, call: Callable[[], object]) -> object:
     try:
         return call()
-    except FOREIGN_ERRORS as error:
+    except foreign_errors() as error:
         raise _CallError(name) from error
 
 
