@@ -346,7 +346,7 @@ def test_native_levels_have_the_registers_of_their_names(
         succeed(subprocess.run(["cmake", *map(str, step)], capture_output=True, text=True))
     registers = {}
     for level in ("portable", "avx2", "avx512"):
-        (compiled,) = (built / "CMakeFiles" / f"level_{level}.dir").glob("level.c.*")
+        (compiled,) = (built / "CMakeFiles" / f"level_{level}.dir").glob("level.c.o")
         command = ["objdump", "--disassemble", str(compiled)]
         code = succeed(subprocess.run(command, capture_output=True, text=True))
         registers[level] = set(re.findall(r"%([xyz]mm)", code))
