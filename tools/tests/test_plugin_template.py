@@ -386,6 +386,8 @@ def test_written_scheme_refuses_what_it_does_not_know(
 ) -> None:
     monkeypatch.syspath_prepend(written[PluginKind.QUANTIZATION] / "src")
     scheme = importlib.import_module("acme_quantization.scheme").SquaresScheme
+    for name in ("acme_quantization", "acme_quantization.ops", "acme_quantization.scheme"):
+        del sys.modules[name]  # so that the name is free again
     prefix = "model.layers.0.self_attn"
     parts = ("q_proj", "k_proj")
     with pytest.raises(UnknownNameError, match="'bits' of acme_quantization"):
