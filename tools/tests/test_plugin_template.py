@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import importlib.util
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -39,17 +42,29 @@ from interposer_tools._plugin_template import License, NewPlugin, PluginKind
 TOOLS = Path(__file__).parents[1]
 CORE = TOOLS.parent / "core"
 SETTINGS = TOOLS.parent / "pyproject.toml"
+# A kernel that is compiled is a kind of its own here.
+NATIVE = "native"
+KINDS = (*PluginKind, NATIVE)
 MODULES = {
-    PluginKind.KERNEL: "kernels.py",
-    PluginKind.QUANTIZATION: "scheme.py",
-    PluginKind.LAYER: "layers.py",
-    PluginKind.PLATFORM: "platform.py",
+    PluginKind.KERNEL: ("kernels.py",),
+    PluginKind.ATTENTION: ("backend.py",),
+    PluginKind.QUANTIZATION: ("ops.py", "scheme.py"),
+    PluginKind.LAYER: ("layers.py",),
+    PluginKind.PLATFORM: ("platform.py",),
+    NATIVE: ("kernels.py",),
 }
+SOURCES = ("CMakeLists.txt", "level.c", "level.h", "library.c")
 LONGEST = "a" * 50
 
 Command = Callable[..., tuple[int, str, str]]
 
-each_kind = pytest.mark.parametrize("kind", PluginKind)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def new(name: str, kind: str) -> NewPlugin:
+    if kind == NATIVE:
+        return NewPlugin(name, PluginKind.KERNEL, native=True)
+    return NewPlugin(name, PluginKind(kind))
 
 
 @pytest.fixture
@@ -68,10 +83,10 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[PluginKind, Path]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a package of each kind; nothing may be written into them."""
     folder = tmp_path_factory.mktemp("written")
-    return {kind: NewPlugin(f"acme-{kind}", kind).write(folder) for kind in PluginKind}
+    return {kind: new(f"acme-{kind}", kind).write(folder) for kind in KINDS}
 
 
 def execute(*arguments: str | Path, **options: Any) -> str:
@@ -95,12 +110,15 @@ def files(folder: Path) -> set[str]:
 
 
 @each_kind
-def test_package_has_all_that_it_needs(kind: PluginKind, command: Command, tmp_path: Path) -> None:
-    code, out, err = command("plugin", "acme-things", "--kind", kind)
+def test_package_has_all_that_it_needs(kind: str, command: Command, tmp_path: Path) -> None:
+    options = ("kernel", "--native") if kind == NATIVE else (kind,)
+    code, out, err = command("plugin", "acme-things", "--kind", *options)
     assert (code, err) == (0, "")
-    assert out.startswith(f"acme-things: a {kind} plugin, 10 files\n")
     assert names(tmp_path) == ["acme-things"]
     folder = tmp_path / "acme-things"
+    title = {PluginKind.ATTENTION: "an attention", NATIVE: "a native kernel"}.get(kind, f"a {kind}")
+    assert out.startswith(f"acme-things: {title} plugin, {len(files(folder))} files\n")
+    native = {"tests/test_levels.py", *(f"native/{source}" for source in SOURCES)}
     assert files(folder) == {
         ".github/workflows/ci.yml",
         ".gitignore",
@@ -110,8 +128,9 @@ def test_package_has_all_that_it_needs(kind: PluginKind, command: Command, tmp_p
         "src/acme_things/__init__.py",
         "src/acme_things/plugin.py",
         "src/acme_things/py.typed",
-        f"src/acme_things/{MODULES[kind]}",
+        *(f"src/acme_things/{module}" for module in MODULES[kind]),
         "tests/test_conformance.py",
+        *(native if kind == NATIVE else ()),
     }
     for file in files(folder):
         text = (folder / file).read_text(encoding="utf-8")
@@ -121,7 +140,7 @@ def test_package_has_all_that_it_needs(kind: PluginKind, command: Command, tmp_p
 
 
 @each_kind
-def test_metadata_fits_what_is_installed(kind: PluginKind, written: dict[PluginKind, Path]) -> None:
+def test_metadata_fits_what_is_installed(kind: str, written: dict[str, Path]) -> None:
     facts = tomllib.loads((written[kind] / "pyproject.toml").read_text(encoding="utf-8"))
     project = facts["project"]
     package = f"acme_{kind}"
@@ -141,9 +160,7 @@ def test_metadata_fits_what_is_installed(kind: PluginKind, written: dict[PluginK
 
 
 @each_kind
-def test_ci_runs_the_tests_and_the_verification(
-    kind: PluginKind, written: dict[PluginKind, Path]
-) -> None:
+def test_ci_runs_the_tests_and_the_verification(kind: str, written: dict[str, Path]) -> None:
     workflow = yaml.safe_load((written[kind] / ".github/workflows/ci.yml").read_text())
     job = workflow["jobs"]["test"]
     steps = [step["run"] for step in job["steps"] if "run" in step]
@@ -160,23 +177,25 @@ def test_ci_runs_the_tests_and_the_verification(
 
 @pytest.mark.parametrize("name", ["a", "acme-things", LONGEST])
 @each_kind
-def test_ruff_is_content(kind: PluginKind, name: str, tmp_path: Path) -> None:
-    folder = NewPlugin(name, kind).write(tmp_path)
+def test_ruff_is_content(kind: str, name: str, tmp_path: Path) -> None:
+    folder = new(name, kind).write(tmp_path)
+    options = ("--no-cache", "--config", "src = ['src']")
     for settings in (folder / "pyproject.toml", SETTINGS):
         for check in (("check",), ("format", "--check")):
             execute(
-                *("-m", "ruff", *check, "--no-cache", "--config", settings, "src", "tests"),
+                *("-m", "ruff", *check, *options, "--config", settings, "src", "tests"),
                 cwd=folder,
             )
 
 
 @pytest.mark.slow
-def test_mypy_is_content(written: dict[PluginKind, Path], tmp_path: Path) -> None:
+def test_mypy_is_content(written: dict[str, Path], tmp_path: Path) -> None:
     for folder in written.values():
         settings = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["mypy"]
         assert settings["strict"] is True
         out = execute("-m", "mypy", "--cache-dir", tmp_path / "cache", cwd=folder)
-        assert "no issues found in 4 source files" in out
+        count = sum(1 for _ in folder.rglob("*.py"))
+        assert f"no issues found in {count} source files" in out
 
 
 def build(folder: Path, *projects: Path) -> list[Path]:
@@ -186,28 +205,24 @@ def build(folder: Path, *projects: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-Installed = Callable[[PluginKind], dict[str, str]]
+Installed = Callable[[str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def wheels(
-    written: dict[PluginKind, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[PluginKind, Path]:
+def wheels(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the wheel of each kind."""
     found = build(tmp_path_factory.mktemp("wheels"), *written.values())
-    return {PluginKind(wheel.name.split("-")[0].removeprefix("acme_")): wheel for wheel in found}
+    return {wheel.name.split("-")[0].removeprefix("acme_"): wheel for wheel in found}
 
 
 @pytest.fixture(scope="module")
-def installed(
-    wheels: dict[PluginKind, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Installed:
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """Return what returns the environment in which the plugin of one kind is used."""
     site = tmp_path_factory.mktemp("site")
     options = ("--quiet", "--no-index", "--no-deps", "--target", site)
     execute("-m", "pip", "install", *options, *wheels.values())
 
-    def environment(kind: PluginKind) -> dict[str, str]:
+    def environment(kind: str) -> dict[str, str]:
         plugins = f"acme-{kind},interposer-cpu"
         return {**os.environ, "PYTHONPATH": str(site), "INTERPOSER_PLUGINS": plugins}
 
@@ -215,14 +230,12 @@ def installed(
 
 
 @each_kind
-def test_wheel_holds_the_package_and_its_license(
-    kind: PluginKind, wheels: dict[PluginKind, Path]
-) -> None:
+def test_wheel_holds_the_package_and_its_license(kind: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[kind]) as wheel:
         found = set(wheel.namelist())
         (place,) = (name for name in found if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(wheel.read(place).decode())
-    modules = ("__init__.py", "plugin.py", "py.typed", MODULES[kind])
+    modules = ("__init__.py", "plugin.py", "py.typed", *MODULES[kind])
     assert found >= {f"acme_{kind}/{module}" for module in modules}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in found)
     assert metadata["Name"] == f"acme-{kind}"
@@ -231,7 +244,7 @@ def test_wheel_holds_the_package_and_its_license(
 
 @each_kind
 def test_installed_package_passes_its_own_tests(
-    kind: PluginKind, written: dict[PluginKind, Path], installed: Installed
+    kind: str, written: dict[str, Path], installed: Installed
 ) -> None:
     environment = installed(kind)
     options = ("-p", "no:cacheprovider", "-p", "no:xdist")
@@ -253,14 +266,18 @@ def verified(name: str, folder: Path, *options: str, env: dict[str, str]) -> dic
     ("kind", "options"),
     [
         pytest.param(PluginKind.KERNEL, [], marks=pytest.mark.slow),
-        (PluginKind.QUANTIZATION, []),
+        pytest.param(PluginKind.ATTENTION, [], marks=pytest.mark.slow),
+        (PluginKind.QUANTIZATION, ["--quick"]),
+        pytest.param(PluginKind.QUANTIZATION, [], marks=pytest.mark.slow),
         (PluginKind.LAYER, []),
         (PluginKind.PLATFORM, []),
         (PluginKind.PLATFORM, ["--platform", "acme-platform"]),
+        (NATIVE, ["--quick"]),
+        pytest.param(NATIVE, [], marks=pytest.mark.slow),
     ],
 )
 def test_installed_package_is_verified_to_be_correct(
-    kind: PluginKind, options: list[str], installed: Installed, tmp_path: Path
+    kind: str, options: list[str], installed: Installed, tmp_path: Path
 ) -> None:
     environment = installed(kind)
     report = verified(f"acme-{kind}", tmp_path, *options, env=environment)
@@ -271,15 +288,21 @@ def test_installed_package_is_verified_to_be_correct(
     }
     subject, name, aspect = {
         PluginKind.KERNEL: ("silu_and_mul", "silu_and_mul_acme_kernel", "numerics"),
-        PluginKind.QUANTIZATION: ("acme_quantization", "rows", "scheme"),
+        PluginKind.ATTENTION: ("", "side_by_side_acme_attention", "numerics"),
+        PluginKind.QUANTIZATION: ("acme_quantization", "squares", "scheme"),
         PluginKind.LAYER: ("activation", "sliced_acme_layer", "layer"),
         PluginKind.PLATFORM: ("", "acme-platform", "records"),
+        NATIVE: ("silu_and_mul", "silu_and_mul_acme_native", "numerics"),
     }[kind]
-    word = {PluginKind.QUANTIZATION: "scheme"}.get(kind, str(kind))
-    candidate = found[word, subject, name]
-    assert candidate["state"] == "correct"
-    (tally,) = (tally for tally in candidate["tallies"] if tally["aspect"] == aspect)
-    assert tally["passed"] > 0
+    word = {PluginKind.QUANTIZATION: "scheme", NATIVE: "kernel"}.get(kind, str(kind))
+    candidates = [(found[word, subject, name], aspect)]
+    candidates += [(found["module", "", f"acme_{kind}.plugin"], "wheel")]
+    if kind == PluginKind.QUANTIZATION:  # the scheme, and the op that it applies
+        candidates += [(found["kernel", "acme_quantization_linear", "reference"], "numerics")]
+    for candidate, tried in candidates:
+        assert candidate["state"] == "correct"
+        (tally,) = (tally for tally in candidate["tallies"] if tally["aspect"] == tried)
+        assert tally["passed"] > 0
 
 
 @pytest.mark.slow
@@ -301,9 +324,52 @@ def module(file: Path) -> ModuleType:
     return loaded
 
 
+def test_native_wheel_serves_every_python_of_one_platform(wheels: dict[str, Path]) -> None:
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", wheels[NATIVE].name)
+    with zipfile.ZipFile(wheels[NATIVE]) as wheel:
+        (library,) = (name for name in wheel.namelist() if name.endswith(".so"))
+        assert library == "acme_native/libacme_native.so"
+        assert not [
+            name for name in wheel.namelist() if name.endswith((".c", ".h", "CMakeLists.txt"))
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs the levels of x86")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump of binutils")
+def test_native_levels_have_the_registers_of_their_names(
+    written: dict[str, Path], tmp_path: Path
+) -> None:
+    """So the lowest runs on any processor, whatever one builds it."""
+    project, built = written[NATIVE] / "native", tmp_path / "built"
+    for step in (("-S", project, "-B", built), ("--build", built)):
+        succeed(subprocess.run(["cmake", *map(str, step)], capture_output=True, text=True))
+    registers = {}
+    for level in ("portable", "avx2", "avx512"):
+        (compiled,) = (built / "CMakeFiles" / f"level_{level}.dir").glob("level.c.o")
+        command = ["objdump", "--disassemble", str(compiled)]
+        code = succeed(subprocess.run(command, capture_output=True, text=True))
+        registers[level] = set(re.findall(r"%([xyz]mm)", code))
+    assert registers == {
+        "portable": {"xmm"},
+        "avx2": {"xmm", "ymm"},
+        "avx512": {"xmm", "ymm", "zmm"},
+    }
+
+
+def test_native_is_for_kernels(command: Command, tmp_path: Path) -> None:
+    code, out, err = command("plugin", "acme-things", "--kind", "layer", "--native")
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: Kernels are what is compiled, and a plugin of the kind layer has none.\n"
+        "Try: --kind kernel --native, or --kind layer alone\n"
+    )
+    assert not names(tmp_path)
+
+
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (33, 16), (5, 8, 16), (0, 16), (64, 16)])
 def test_written_layer_computes_any_number_of_rows(
-    shape: tuple[int, ...], written: dict[PluginKind, Path]
+    shape: tuple[int, ...], written: dict[str, Path]
 ) -> None:
     layers = module(written[PluginKind.LAYER] / "src" / "acme_layer" / "layers.py")
     config = Config(plugins="none", kernels={"*": "reference"})
@@ -315,8 +381,13 @@ def test_written_layer_computes_any_number_of_rows(
     torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up)
 
 
-def test_written_scheme_refuses_what_it_does_not_know(written: dict[PluginKind, Path]) -> None:
-    scheme = module(written[PluginKind.QUANTIZATION] / "src/acme_quantization/scheme.py").RowsScheme
+def test_written_scheme_refuses_what_it_does_not_know(
+    written: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(written[PluginKind.QUANTIZATION] / "src")
+    scheme = importlib.import_module("acme_quantization.scheme").SquaresScheme
+    for name in ("acme_quantization", "acme_quantization.ops", "acme_quantization.scheme"):
+        del sys.modules[name]  # so that the name is free again
     prefix = "model.layers.0.self_attn"
     parts = ("q_proj", "k_proj")
     with pytest.raises(UnknownNameError, match="'bits' of acme_quantization"):
@@ -524,7 +595,10 @@ def test_author_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("plugin", "acme", "--kind", "norm"), "'kernel', 'quantization', 'layer', 'platform'"),
+        (
+            ("plugin", "acme", "--kind", "norm"),
+            "'kernel', 'attention', 'quantization', 'layer', 'platform'",
+        ),
         (("plugin", "acme"), "--kind"),
         (("plugin", "--kind", "layer"), "NAME"),
         (("kernel", "acme", "--kind", "layer"), "plugin"),

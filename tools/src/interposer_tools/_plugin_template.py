@@ -32,6 +32,7 @@ class PluginKind(StrEnum):
     """The kinds of plugins that the template writes."""
 
     KERNEL = "kernel"
+    ATTENTION = "attention"
     QUANTIZATION = "quantization"
     LAYER = "layer"
     PLATFORM = "platform"
@@ -53,17 +54,26 @@ class NewPlugin:
     Attributes:
         name: of the distribution, the plugin and, with underscores, the package; it is normalised.
         author: empty for one whose authors are known by its name only.
+        native: its kernels are compiled, so it must be of the kind ``kernel``.
 
-    Raises: ConfigError: the name cannot be used, or is taken in this environment.
+    Raises:
+        ConfigError: the name cannot be used or is taken in this environment, or the kind has no
+            kernels to compile.
     """
 
     name: str
     kind: PluginKind
     license: License = License.APACHE
     author: str = ""
+    native: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _checked(self.name))
+        if self.native and self.kind is not PluginKind.KERNEL:
+            raise ConfigError(
+                f"Kernels are what is compiled, and a plugin of the kind {self.kind} has none.\n"
+                f"Try: --kind {PluginKind.KERNEL} --native, or --kind {self.kind} alone"
+            )
         if not self.author.isprintable():
             raise ConfigError(f"The author {self.author!r} is not one line of printable text")
 
@@ -108,7 +118,7 @@ class NewPlugin:
             raise StorageError(target, f"cannot be written: {error}") from error
         return target
 
-    def _answers(self) -> dict[str, str]:
+    def _answers(self) -> dict[str, str | bool]:
         """Return the answers to the questions of the template, from what is installed."""
         distribution = importlib_metadata.distribution("interposer")
         major, minor = Version(distribution.version).release[:2]
@@ -118,6 +128,7 @@ class NewPlugin:
             "name": self.name,
             "package": self.package,
             "kind": self.kind,
+            "native": self.native,
             "license": self.license,
             "author": self.author,
             "holder": self.author or f"The authors of {self.name}",

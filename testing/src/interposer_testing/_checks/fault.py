@@ -28,6 +28,7 @@ Check = Literal[
     "structure",
     "thread",
     "value",
+    "wheel",
 ]
 """The violated rule; ``guard``: memory beside an argument was written."""
 
@@ -43,6 +44,8 @@ class Fault:
         error: largest absolute error, where values were compared.
         bound: the error allowed at the place of the largest.
         traceback: set where code under test raised.
+        cause: what a failed import raised, and the line that raised it; empty for any other fault.
+            Faults that share one have one thing to mend.
     """
 
     check: Check
@@ -51,11 +54,22 @@ class Fault:
     error: float | None = None
     bound: float | None = None
     traceback: str = field(default="", repr=False)
+    cause: str = field(default="", repr=False)
 
     @classmethod
     def raised(cls, check: Check, where: str, error: BaseException) -> Fault:
         """Return the fault of code that raised; call it while the exception is handled."""
-        return cls(check, where, f"raised {described(error)}", traceback=traceback.format_exc())
+        reason, trace = f"raised {described(error)}", traceback.format_exc()
+        return cls(check, where, reason, traceback=trace, cause=_cause(error))
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason} ({self.check})"
+
+
+def _cause(error: BaseException) -> str:
+    """Return the error and the line that raised it, if a module could not be imported for it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith("<frozen importlib")]
+    if not own or (len(own) == len(frames) and not isinstance(error, ImportError)):
+        return ""
+    return f"{described(error)} ({own[-1].filename}:{own[-1].lineno})"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 NO_CASE = "the suite has no case for it"
-STATIC = frozenset({"records", "lightness"})
+STATIC = frozenset({"records", "lightness", "wheel"})
 """Aspects without a run of the candidate; they prove nothing of its results."""
 _DECLARATIONS = frozenset(
     {"checkpoint", "device description", "module", "platform", "tuning table"}
@@ -41,7 +41,7 @@ class Finding:
     """One fault with what somebody needs to see it again.
 
     Attributes:
-        check, where, reason, traceback: see ``Fault``.
+        check, where, reason, traceback, cause: see ``Fault``.
         dtype: of the request, empty where it does not matter.
         case: the label of the case.
         command: a command line that runs this case alone.
@@ -54,6 +54,7 @@ class Finding:
     case: str
     command: str
     traceback: str = field(default="", repr=False)
+    cause: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from interposer_testing._reports.causes import Cause, is_told, shared_causes
 from interposer_testing._reports.legend import ASPECTS, CHECKS, STATES
 from interposer_testing._reports.matrix import Cell, Matrix
 
@@ -128,21 +129,33 @@ def _state(cell: Cell) -> str:
 
 
 def _faults(reports: Sequence[Report]) -> Iterator[str]:
-    found = [
-        (report, candidate, tally)
-        for report in reports
-        for candidate in report.candidates
-        for tally in candidate.tallies
-        if tally.failed
-    ]
-    if found:
-        yield "<h2>What is wrong</h2>"
-    for number, (report, candidate, tally) in enumerate(found):
+    faults = list[str]()
+    for report in reports:
         where = f" on {report.ground.device}" if len(reports) > 1 else ""
-        yield _fault(candidate, tally, where, "" if number else " open")
+        causes = shared_causes(report.candidates)
+        faults += [_cause(cause, where) for cause in causes]
+        faults += [
+            _fault(candidate, tally, where)
+            for candidate in report.candidates
+            for tally in candidate.tallies
+            if tally.failed and not is_told(tally, causes)
+        ]
+    if faults:
+        yield "<h2>What is wrong</h2>"
+        yield faults[0].replace("<details>", "<details open>", 1)
+    yield from faults[1:]
 
 
-def _fault(candidate: Examined, tally: Tally, where: str, is_open: str) -> str:
+def _cause(cause: Cause, where: str) -> str:
+    hits = "".join(f"<li>{escape(line)}</li>" for line in cause.hit_lines)
+    return (
+        f"<details><summary>{escape(cause.title + where)}</summary><ul>{hits}</ul>"
+        f"<pre>{escape(cause.first.traceback)}</pre>"
+        f"<p>Try again:</p><pre>{escape(cause.first.command)}</pre></details>"
+    )
+
+
+def _fault(candidate: Examined, tally: Tally, where: str) -> str:
     title = f"{candidate.title}, {tally.aspect}{where}: {tally.failed} of {tally.ran} trials failed"
     cases = dict[tuple[str, str], list["Finding"]]()
     for finding in tally.findings:
@@ -155,7 +168,7 @@ def _fault(candidate: Examined, tally: Tally, where: str, is_open: str) -> str:
     others = tally.failed - len(cases)
     if others > 0:
         parts.append(f"<p>{others} more failed; the report keeps the first.</p>")
-    return f"<details{is_open}><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
 def _finding(finding: Finding) -> str:

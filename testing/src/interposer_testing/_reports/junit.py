@@ -25,22 +25,23 @@ def junit(report: Report) -> str:
     """
     suite = ElementTree.Element("testsuite", name=f"interposer verify {report.distribution}")
     _add_properties(suite, report)
+    told = set[str]()
     for candidate in report.candidates:
         if candidate.absent:
             _skip(_case(suite, candidate, "not run"), candidate.absent)
         for tally in candidate.tallies:
-            _add_tally(suite, candidate, tally)
+            _add_tally(suite, candidate, tally, told)
     counts = {
         "tests": len(suite.findall("testcase")),
         "failures": len(suite.findall("testcase/failure")),
         "errors": 0,
         "skipped": len(suite.findall("testcase/skipped")),
     }
-    told = {name: str(count) for name, count in counts.items()}
-    told["time"] = f"{report.seconds:.3f}"
-    suite.attrib.update(told, timestamp=report.date.removesuffix("Z"))
+    stated = {name: str(count) for name, count in counts.items()}
+    stated["time"] = f"{report.seconds:.3f}"
+    suite.attrib.update(stated, timestamp=report.date.removesuffix("Z"))
     ElementTree.SubElement(suite, "system-out").text = _clean(report.summary)
-    root = ElementTree.Element("testsuites", told)
+    root = ElementTree.Element("testsuites", stated)
     root.append(suite)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
@@ -65,7 +66,10 @@ def _add_properties(suite: ElementTree.Element, report: Report) -> None:
         ElementTree.SubElement(properties, "property", name=name, value=_clean(value))
 
 
-def _add_tally(suite: ElementTree.Element, candidate: Examined, tally: Tally) -> None:
+def _add_tally(
+    suite: ElementTree.Element, candidate: Examined, tally: Tally, told: set[str]
+) -> None:
+    """Add the cases of an aspect; ``told`` are the causes whose traceback is there already."""
     if not tally.failed:
         case = _case(suite, candidate, tally.aspect, tally.seconds)
         if not tally.ran:
@@ -77,7 +81,7 @@ def _add_tally(suite: ElementTree.Element, candidate: Examined, tally: Tally) ->
     for (dtype, label), findings in failed.items():
         name = f"{tally.aspect} [{', '.join(filter(None, (dtype, label)))}]"
         case = _case(suite, candidate, name, tally.seconds / tally.ran)
-        _fail(case, findings[0].reason, findings[0].check, "\n".join(_lines(findings)))
+        _fail(case, findings[0].reason, findings[0].check, "\n".join(_lines(findings, told)))
     others = tally.failed - len(failed)
     if others > 0:
         case = _case(suite, candidate, f"{tally.aspect} [others]")
@@ -107,14 +111,15 @@ def _fail(case: ElementTree.Element, message: str, kind: str, details: str) -> N
     failure.text = _clean(details)
 
 
-def _lines(findings: Iterable[Finding]) -> Iterable[str]:
+def _lines(findings: Iterable[Finding], told: set[str]) -> Iterable[str]:
     command = ""
     for finding in findings:
         yield f"{finding.where}: {finding.reason} ({finding.check})"
         if finding.check in CHECKS:
             yield f"  {CHECKS[finding.check]}"
-        if finding.traceback:
+        if finding.traceback and finding.cause not in told:
             yield finding.traceback.rstrip()
+        told |= {finding.cause} - {""}
         command = finding.command
     yield f"Try again: {command}"
 

@@ -24,6 +24,7 @@ ASPECTS: Mapping[str, str] = {
     "batch invariance": "the same bits for a row whatever stands beside it",
     "records": "what the record declares: targets that exist, signatures that fit",
     "lightness": "import of the plugin module without torch",
+    "wheel": "the tag of the wheel, which must name a platform where it holds native code",
     "layer": "the replacement of a standard layer, against the standard one",
     "scheme": "the weights of a quantized checkpoint, against their reference",
 }
@@ -48,4 +49,5 @@ CHECKS: Mapping[str, str] = {
     "structure": "it returns another kind or number of things than the reference",
     "thread": "calls from several threads disturb each other",
     "value": "the result is farther from the reference in float64 than rounding explains",
+    "wheel": "the wheel would be installed on machines that it cannot run on",
 }

@@ -61,6 +61,7 @@ class _Count:
                     outcome.case,
                     command,
                     fault.traceback,
+                    fault.cause,
                 )
                 for fault in outcome.faults[:_MOST_FAULTS]
             ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from interposer_testing._reports.causes import Cause, is_told, shared_causes
 from interposer_testing._reports.facts import Examined, Finding, Tally
 from interposer_testing._reports.legend import CHECKS, STATES
 
@@ -18,11 +19,17 @@ def counted(candidates: Sequence[Examined]) -> str:
 
 
 def wrong_blocks(candidates: Iterable[Examined]) -> list[list[str]]:
-    """Return a block of lines for every aspect in which a candidate is wrong."""
-    blocks = []
+    """Return a block of lines for every aspect in which a candidate is wrong.
+
+    An import that fails has one for everything that is wrong because of it.
+    """
+    candidates = list(candidates)
+    causes = shared_causes(candidates)
+    blocks = [_cause_lines(cause) for cause in causes]
     for candidate in candidates:
         seen = set[str]()  # one traceback of each kind is enough
-        blocks += [wrong_lines(candidate, t, seen) for t in candidate.tallies if t.failed]
+        failed = [t for t in candidate.tallies if t.failed and not is_told(t, causes)]
+        blocks += [wrong_lines(candidate, tally, seen) for tally in failed]
     return blocks
 
 
@@ -78,6 +85,13 @@ def wrong_lines(candidate: Examined, tally: Tally, seen: set[str] | None = None)
                 lines += [f"    {line}" for line in _finding_lines(finding, seen)]
         lines.append(f"    Try again: {command}")
     return lines
+
+
+def _cause_lines(cause: Cause) -> list[str]:
+    lines = [f"WRONG {cause.title}"]
+    lines += [f"  {line}" for line in cause.hit_lines]
+    lines += [f"    {line}" for line in cause.first.traceback.splitlines()]
+    return [*lines, f"    Try again: {cause.first.command}"]
 
 
 def _finding_lines(finding: Finding, seen: set[str]) -> Iterator[str]:

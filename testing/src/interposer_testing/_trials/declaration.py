@@ -19,14 +19,17 @@ from interposer.records import (
 from interposer.tooling import Plugin
 from interposer_testing._checks.lightness import check_lightness
 from interposer_testing._checks.record import check_record
+from interposer_testing._checks.wheel import check_wheel, wheel_metadata
 from interposer_testing._trials.trial import Trial
 
 
 def declaration_trials(registry: Registry, device: Device, distribution: str) -> Iterator[Trial]:
-    """Yield a trial of every record and of every plugin module of the distribution.
+    """Yield a trial of every record, every plugin module and the wheel of the distribution.
 
-    The trial of a module has the first record of the plugin as its candidate.
+    Those of a module have the first record of the plugin as their candidate; a wheel is tried with
+    the first module of it.
     """
+    seen = set[str]()
     for plugin in registry.plugins.loaded:
         if distribution not in ("", plugin.distribution) or not plugin.records:
             continue
@@ -45,6 +48,15 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
         check = partial(check_lightness, module)
         label = f"module {module or plugin.name}"
         yield Trial(candidate, request, label, Verdict.accept(), check, "lightness", not_run)
+        installed = plugin.source.installed
+        if installed is not None and plugin.distribution not in seen:
+            seen.add(plugin.distribution)
+            wheel = wheel_metadata(plugin.distribution, installed.location)
+            not_run = "" if wheel and installed.record else "it was not installed from a wheel"
+            if installed.editable:
+                not_run = "an editable installation has no wheel of its code"
+            check = partial(check_wheel, wheel, installed.record)
+            yield Trial(candidate, request, label, Verdict.accept(), check, "wheel", not_run)
 
 
 def _elsewhere(record: Record, device: Device) -> str:

@@ -141,7 +141,7 @@ def untried(trial: Trial) -> Outcome:
 
 def _kind(trial: Trial) -> str:
     """Return what the candidate is; the request of a mere declaration does not say it."""
-    if trial.aspect == "lightness":
+    if trial.aspect in ("lightness", "wheel"):
         return "module"
     match trial.candidate.record:
         case DeviceEntry():

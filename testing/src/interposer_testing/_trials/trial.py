@@ -21,6 +21,7 @@ Aspect = Literal[
     "batch invariance",
     "records",
     "lightness",
+    "wheel",
     "layer",
     "scheme",
 ]

@@ -25,9 +25,14 @@ def new(
     ] = Path(),
     license_: Annotated[License, typer.Option("--license", help="Its license.")] = License.APACHE,
     author: Annotated[str, typer.Option(metavar="NAME", help="Who holds the copyright.")] = "",
+    native: Annotated[
+        bool, typer.Option("--native", help="Compile its kernels, with --kind kernel.")
+    ] = False,
 ) -> None:
     """Write a package that works: a plugin with tests, CI and a README with the next steps."""
-    target = NewPlugin(name, kind, license_, author).write(into)
+    target = NewPlugin(name, kind, license_, author, native).write(into)
     count = sum(path.is_file() for path in target.rglob("*"))
-    print(f"{target}: a {kind} plugin, {count} files")
+    written = f"native {kind}" if native else kind
+    article = "an" if written.startswith("a") else "a"
+    print(f"{target}: {article} {written} plugin, {count} files")
     print(f"Try: cd {shlex.quote(str(target))} && python -m pip install -e . --group dev")
