@@ -49,6 +49,7 @@ def compare(
     device: str,
     takes: Callable[[Mapping[str, Any]], bool],
     begin: Begin,
+    fenced: bool = False,
 ) -> Comparison:
     """Run a kernel on the smallest cases that it takes, and on one of the size that is asked for.
 
@@ -61,6 +62,7 @@ def compare(
         device: where the kernel runs.
         takes: says whether the kernel takes the dims of a case.
         begin: told each step, and how many times the usual limit it may take.
+        fenced: touching memory beside the arguments ends the process.
     """
     faults: list[str] = []
     trace = ""
@@ -71,7 +73,9 @@ def compare(
             begin(f"running {name} on case {case.label!r}", _PATIENCE)
             num_cases += 1
             try:
-                found = check_kernel(op, function, case, prepare=prepare, device=device)
+                found = check_kernel(
+                    op, function, case, prepare=prepare, device=device, fenced=fenced
+                )
                 faults += [f"on case {case.label!r}, {fault}" for fault in found]
             except foreign_errors() as error:
                 trace = trace or traceback.format_exc()
@@ -91,10 +95,31 @@ def _cases(
     begin(f"preparing cases of the op {op.name!r}", _PATIENCE)
     planned = planned_cases(op, _SEED, quick=True)
     built = (plan.build() for plan in planned if plan.dtype == dtype)
-    yield from sorted((case for case in built if takes(case.dims)), key=_num_elements)[:_MOST_CASES]
+    yield from _selected(sorted((c for c in built if takes(c.dims)), key=_num_elements))
     if op.sample is not None and _weight_elements(dims) <= _MOST_WEIGHT_ELEMENTS:
         begin(f"preparing a sample of the op {op.name!r}", _PATIENCE)
         yield op.sample(dtype, dims, _NUM_TOKENS, _SEED)
+
+
+def _selected(cases: list[Case]) -> list[Case]:
+    """Return the first cases, and before them the first with each layout of an argument."""
+    seen: set[tuple[str, str]] = set()
+    telling, others = [], []
+    for case in cases:
+        layouts = {(n, _layout(v)) for n, v in case.arguments.items() if _is_filled(v)}
+        (others if layouts <= seen else telling).append(case)
+        seen |= layouts
+    return [*telling, *others][:_MOST_CASES]
+
+
+def _is_filled(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    if not tensor.is_contiguous():
+        return "strided"
+    return "offset" if tensor.storage_offset() else "dense"
 
 
 def _num_elements(case: Case) -> int:

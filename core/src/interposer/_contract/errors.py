@@ -18,12 +18,13 @@ _PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
 
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
-    """Return what an ``except`` clause around a plugin's code catches: all but Ctrl-C.
+    """Return what an ``except`` clause around a plugin's code catches: nearly everything.
 
     A plugin may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
-    catches these quarantines it.
+    catches these quarantines it. Ctrl-C and the end of a generator are the caller's.
     """
-    return () if isinstance(sys.exc_info()[1], KeyboardInterrupt) else (BaseException,)
+    passing = (KeyboardInterrupt, GeneratorExit)
+    return () if isinstance(sys.exc_info()[1], passing) else (BaseException,)
 
 
 class InterposerError(Exception):

@@ -161,6 +161,7 @@ def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
             device=arguments["device"],
             takes=takes,
             begin=reporter.begin,
+            fenced=reporter.alone,  # it is no harm to anybody else if that ends the process
         )
     if compared.faults:
         reason = f"departs from the reference of {op.name!r}: {'; '.join(compared.faults)}"

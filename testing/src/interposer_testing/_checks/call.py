@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 
 from interposer import Case, CustomOp
-from interposer_testing._checks.operand import Operand
+from interposer_testing._checks.operand import Fence, Operand
 
 Prepare = Callable[..., Mapping[str, Any]]
 
@@ -34,10 +34,10 @@ class Subject:
     properties: frozenset[str] = frozenset()
     device: str = "cpu"
 
-    def given(self, case: Case) -> Given:
+    def given(self, case: Case, fence: Fence = "") -> Given:
         """Return copies of the arguments of ``case`` with the constants prepared."""
         operands = {
-            name: Operand(value, self.device)
+            name: Operand(value, self.device, fence)
             for name, value in case.arguments.items()
             if isinstance(value, torch.Tensor)
         }

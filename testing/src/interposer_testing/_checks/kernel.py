@@ -23,6 +23,7 @@ def check_kernel(
     *,
     prepare: Prepare | None = None,
     device: str = "cpu",
+    fenced: bool = False,
 ) -> list[Fault]:
     """Return everything in which ``function`` departs from the reference of ``op`` on ``case``.
 
@@ -36,19 +37,21 @@ def check_kernel(
         function: takes the op's arguments by position; constants as ``prepare`` returned them.
         prepare: takes the op's constants by name and returns their replacements by the same names.
         device: where to run; the reference runs in host memory.
+        fenced: memory behind the arguments, in the second call before them, may not be touched at
+            all: whoever does so ends the process. Only of a CPU.
     """
     subject = Subject(op, function, prepare, device=device)
-    return check_subject(subject, case, partial(Expectation.of, op, case))
+    return check_subject(subject, case, partial(Expectation.of, op, case), fenced)
 
 
 def check_subject(
-    subject: Subject, case: Case, expect: Callable[[Given], Expectation]
+    subject: Subject, case: Case, expect: Callable[[Given], Expectation], fenced: bool = False
 ) -> list[Fault]:
     """Return the faults as ``check_kernel`` does; ``expect`` may cache expectations."""
     with poisoned_memory():
-        first = subject.call(subject.given(case))
+        first = subject.call(subject.given(case, "after" if fenced else ""))
     kept = [tensor.clone() for tensor in first.outputs]
-    second = subject.call(subject.given(case))
+    second = subject.call(subject.given(case, "before" if fenced else ""))
     # Its bounds are those of the subject, which may be allowed more than others of the case.
     expectation = replace(expect(first.given), op=subject.op)
     faults = list(expectation.faults(first))
