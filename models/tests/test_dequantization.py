@@ -284,7 +284,7 @@ def test_the_memory_is_told(
         explained = explain(loaded(tenths))
     (note,) = explained.notes
     assert f"to {plain:.1f} MiB instead of {stored:.1f} MiB" in note
-    assert "only the reference of tenths_linear" in note
+    assert "which only the reference of tenths_linear reads" in note
     assert "Config(dequantize=False)" in note
     assert note in caplog.text
     assert f"note: {note}" in str(explain(tenths, dtype="float32"))
@@ -350,6 +350,16 @@ def test_what_does_not_fit_is_left_to_the_reference(tenths: Path, tmp_path: Path
             assert "dequantized in every step, slowly" in note
             assert "75% of the free memory are 0.8 MiB" in note
             assert all("not dequantized while loading" in row.choice.notes[-1] for row in rows)
+
+
+@pytest.mark.parametrize("pair", KINDS[1:], indirect=True)
+def test_references_that_are_not_called_keep_no_step_from_a_graph(tenths: Path) -> None:
+    graphs = {
+        dequantize: explain(tenths, "h200", Config(dequantize=dequantize, disable=["example-norm"]))
+        for dequantize in (True, False)
+    }
+    assert graphs[True].notes[-1] == "decode steps run as graphs"
+    assert "for 'tenths_linear' does not promise to be graph_safe" in graphs[False].notes[-1]
 
 
 @untied

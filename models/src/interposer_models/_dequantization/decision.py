@@ -66,12 +66,12 @@ def dequantize_once(model: CausalLM, site: Site, placement: Placement) -> None:
         else:
             told = {k: c for k, c in place.references.items() if c.chosen.emulation}
             refused.update(dict.fromkeys(told, verdict))
-    ops = sorted({choice.request.name for place in places for choice in place.references.values()})
-    what = f"the weights of {len(places)} layers with only the reference of {', '.join(ops)} here"
     verdict = _judge_memory(places, model, site, placement) if places else Verdict.accept()
     if not verdict:
         refused.update({key: verdict for place in places for key in place.references})
-        resolver.notes.append(f"{what} are dequantized in every step, slowly: {verdict.reason}")
+        resolver.notes.append(
+            f"{_listed(places)} are dequantized in every step, slowly: {verdict.reason}"
+        )
     for key, why in refused.items():
         resolver.annotate(key, f"not dequantized while loading: {why.reason}")
     if not (places and verdict):
@@ -90,8 +90,8 @@ def dequantize_once(model: CausalLM, site: Site, placement: Placement) -> None:
     for place in places:
         place.layer.method = place.exchange()
     resolver.notes.append(
-        f"{what} are dequantized once, while loading, to {_sizes(places, site)}. "
-        "Try: Config(dequantize=False) to keep them as they are stored"
+        f"{_listed(places)} are dequantized once, while loading, to {_sizes(places, site)}. "
+        "Config(dequantize=False) keeps them as they are stored, and is slow"
     )
 
 
@@ -161,6 +161,13 @@ def _judge_memory(
     return Verdict.refuse(
         f"dequantized, they would need {_mebibytes(needed)} with all other weights, and "
         f"{_SHARE:.0%} of the free memory are {_mebibytes(int(_SHARE * free))}"
+    )
+
+
+def _listed(places: Sequence[_Place]) -> str:
+    ops = sorted({choice.request.name for place in places for choice in place.references.values()})
+    return (
+        f"the weights of {len(places)} layers, which only the reference of {', '.join(ops)} reads,"
     )
 
 
