@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from interposer import Call, EmbeddingMethod, LinearMethod, Site
@@ -28,7 +29,7 @@ class DequantizedLinear(LinearMethod):
         self, method: LinearMethod, site: Site, in_features: int, out_features: int
     ) -> None:
         self.method = method
-        self.site = site
+        self.dtype = site.dtype
         self.plain = PlainLinear()
         self.plain.bound = site.bind_kernel(
             linear, in_features=in_features, out_features=out_features
@@ -49,7 +50,7 @@ class DequantizedLinear(LinearMethod):
 
         Raises: CheckpointError: as ``method`` does.
         """
-        weight, bias = _rounded(self.method, layer, self.site), layer._parameters.get("bias")
+        weight, bias = _rounded(self.method, layer, self.dtype), layer._parameters.get("bias")
         stored = self.method.finalize(layer)
         if weight is None:
             return stored
@@ -65,7 +66,7 @@ class DequantizedEmbedding(EmbeddingMethod):
         self, method: EmbeddingMethod, site: Site, vocab_size: int, hidden_size: int, head: Site
     ) -> None:
         self.method = method
-        self.site = site
+        self.dtype = site.dtype
         self.plain = PlainEmbedding()
         table = {"vocab_size": vocab_size, "hidden_size": hidden_size}
         sizes = {"in_features": hidden_size, "out_features": vocab_size}
@@ -87,7 +88,7 @@ class DequantizedEmbedding(EmbeddingMethod):
 
         Raises: CheckpointError: as ``method`` does.
         """
-        weight = _rounded(self.method, layer, self.site)
+        weight = _rounded(self.method, layer, self.dtype)
         stored = self.method.finalize(layer)
         if weight is None:
             return stored
@@ -96,16 +97,19 @@ class DequantizedEmbedding(EmbeddingMethod):
         return self.plain.finalize(layer)
 
 
-def _rounded(method: LinearMethod | EmbeddingMethod, layer: nn.Module, site: Site) -> Tensor | None:
+def _rounded(
+    method: LinearMethod | EmbeddingMethod, layer: nn.Module, dtype: torch.dtype
+) -> Tensor | None:
     """Return what the parameters stand for, in the model's dtype; None if the method can't tell."""
     exact = method.dequantized(_on_host(layer))
     if exact is None:
-        _log.warning("%s: no dequantized weight is stated, so its reference runs", site.prefix)
+        where = getattr(layer, "prefix", "a layer")
+        _log.warning("%s: its method states no weight, so it keeps the reference", where)
         return None
     device = next(layer.parameters()).device
     if device.type != "cpu":
-        return exact.to(site.dtype).to(device)
-    weight = host_memory.empty(exact.shape, site.dtype)
+        return exact.to(dtype).to(device)
+    weight = host_memory.empty(exact.shape, dtype)
     return weight.copy_(exact)
 
 
