@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from interposer import (
     Site,
     Verdict,
     custom_op,
+    explain,
 )
 from interposer._plugins.plugins import PluginWarning
 from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
@@ -132,6 +134,22 @@ def test_equal_requests_share_one_choice_and_keep_their_places(resolve: Resolve)
     place.bind(double, size=2)
     found = [(dict(c.request.dims), places) for c, places in resolver.choices.values()]
     assert found == [({"size": 1}, ["a.0", "a.1"]), ({"size": 2}, ["a"])]
+
+
+def test_a_choice_may_be_annotated_after_it_was_made(resolve: Resolve) -> None:
+    resolver = resolve(OP, FAST)
+    place = site(resolver)
+    place.at("0").bind(double)
+    (key,) = resolver.choices
+    resolver.annotate(key, "first")
+    resolver.annotate(key, "second", idle=True)
+    resolver.notes.append("of the model")
+    assert place.at("1").bind(double) is double_fast
+    explained = explain(SimpleNamespace(resolver=resolver))
+    (row,) = explained.rows
+    assert (row.choice.notes, row.choice.idle) == (("first", "second"), True)
+    assert row.prefixes == ("a.0", "a.1")
+    assert explained.notes == ("of the model",)
 
 
 def test_a_pin_at_one_place_is_a_choice_of_its_own(resolve: Resolve) -> None:

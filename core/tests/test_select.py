@@ -553,6 +553,15 @@ def test_an_emulation_is_told_where_it_is_chosen() -> None:
     assert wished.notes == ("preferred, but not there: 'b'", *choice.notes)
 
 
+def test_a_choice_says_whether_it_was_wished() -> None:
+    two = [candidate("a"), candidate("b")]
+    assert not select(REQUEST, two).wished
+    assert select(REQUEST, two, Policy("b")).wished
+    assert select(REQUEST, two, Policy(prefer=("b",))).wished
+    assert select(REQUEST, two, Policy(default="b")).wished
+    assert not select(REQUEST, two, Policy(prefer=("c",))).wished
+
+
 def test_an_emulation_may_be_refused() -> None:
     policy = Policy(emulation=False)
     choice = select(REQUEST, [emulating(), candidate("a")], policy)

@@ -14,6 +14,7 @@ from interposer import (
     Config,
     ExpertsSpec,
     Resolver,
+    Rule,
     SchemeEntry,
     Site,
     current_registry,
@@ -21,11 +22,14 @@ from interposer import (
 )
 from interposer.errors import CheckpointError
 from interposer.records import load_target
+from interposer_gguf import plugin as gguf
 from interposer_models._checkpoint.tensor_places import places_of
 from interposer_models._checkpoint.weights import Weights
+from interposer_models._dequantization.methods import DequantizedLinear
+from interposer_nf4 import plugin as nf4
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.linear import Linear
-from interposer_quantization.plugin import interposer_records
+from interposer_quantization import plugin as standard
 
 PREFIX, MIXTURE = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
 IN_FEATURES, OUT_FEATURES = 512, 96
@@ -46,9 +50,21 @@ def examples() -> list[Any]:
     """Return class and settings of every example that the records name."""
     return [
         pytest.param(load_target(record.target), settings, id=f"{record.method} {label}")
-        for record in interposer_records()
+        for record in standard.interposer_records()
         if isinstance(record, SchemeEntry) and record.examples
         for label, settings in load_target(record.examples)().items()
+    ]
+
+
+def linear_examples() -> list[Any]:
+    """Return those of linear layers, of the plugins of the SDK besides."""
+    return [
+        pytest.param(load_target(record.target), settings, id=f"{record.method} {label}")
+        for plugin in (standard, gguf, nf4)
+        for record in plugin.interposer_records()
+        if isinstance(record, SchemeEntry) and record.examples
+        for label, settings in load_target(record.examples)().items()
+        if load_target(record.target).parse(settings).linear_method(PREFIX, ("q_proj",))
     ]
 
 
@@ -135,7 +151,7 @@ def test_what_a_checkpoint_holds_is_only_read_and_not_kept(
 def test_a_weight_that_is_quantized_needs_no_copy_of_its_own(method: str) -> None:
     scheme = next(
         load_target(record.target)
-        for record in interposer_records()
+        for record in standard.interposer_records()
         if isinstance(record, SchemeEntry) and record.method == method
     )
     layer = built(scheme, {}, "meta")
@@ -147,3 +163,28 @@ def test_a_weight_that_is_quantized_needs_no_copy_of_its_own(method: str) -> Non
     assert not place.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)
     part = replace(place, stop=OUT_FEATURES // 2)
     assert not part.can_borrow(torch.zeros(OUT_FEATURES // 2, IN_FEATURES), whole)
+
+
+@pytest.mark.parametrize(("scheme", "settings"), linear_examples())
+def test_a_dequantized_layer_computes_what_the_reference_does(
+    scheme: Any, settings: Mapping[str, Any]
+) -> None:
+    config = Config(kernels={"*": Rule(prefer=["reference"])}, canary="off")
+    parsed = scheme.parse(settings)
+    site = Site(Resolver(current_registry(), place().device, config, parsed), PREFIX, torch.float32)
+    reference, layer = (Linear(site, IN_FEATURES, OUT_FEATURES, bias=True) for _ in range(2))
+    verdict = layer.method.dequantizable()
+    if not verdict:
+        assert verdict.reason
+        return
+    layer.method = DequantizedLinear(layer.method, site, IN_FEATURES, OUT_FEATURES)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in reference.named_parameters():
+        parameter.data.copy_(number(parameter, generator))
+        layer.get_parameter(name).data.copy_(parameter)
+    reference.finalize()
+    layer.finalize()
+    assert {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
+    expected = result(reference)
+    error = 2e-5 * float(expected.abs().max())
+    torch.testing.assert_close(result(layer), expected, rtol=0, atol=error)

@@ -20,6 +20,7 @@ from interposer import (
     QuantizationScheme,
     Registry,
     Site,
+    Verdict,
     custom_op,
 )
 from interposer.records import (
@@ -283,6 +284,22 @@ class LoudMethod(ByteMethod):
     factor = 1.01
 
 
+class RoundedMethod(ByteMethod):
+    """Rounds its inputs, and denies it where it is asked whether it can do without."""
+
+    def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x.round().double()
+
+    def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        kernel, operands = super().finalize(layer)
+        return lambda x, *rest: kernel(x.round(), *rest), operands
+
+
+class DenyingMethod(RoundedMethod):
+    def dequantizable(self) -> Verdict:
+        return Verdict.accept()
+
+
 class LoudMethodWithoutAWeight(LoudMethod):
     states_weight = False
 
@@ -301,6 +318,8 @@ class ByteScheme(QuantizationScheme):
     methods: Mapping[str, type[LinearMethod] | None] = {
         "healthy": ByteMethod,
         "loud": LoudMethod,
+        "rounded": RoundedMethod,
+        "denying": DenyingMethod,
         "unstated": LoudMethodWithoutAWeight,
         "endless": EndlessMethod,
         "wide": WideMethod,
@@ -339,6 +358,9 @@ def test_a_scheme_is_tried_on_its_examples(trials_of: TrialsOf) -> None:
     assert found["healthy"] == []
     # What a method does not state is not checked.
     assert found["unstated"] == []
+    assert found["rounded"] == []
+    assert found["denying"]
+    assert all(fault.where.startswith("dequantized, input") for fault in found["denying"])
     words = {
         "loud": "above the bound",
         "endless": "not finite",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from interposer_models._checkpoint.files import config_source, open_checkpoint, 
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.config import DecoderConfig
 from interposer_models._decoder.decoder import CausalLM, attention_layers
+from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
@@ -38,6 +40,7 @@ from interposer_ops.layers.sampler import Sampler
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
+_log = logging.getLogger("interposer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +111,7 @@ def plan(
     with torch.device("meta"):
         model = CausalLM(site, decoder, page_size)
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
+    dequantize_once(model, site, placement)
     resolver.check_places()
     # Tokens are drawn outside of the graph: how, changes with every request.
     graphs = judge_graphs(resolver, placement, frozenset({_SAMPLER}))
@@ -168,6 +172,8 @@ def load(
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
+    for note in planned.resolver.notes:
+        _log.warning("%s: %s", path, note)
     if cache_tokens is not None:
         _check_cache(planned, cache_tokens)
     required = planned.resolver.config.graphs == "on"

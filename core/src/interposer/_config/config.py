@@ -67,6 +67,8 @@ class Config(Settings):
         canary: whose kernels are compared with the reference before they are bound here first.
         fallback: a kernel that fails at run time is replaced by the next best one.
         emulation: a reference may be chosen that does without the arithmetic its op is meant for.
+        dequantize: weights whose op has nothing but its reference here are dequantized once, while
+            they load, and multiplied by the op ``linear``, if the memory is there.
         tables: measured figures take part in the selection.
         graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
             all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
@@ -96,6 +98,7 @@ class Config(Settings):
     canary: Literal["third_party", "all", "off"] = "third_party"
     fallback: bool = False
     emulation: bool = True
+    dequantize: bool = True
     tables: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
     float32: Literal["highest", "high", "medium"] = "highest"
@@ -123,6 +126,7 @@ class Config(Settings):
             canary: Literal["third_party", "all", "off"] = "third_party",
             fallback: bool = False,
             emulation: bool = True,
+            dequantize: bool = True,
             tables: bool = True,
             graphs: Literal["auto", "on", "off"] = "auto",
             float32: Literal["highest", "high", "medium"] = "highest",

@@ -80,6 +80,8 @@ class Choice:
         refusals: every other candidate with its reason, outranked ones included.
         seconds: what the candidates took where that was measured, by qualified name.
         notes: what else a user should know, such as a preference that could not be met.
+        wished: a pin or a preference names the chosen one.
+        idle: what was chosen is not called at any of its places, as a note says.
     """
 
     request: Request
@@ -88,3 +90,5 @@ class Choice:
     refusals: tuple[Refusal, ...]
     seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     notes: tuple[str, ...] = ()
+    wished: bool = False
+    idle: bool = False

@@ -46,6 +46,7 @@ class Binder(Protocol):
         scheme: the checkpoint's ``QuantizationScheme``, or None where weights are plain.
         choices: every distinct choice with the prefixes that share it, in order of construction.
         failures: kernels that failed at run time and were replaced.
+        notes: what is to be said of the model as a whole.
     """
 
     registry: Any
@@ -55,6 +56,7 @@ class Binder(Protocol):
     scheme: Any
     choices: dict[tuple[object, ...], tuple[Choice, list[str]]]
     failures: list[Refusal]
+    notes: list[str]
 
     def kernel(
         self, op: CustomOp[P, R], dtype: torch.dtype, dims: Dims, prefix: str

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from interposer._contract.layer import Site
+from interposer._contract.verdict import Verdict
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A kernel, and what it is called with behind its first argument."""
@@ -86,6 +87,18 @@ class LinearMethod(ABC):
         ``finalize``.
         """
         return x.double()
+
+    def dequantizable(self) -> Verdict:
+        """Say whether the op ``linear`` with the weight of ``dequantized`` may take over.
+
+        It does where the kernel of this method is but the reference of its op: the weight is then
+        dequantized once, on the host, rounded to the model's dtype and held instead of the
+        parameters, which ``finalize`` has checked. Accepted, unless overridden, by a method that
+        has ``dequantized`` and leaves inputs as they are. Called after ``create_weights``.
+        """
+        if type(self).dequantized_input is not LinearMethod.dequantized_input:
+            return Verdict.refuse("the method changes inputs before it multiplies them")
+        return _states_weight(type(self).dequantized is not LinearMethod.dequantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +213,13 @@ class EmbeddingMethod(ABC):
         """
         return None
 
+    def dequantizable(self) -> Verdict:
+        """Say whether the table of ``dequantized`` may be held instead, for a head that shares it.
+
+        As in ``LinearMethod.dequantizable``.
+        """
+        return _states_weight(type(self).dequantized is not EmbeddingMethod.dequantized)
+
 
 class QuantizationScheme(ABC):
     """Reads a checkpoint's ``quantization_config`` and assigns methods to layers."""
@@ -245,3 +265,7 @@ class QuantizationScheme(ABC):
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return how the attention at ``prefix`` stores keys and values; None: as they are."""
         return None
+
+
+def _states_weight(stated: bool) -> Verdict:
+    return Verdict.accept() if stated else Verdict.refuse("the method has no 'dequantized'")

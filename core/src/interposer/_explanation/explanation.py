@@ -268,7 +268,7 @@ def _made(model: Explainable) -> Explanation:
         tuple(rows),
         policy=settings(resolver.config, placement),
         failures=tuple(resolver.failures),
-        notes=(*_notes(placement), *_graph_notes(getattr(model, "graphs", None))),
+        notes=(*_notes(placement), *resolver.notes, *_graph_notes(getattr(model, "graphs", None))),
         unasked=inventory(resolver.registry, resolver.device),
     )
 

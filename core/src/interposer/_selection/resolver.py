@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import Any, ParamSpec, TypeVar, cast
@@ -66,6 +67,7 @@ class Resolver:
     Attributes:
         choices: every distinct choice with the prefixes that share it, in order of construction.
         failures: kernels that failed at run time and were replaced.
+        notes: what is to be said of the model as a whole.
         scheme: the checkpoint's quantization scheme, or None where weights are plain.
         described: the device is only described, so kernels are chosen but never loaded.
     """
@@ -89,6 +91,7 @@ class Resolver:
         self.described = described
         self.choices: dict[tuple[object, ...], tuple[Choice, list[str]]] = {}
         self.failures: list[Refusal] = []
+        self.notes: list[str] = []
         self._defaults = defaults or {}
         self._loaded: dict[tuple[object, ...], Any] = {}
         self._replacing = RLock()
@@ -193,6 +196,11 @@ class Resolver:
     def record(self, choice: Choice) -> None:
         """Add a choice that was made elsewhere for this model, so that it is explained as well."""
         self.choices[choice.request.key, choice.why] = (choice, [choice.request.prefix])
+
+    def annotate(self, key: tuple[object, ...], note: str, *, idle: bool = False) -> None:
+        """Add a note to the choice of that key, and say whether its kernel is never called."""
+        choice, prefixes = self.choices[key]
+        self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
     def check_places(self) -> None:
         """Raise ConfigError for a rule whose glob matched no place, now that the model is built.

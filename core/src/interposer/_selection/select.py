@@ -98,6 +98,7 @@ def select(
         (*outranked, *(_refusal(c, verdict) for c, verdict in refused)),
         {c.qualified_name: known[c.qualified_name] for c in ordered if c.qualified_name in known},
         tuple(filter(None, told)),
+        policy.pin is not None or bool(ranking.preferred(chosen)),
     )
 
 

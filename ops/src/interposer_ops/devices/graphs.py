@@ -44,7 +44,7 @@ def judge_graphs(
     captured = (
         choice
         for choice, prefixes in resolver.choices.values()
-        if not all(prefix in outside for prefix in prefixes)
+        if not (choice.idle or all(prefix in outside for prefix in prefixes))
     )
     return judge_choices(captured)
 

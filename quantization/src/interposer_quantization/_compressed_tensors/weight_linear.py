@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import BoundKernel, LinearMethod, Site
+from interposer import BoundKernel, LinearMethod, Site, Verdict
 from interposer_quantization._compressed_tensors.inputs import bound_rounding
 from interposer_quantization._compressed_tensors.parameters import final_operands
 from interposer_quantization._compressed_tensors.stored import Inputs
@@ -66,6 +66,12 @@ class WeightLinear(LinearMethod):
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``, rounded if inputs are."""
         return (x if self.round_input is None else self.round_input(x)).double()
+
+    def dequantizable(self) -> Verdict:
+        """Accept where inputs are not rounded."""
+        if self.round_input is not None:
+            return Verdict.refuse("inputs are rounded as the checkpoint says")
+        return Verdict.accept()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return the bound kernel, after what is done with its input, with its constants.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Call, EmbeddingMethod, Site
+from interposer import Call, EmbeddingMethod, Site, Verdict
 from interposer.errors import ConfigError
 from interposer_ops.embedding import w4a16_embedding, w8a16_embedding
 from interposer_ops.quantizers import unpack_nibbles
@@ -81,6 +81,10 @@ class OnlineEmbedding(EmbeddingMethod):
         grouped = codes.unflatten(1, (scale.shape[1], -1))
         numbers: torch.Tensor = (grouped * scale.double().unsqueeze(-1)).flatten(1)
         return numbers
+
+    def dequantizable(self) -> Verdict:
+        """Refuse: whoever asks for a quantized table is not to get a plain one."""
+        return Verdict.refuse("the table was plain, and is quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Call, Call | None]:
         """Return the bound kernels, both with the same codes.

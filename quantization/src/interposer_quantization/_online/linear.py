@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import LinearMethod, Site
+from interposer import LinearMethod, Site, Verdict
 from interposer.errors import CheckpointError
 from interposer_quantization._fp8.parameters import Members, register, register_passing
 
@@ -51,6 +51,10 @@ class OnlineLinear(LinearMethod):
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 input ``[..., I]``: each rounded number times its scale."""
         return self.method.dequantized_input(layer, x)
+
+    def dequantizable(self) -> Verdict:
+        """Refuse: whoever asks for quantized weights is not to get plain ones."""
+        return Verdict.refuse("the weights were plain, and are quantized on request")
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Return kernel and constants of the layer with the quantized weight.

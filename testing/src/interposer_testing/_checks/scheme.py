@@ -51,8 +51,9 @@ def check_scheme(
     must have the shape and dtype of a projection and be finite. Where the method states the weight
     that its parameters stand for, they must be the product with it in float64 besides, of the input
     that the method rounds to where it does, within the bound of a product that holds weights and
-    sums in float32; where it states none, values are not checked. What the scheme raises is passed
-    on.
+    sums in float32; where it states none, values are not checked. Where the method says that it is
+    ``dequantizable``, the product with that weight, rounded to ``dtype``, is compared in the same
+    way. What the scheme raises is passed on.
     """
     scheme = scheme_class.parse(settings)
     resolver = Resolver(
@@ -111,23 +112,38 @@ def _check_method(method: LinearMethod, site: Site, bias: bool, seed: int) -> It
         reason = f"{shapes[0]} expected, got {shapes[1]}"
         yield Fault("scheme", "dequantized_input", reason)
         return
+    dequantizable = method.dequantizable()
     kernel, operands = method.finalize(layer)
     for x, factors in zip(inputs, multiplied, strict=True):
-        yield from _check_result(kernel(x, *operands), x, factors, weight, offsets)
+        yield from _check_result("", kernel(x, *operands), x, factors, weight, offsets)
+        if dequantizable and weight is not None:
+            plain = _plain_product(x, weight, offsets)
+            yield from _check_result("dequantized, ", plain, x, factors, weight, offsets, 1.0)
+
+
+def _plain_product(x: torch.Tensor, weight: torch.Tensor, offsets: Any) -> torch.Tensor:
+    """Return the product with the weight as a layer in the dtype of ``x`` holds it."""
+    product = x.double().cpu() @ weight.to(x.dtype).double().T
+    return (product if offsets is None else product + offsets).to(x.device, x.dtype)
 
 
 def _check_result(
+    how: str,
     found: Any,
     x: torch.Tensor,
     factors: torch.Tensor,
     weight: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    rounded: float = 0.0,
 ) -> Iterator[Fault]:
     """Yield what is wrong with the projection of ``x`` ``[..., I]``, or with its form.
 
     Its values are those of the product of ``factors``, which ``x`` is rounded to.
+
+    Args:
+        rounded: the share of what is added that was rounded to the dtype of ``x`` before.
     """
-    where, shape = f"input {list(x.shape)}", (*x.shape[:-1], _OUT_FEATURES)
+    where, shape = f"{how}input {list(x.shape)}", (*x.shape[:-1], _OUT_FEATURES)
     if not isinstance(found, torch.Tensor) or found.shape != shape or found.dtype != x.dtype:
         form = [*found.shape, found.dtype] if isinstance(found, torch.Tensor) else type(found)
         yield Fault("scheme", where, f"{[*shape, x.dtype]} expected, got {form}")
@@ -138,7 +154,8 @@ def _check_result(
         added = torch.zeros(_OUT_FEATURES) if offsets is None else offsets
         expected = factors @ weight.double().T + added
         terms = factors.abs() @ weight.double().abs().T + added.abs()
-        case = Case("", {}, reduction=_IN_FEATURES + 1, magnitude=float(terms.max()))
+        largest = float(terms.max())
+        case = Case("", {}, {}, _IN_FEATURES + 1, largest, rounded * largest)
         bound = _TOLERANCE.bound(expected, x.dtype, case)
         for fault in compare_value(where, found, expected, bound):
             yield Fault("scheme", where, fault.reason, fault.error, fault.bound)
