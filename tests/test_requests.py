@@ -10,9 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from tests import stream_norm
 
-from interposer import Case, Config, CustomOp, Request, current_registry, explain
+from interposer import (
+    Case,
+    Config,
+    CustomOp,
+    Request,
+    Resolver,
+    Site,
+    current_registry,
+    explain,
+    place,
+    register,
+)
 from interposer.records import load_target
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.norms import fused_add_rms_norm
+from interposer_testing import verify
 from interposer_testing.cases import CaseSpace
 
 MODEL = Path(__file__).parents[1] / "examples/models/stdlib-lm"
@@ -21,9 +36,15 @@ OPS: dict[str, CustomOp[..., Any]] = {
     for name, entry in current_registry(Config()).ops.items()
     if entry.target.startswith("interposer_")
 }
+NAME = "fused_add_rms_norm_stream"
+Tried = tuple[CustomOp[..., Any], list[Case]]
 # It says that an embedding shares the weight, which is nothing that a call shows.
 SHARED = "tied"
-each_op = pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in OPS.items()])
+
+
+@pytest.fixture(scope="module", params=OPS.values(), ids=OPS)
+def tried(request: pytest.FixtureRequest) -> Tried:
+    return request.param, plain_cases(request.param)
 
 
 def properties(value: object) -> Iterator[tuple[str, object]]:
@@ -71,10 +92,9 @@ def declared(op: CustomOp[..., Any]) -> set[tuple[str, str]]:
     return found | {(name, "rank") for name, kind in space.strided.items() if kind == "leading"}
 
 
-@each_op
-def test_what_varies_between_calls_is_stated_or_declared(op: CustomOp[..., Any]) -> None:
+def test_what_varies_between_calls_is_stated_or_declared(tried: Tried) -> None:
+    op, cases = tried
     seen: dict[tuple[str, str], dict[Any, set[object]]] = defaultdict(lambda: defaultdict(set))
-    cases = plain_cases(op)
     for case in cases:
         for name, value in case.arguments.items():
             for kind, found in properties(value):
@@ -87,12 +107,12 @@ def test_what_varies_between_calls_is_stated_or_declared(op: CustomOp[..., Any])
     assert unstated == declared(op), f"{op.name}: a dim has to state it, or CaseSpace.varying"
 
 
-@each_op
-def test_a_sample_has_what_its_dims_state(op: CustomOp[..., Any]) -> None:
+def test_a_sample_has_what_its_dims_state(tried: Tried) -> None:
+    op, cases = tried
     if op.sample is None:
         return
     free = declared(op)
-    for dims, like in {stated(case): case for case in plain_cases(op)}.items():
+    for dims, like in {stated(case): case for case in cases}.items():
         drawn = op.sample(narrow(op), like.dims, 3, 0)
         assert stated(drawn) == dims
         for name, value in drawn.arguments.items():
@@ -102,13 +122,15 @@ def test_a_sample_has_what_its_dims_state(op: CustomOp[..., Any]) -> None:
                     assert given.get(kind) == wanted, f"{op.name}: {kind} of {name} for {like.dims}"
 
 
-@each_op
-def test_the_definition_names_the_dims_of_its_cases(op: CustomOp[..., Any]) -> None:
+def test_the_definition_names_the_dims_of_its_cases(tried: Tried) -> None:
+    op, cases = tried
     told = re.search(r"Dims[^:]*: (those of ``(\w+)``)?(.*?)(\n    [A-Z]\w+:|\Z)", text(op), re.S)
     assert told, f"{op.name}: no section 'Dims:'"
     words = set(re.findall(r"\w+", text(OPS[told[2]]) if told[2] else told[3]))
-    for case in plain_cases(op)[:1]:
-        assert case.dims.keys() <= words, f"{op.name}: {case.dims.keys() - words}"
+    dims = set[str]().union(*(case.dims for case in cases))
+    assert dims <= words, f"{op.name}: {dims - words} are not told"
+    named = {word for word in words if "_" in word} - {*op.signature.parameters, *OPS}
+    assert named <= dims, f"{op.name}: {named - dims} are not stated"
 
 
 def text(op: CustomOp[..., Any]) -> str:
@@ -125,5 +147,41 @@ def test_a_request_states_dims_that_the_cases_have(quantization: str | None) -> 
     asked = requests_of(quantization=quantization)
     assert len(asked) > 5
     for request in asked:
-        known = set(plain_cases(OPS[request.name])[0].dims)
+        op = OPS[request.name]
+        first = space_of(op).points(narrow(op))[0]
+        known = set(space_of(op).build(first, narrow(op), 0).dims)
         assert set(request.dims) - {SHARED} == known - {SHARED}, str(request)
+
+
+def test_a_kernel_that_takes_one_dtype_of_the_residual_is_chosen_for_that_alone() -> None:
+    with register(stream_norm):
+        resolver = Resolver(current_registry(), place().device, Config())
+        chosen = [
+            resolver.kernel(fused_add_rms_norm, torch.bfloat16, dims, "norm").choice
+            for dims in (
+                {"hidden_size": 64, "residual_dtype": "float32"},
+                {"hidden_size": 64, "residual_dtype": "bfloat16"},
+                {"hidden_size": 64},
+            )
+        ]
+        layer = RMSNorm(Site(resolver, "model.norm", torch.bfloat16), 64, 1e-6)
+    assert layer.add_norm is stream_norm.add_norm
+    assert chosen[0].chosen.name == NAME
+    refusals = [
+        refusal.reason
+        for choice in chosen[1:]
+        for refusal in choice.refusals
+        if refusal.candidate == NAME
+    ]
+    assert refusals == [
+        "residual_dtype is 'bfloat16', must be one of ['float32']",
+        "needs to know residual_dtype, which the request does not state",
+    ]
+
+
+def test_a_kernel_is_verified_on_the_cases_that_it_asks_for() -> None:
+    with register(stream_norm):
+        report = verify(stream_norm.__name__, op="fused_add_rms_norm", quick=True)
+    assert report.state == "correct", str(report)
+    (candidate,) = [c for c in report.candidates if not c.is_declaration]
+    assert candidate.dtypes == ("float32", "bfloat16")

@@ -96,13 +96,10 @@ class CaseSpace:
 
         What is not named is dense, and has the dtype and the dimensions of every other case.
         """
-        return {
-            name: "; ".join(
-                [MEANINGS[self.strided[name]]] * (name in self.strided)
-                + [_VARIATIONS[kind] for kind in self.varying.get(name, ())]
-            )
-            for name in (*self.strided, *(n for n in self.varying if n not in self.strided))
-        }
+        words = {name: [MEANINGS[strides]] for name, strides in self.strided.items()}
+        for name, kinds in self.varying.items():
+            words.setdefault(name, []).extend(_VARIATIONS[kind] for kind in kinds)
+        return {name: "; ".join(said) for name, said in words.items()}
 
     def points(self, dtype: torch.dtype) -> list[Point]:
         """Return all points for ``dtype``, none for a dtype that the op has no cases of."""
