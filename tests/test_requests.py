@@ -31,20 +31,27 @@ from interposer_testing import verify
 from interposer_testing.cases import CaseSpace
 
 MODEL = Path(__file__).parents[1] / "examples/models/stdlib-lm"
+DOCS = Path(__file__).parents[1] / "docs"
 OPS: dict[str, CustomOp[..., Any]] = {
     name: load_target(entry.target)
     for name, entry in current_registry(Config()).ops.items()
     if entry.target.startswith("interposer_")
 }
+STREAMS: tuple[dict[str, int | float | str | bool], ...] = (
+    {"hidden_size": 64, "residual_dtype": "float32"},
+    {"hidden_size": 64, "residual_dtype": "bfloat16"},
+    {"hidden_size": 64},
+)
 NAME = "fused_add_rms_norm_stream"
 Tried = tuple[CustomOp[..., Any], list[Case]]
 # It says that an embedding shares the weight, which is nothing that a call shows.
 SHARED = "tied"
 
 
-@pytest.fixture(scope="module", params=OPS.values(), ids=OPS)
+@pytest.fixture(scope="module", params=list(OPS.values()), ids=list(OPS))
 def tried(request: pytest.FixtureRequest) -> Tried:
-    return request.param, plain_cases(request.param)
+    op: CustomOp[..., Any] = request.param
+    return op, plain_cases(op)
 
 
 def properties(value: object) -> Iterator[tuple[str, object]]:
@@ -153,16 +160,21 @@ def test_a_request_states_dims_that_the_cases_have(quantization: str | None) -> 
         assert set(request.dims) - {SHARED} == known - {SHARED}, str(request)
 
 
+def test_the_documentation_has_the_dims_that_cases_state() -> None:
+    page = (DOCS / "kernel.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ((?:`\w+`[,; ]*)+)", page, re.M)
+    told = {name: set(re.findall(r"\w+", dims)) for name, dims in rows if name in OPS}
+    assert len(told) > 8
+    for name, dims in told.items():
+        assert dims - {SHARED} == {*plain_cases(OPS[name])[0].dims} - {SHARED}, name
+
+
 def test_a_kernel_that_takes_one_dtype_of_the_residual_is_chosen_for_that_alone() -> None:
     with register(stream_norm):
         resolver = Resolver(current_registry(), place().device, Config())
         chosen = [
             resolver.kernel(fused_add_rms_norm, torch.bfloat16, dims, "norm").choice
-            for dims in (
-                {"hidden_size": 64, "residual_dtype": "float32"},
-                {"hidden_size": 64, "residual_dtype": "bfloat16"},
-                {"hidden_size": 64},
-            )
+            for dims in STREAMS
         ]
         layer = RMSNorm(Site(resolver, "model.norm", torch.bfloat16), 64, 1e-6)
     assert layer.add_norm is stream_norm.add_norm
