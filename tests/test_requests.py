@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests import stream_norm
 
 from interposer import (
+    BoundKernel,
     Case,
     Config,
     CustomOp,
@@ -24,7 +26,10 @@ from interposer import (
     place,
     register,
 )
-from interposer.records import load_target
+from interposer.records import SchemeEntry, load_target
+from interposer.tooling import Row
+from interposer_models import load
+from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm
 from interposer_testing import verify
@@ -144,20 +149,103 @@ def text(op: CustomOp[..., Any]) -> str:
     return op.__doc__ or ""
 
 
-def requests_of(**options: Any) -> list[Request]:
-    asked = [row.choice.request for row in explain(MODEL, config=Config(), **options).rows]
+def requests_of(rows: Iterable[Row]) -> list[Request]:
+    asked = (row.choice.request for row in rows)
     return [request for request in asked if request.kind == "kernel"]
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
-def test_a_request_states_dims_that_the_cases_have(quantization: str | None) -> None:
-    asked = requests_of(quantization=quantization)
-    assert len(asked) > 5
+@cache
+def known_dims(op: str) -> set[str]:
+    """Return the dims that the first case of an op states."""
+    space, dtype = space_of(OPS[op]), narrow(OPS[op])
+    return set(space.build(space.points(dtype)[0], dtype, 0).dims)
+
+
+def assert_stated_as_in_cases(asked: Iterable[Request]) -> None:
+    """Hold that requests state exactly what the cases of their ops do."""
     for request in asked:
-        op = OPS[request.name]
-        first = space_of(op).points(narrow(op))[0]
-        known = set(space_of(op).build(first, narrow(op), 0).dims)
+        known = known_dims(request.name)
         assert set(request.dims) - {SHARED} == known - {SHARED}, str(request)
+
+
+def test_the_requests_of_a_model_state_what_cases_do() -> None:
+    asked = requests_of(explain(MODEL, config=Config()).rows)
+    assert len(asked) > 5
+    assert_stated_as_in_cases(asked)
+
+
+@pytest.mark.parametrize("provider", ["interposer-quantization", "interposer-nf4"])
+def test_the_requests_of_every_scheme_state_what_cases_do(provider: str) -> None:
+    registry, device = current_registry(Config()), place().device
+    asked: dict[str, Request] = {}
+    for plugin, record in registry.records(SchemeEntry):
+        if plugin.source.origin.startswith(provider) and record.examples:
+            for settings in load_target(record.examples)().values():
+                scheme = load_target(record.target).parse(settings)
+                resolver = Resolver(registry, device, Config(canary="off"), scheme)
+                site = Site(resolver, "model.layers.0.self_attn.q_proj", torch.bfloat16)
+                with torch.device("meta"):
+                    Linear(site, 512, 96)
+                    Linear(site, 512, 96, bias=True)
+                choices = (choice for choice, _ in resolver.choices.values())
+                asked |= {str(c.request): c.request for c in choices if c.request.kind == "kernel"}
+    assert {request.dims.get("biased") for request in asked.values()} >= {False, True}
+    assert_stated_as_in_cases(asked.values())
+
+
+class Calls:
+    """Records the arguments of every bound kernel by the request that it was bound for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[Request, Mapping[str, Any]]] = []
+        bind, bind_table = Resolver.kernel, cast(Any, Resolver.table)
+
+        def kernel(resolver: Resolver, op: CustomOp[..., Any], *rest: Any) -> BoundKernel[..., Any]:
+            return self.watched(op, bind(resolver, op, *rest))
+
+        def table(resolver: Resolver, *given: Any) -> tuple[BoundKernel[..., Any], ...]:
+            bound = bind_table(resolver, *given)
+            return tuple(self.watched(g[0], b) for g, b in zip(given, bound, strict=False))
+
+        monkeypatch.setattr(Resolver, "kernel", kernel)
+        monkeypatch.setattr(Resolver, "table", table)
+
+    def watched(
+        self, op: CustomOp[..., Any], bound: BoundKernel[..., Any]
+    ) -> BoundKernel[..., Any]:
+        def call(*given: Any) -> Any:
+            arguments = op.signature.bind(*given)
+            arguments.apply_defaults()
+            self.found.append((bound.choice.request, arguments.arguments))
+            return bound.function(*given)
+
+        return BoundKernel(call, bound.prepare, bound.choice)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_model_passes_what_its_requests_state(
+    quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(monkeypatch)
+    # References take constants as they are stored; kernels may have prepared them.
+    config = Config(kernels=dict.fromkeys(OPS, "reference"))
+    lm = load(MODEL, config=config, dtype="bfloat16", quantization=quantization)
+    list(lm.generate(["import os"], max_new_tokens=2, temperature=0.5, presence_penalty=0.5))
+    asked = {str(request): (request, arguments) for request, arguments in calls.found}
+    assert {"apply_penalties", "sample_tokens"} <= {request.name for request, _ in asked.values()}
+    for request, arguments in asked.values():
+        op = OPS[request.name]
+        if request.dtype != "bfloat16":
+            continue  # as the logits after penalties
+        told = {n: v for n, v in request.dims.items() if isinstance(v, bool | str) and n != SHARED}
+        alike = [case for case in plain_cases(op) if told.items() <= case.dims.items()]
+        for name, value in arguments.items():
+            for kind, passed in properties(value):
+                tried = {dict(properties(case.arguments[name])).get(kind) for case in alike}
+                if kind == "gaps":
+                    assert not passed or name in space_of(op).strided, f"{request}: {name}"
+                elif (name, kind) not in declared(op):
+                    assert passed in tried, f"{request}: {kind} of {name} is {passed}"
 
 
 def test_the_documentation_has_the_dims_that_cases_state() -> None:

@@ -10,7 +10,7 @@ from interposer_testing.cases._axis import ORDINARY, Axis, Point
 from interposer_testing.cases._layer import LayerCase, OfLayer, Placed
 from interposer_testing.cases._layout import Strides
 from interposer_testing.cases._numbers import longest_row, normal, peak, uniform
-from interposer_testing.cases._space import CaseSpace, PlannedCase, Variation, planned_cases
+from interposer_testing.cases._space import CaseSpace, PlannedCase, planned_cases
 from interposer_testing.cases._special import Special
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Point",
     "Special",
     "Strides",
-    "Variation",
     "longest_row",
     "normal",
     "peak",
