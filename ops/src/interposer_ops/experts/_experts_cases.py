@@ -175,7 +175,7 @@ def fused_experts_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 def fused_experts_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of hidden states that spread evenly over experts in 8-bit floats."""
     generator = torch.Generator().manual_seed(seed)
-    stored = getattr(torch, str(dims["weight_dtype"]))
+    stored = getattr(torch, str(dims.get("weight_dtype", "float8_e4m3fn")))
     store = _floats8(str(dims["granularity"]), stored, generator)
     return _sample(store, dtype, dims, num_tokens, generator)
 
