@@ -13,6 +13,7 @@ from interposer.records import load_target
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
+from interposer_ops.layers.experts import Router
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.sampler import Sampler
@@ -88,6 +89,7 @@ def test_cases_state_the_dims_that_layers_state(make_site: Callable[..., Site]) 
     Embedding(site, 8, 8)
     LMHead(site, 8, 8)
     Sampler(site, 8)
+    Router(site, 8, num_experts=4, top_k=2, renormalize=True)
     spec = AttentionSpec(
         num_heads=2,
         num_kv_heads=1,

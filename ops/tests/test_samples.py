@@ -49,7 +49,10 @@ PAGED_ATTENTION: Dims = {
     "sinks": False,
     "alibi": False,
     "prefix_lm": False,
+    "causal": True,
     "cache_dtype": "bfloat16",
+    "scaled": False,
+    "per_head": False,
 }
 RAGGED: Dims = {
     "num_heads": 8,
@@ -68,6 +71,7 @@ LATENT: Dims = {
     "rotary_size": 32,
     "page_size": 16,
     "cache_dtype": "float8_e4m3fn",
+    "scaled": True,
 }
 CACHE: Dims = {"num_kv_heads": 2, "head_size": 64, "page_size": 16}
 GROUPED: Dims = {
@@ -85,8 +89,8 @@ TABLE: Dims = {
     "asymmetric": True,
 }
 DIMS: dict[str, Dims] = {
-    "topk_softmax": {"num_experts": 64, "top_k": 6},
-    "topk_sigmoid": {"num_experts": 64, "top_k": 6, "biased": True},
+    "topk_softmax": {"num_experts": 64, "top_k": 6, "renormalize": True},
+    "topk_sigmoid": {"num_experts": 64, "top_k": 6, "biased": True, "renormalize": True},
     "grouped_topk": {
         "num_groups": 8,
         "top_groups": 3,
@@ -94,9 +98,10 @@ DIMS: dict[str, Dims] = {
         "scoring": "sigmoid",
         "num_experts": 64,
         "biased": True,
+        "renormalize": True,
     },
-    "moe_permute": {"hidden_size": 64, "top_k": 4, "num_experts": 16},
-    "moe_unpermute": {"hidden_size": 64, "top_k": 4},
+    "moe_permute": {"hidden_size": 64, "top_k": 4, "num_experts": 16, "index_dtype": "int32"},
+    "moe_unpermute": {"hidden_size": 64, "top_k": 4, "weights_dtype": "float32"},
     "moe_sum": {"hidden_size": 64, "top_k": 4},
     "fused_experts": {
         "hidden_size": 64,
@@ -113,6 +118,7 @@ DIMS: dict[str, Dims] = {
         "top_k": 2,
         "activation": "silu",
         "granularity": "tensor",
+        "weight_dtype": "float8_e4m3fn",
     },
     "fused_experts_w4a16": {
         "hidden_size": 64,
@@ -134,33 +140,33 @@ DIMS: dict[str, Dims] = {
     "greedy_verify": {"vocab_size": 65, "num_draft_tokens": 4},
     "rejection_sample": {"vocab_size": 65, "num_draft_tokens": 4, "certain_drafts": False},
     "gumbel_argmax": {"vocab_size": 4099},
-    "apply_logit_bias": {"vocab_size": 4099},
+    "apply_logit_bias": {"vocab_size": 4099, "index_dtype": "int64"},
     "apply_token_bitmask": {"vocab_size": 4099},
-    "suppress_tokens_until": {"vocab_size": 4099},
+    "suppress_tokens_until": {"vocab_size": 4099, "index_dtype": "int64"},
     "apply_temperature": {"vocab_size": 4099},
     "mask_top_k_top_p": {"vocab_size": 4099},
     "mask_min_p": {"vocab_size": 4099},
     "rms_norm": {"hidden_size": 688},
-    "fused_add_rms_norm": {"hidden_size": 688},
+    "fused_add_rms_norm": {"hidden_size": 688, "residual_dtype": "float32"},
     "gemma_rms_norm": {"hidden_size": 688},
-    "fused_add_gemma_rms_norm": {"hidden_size": 688},
+    "fused_add_gemma_rms_norm": {"hidden_size": 688, "residual_dtype": "float32"},
     "layer_norm": {"hidden_size": 688, "weighted": True, "biased": True},
     "qk_norm": {"num_heads": 8, "num_kv_heads": 2, "head_size": 80},
     "l2_norm": {"head_size": 80},
     "gated_rms_norm": {"hidden_size": 688, "group_size": 172, "norm_before_gate": False},
     "rms_norm_quantize_fp8": {"hidden_size": 688, "out_dtype": "float8_e4m3fn"},
-    "gelu": {"intermediate_size": 684},
+    "gelu": {"intermediate_size": 684, "approximate": "tanh"},
     "quick_gelu": {"intermediate_size": 684},
     "relu2": {"intermediate_size": 684},
     "silu_and_mul": {"intermediate_size": 684},
-    "gelu_and_mul": {"intermediate_size": 684},
+    "gelu_and_mul": {"intermediate_size": 684, "approximate": "tanh"},
     "mul_and_silu": {"intermediate_size": 684},
     "relu2_and_mul": {"intermediate_size": 684},
     "fatrelu_and_mul": {"intermediate_size": 684},
     "swiglu_oai_and_mul": {"intermediate_size": 684},
     "swiglu_clamped_and_mul": {"intermediate_size": 684},
     "rotary_embedding": {"head_size": 80, "rotary_size": 64},
-    "linear": {"in_features": 256, "out_features": 688},
+    "linear": {"in_features": 256, "out_features": 688, "biased": True},
     "embedding": {"vocab_size": 4096, "hidden_size": 256, "tied": False},
     "w4a16_embedding": TABLE,
     "w8a16_embedding": TABLE,
@@ -194,6 +200,7 @@ DIMS: dict[str, Dims] = {
         "head_size": 64,
         "page_size": 16,
         "cache_dtype": "float8_e4m3fn",
+        "scaled": True,
     },
     "indexer_topk": {"top_k": 32},
     "fp8_linear": {
@@ -203,6 +210,7 @@ DIMS: dict[str, Dims] = {
         "weight_dtype": "float8_e4m3fn",
         "x_scales": "token",
         "weight_scales": "channel",
+        "biased": True,
     },
     "fp8_block_linear": {
         "in_features": 256,
@@ -211,6 +219,7 @@ DIMS: dict[str, Dims] = {
         "block_columns": 128,
         "x_dtype": "float8_e4m3fn",
         "weight_dtype": "float8_e4m3fn",
+        "biased": True,
     },
     "int8_linear": {
         "in_features": 256,
@@ -218,18 +227,20 @@ DIMS: dict[str, Dims] = {
         "x_scales": "token",
         "weight_scales": "channel",
         "asymmetric": True,
+        "biased": True,
     },
     "w4a8_linear": {
         **{name: size for name, size in GROUPED.items() if name != "asymmetric"},
+        "biased": True,
         "x_scales": "token",
         "asymmetric_inputs": False,
         "asymmetric_weights": True,
     },
-    "w4a16_linear": {**GROUPED, "scale_dtype": "float32"},
-    "w8a16_linear": GROUPED,
-    "mxfp4_linear": {"in_features": 256, "out_features": 688},
-    "mxfp8_linear": {"in_features": 256, "out_features": 688},
-    "nvfp4_linear": {"in_features": 256, "out_features": 688},
+    "w4a16_linear": {**GROUPED, "scale_dtype": "float32", "biased": True},
+    "w8a16_linear": {**GROUPED, "biased": True},
+    "mxfp4_linear": {"in_features": 256, "out_features": 688, "biased": True},
+    "mxfp8_linear": {"in_features": 256, "out_features": 688, "biased": True},
+    "nvfp4_linear": {"in_features": 256, "out_features": 688, "biased": True},
     "quantize_fp8_per_token": {
         "hidden_size": 688,
         "out_dtype": "float8_e4m3fn",
@@ -246,7 +257,7 @@ DIMS: dict[str, Dims] = {
     "quantize_mxfp8": {"hidden_size": 672},
     "quantize_mxfp4": {"hidden_size": 672},
     "quantize_nvfp4": {"hidden_size": 688},
-    "apply_penalties": {"vocab_size": 4099},
+    "apply_penalties": {"vocab_size": 4099, "counts_dtype": "int32"},
     "sample_tokens": {"vocab_size": 4099},
 }
 # With 101 rows two threads meet inside one.
@@ -383,7 +394,7 @@ def test_residuals_are_as_wide_as_the_layer_keeps_them() -> None:
 
 def test_attention_is_sampled_as_it_is_asked_for() -> None:
     plain = sampled("paged_attention", torch.float32, 4).arguments
-    asked = ("windowed", "softcapped", "sinks", "alibi", "prefix_lm")
+    asked = ("windowed", "softcapped", "sinks", "alibi", "prefix_lm", "scaled")
     facts: dict[str, Any] = {**dict.fromkeys(asked, True), "cache_dtype": "float8_e4m3fn"}
     masked = sampled("paged_attention", torch.float32, 4, **facts).arguments
     assert plain["window_tokens"] is plain["softcap"] is None

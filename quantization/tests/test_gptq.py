@@ -324,6 +324,7 @@ def test_explanation_states_the_sizes(act_order: Path) -> None:
         "num_groups": 43,
         "asymmetric": True,
         "scale_dtype": "float32",
+        "biased": False,
     }
 
 

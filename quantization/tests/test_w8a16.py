@@ -161,6 +161,7 @@ def test_request_states_the_sizes(group_size: int | None, num_groups: int) -> No
         "group_size": 64 // num_groups,
         "num_groups": num_groups,
         "asymmetric": False,
+        "biased": False,
     }
 
 

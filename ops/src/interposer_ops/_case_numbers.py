@@ -24,6 +24,11 @@ def normal_numbers(
     return drawn.view(shape)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how dims name ``dtype``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def codes_of(
     bits: int, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -17,7 +17,7 @@ from interposer_testing.cases import CaseSpace, planned_cases
 
 _SECTION = re.compile(r"^(Args|Dims|Returns|Raises|Source):\s*(.*)$")
 _ARGUMENT = re.compile(r"^    (\w+(?:, \w+)*): (.*)$")
-_SHOWN = ("mutates", "constants", "batched", "ragged", "properties", "dtypes", "kernels")
+_SHOWN = ("dims", "mutates", "constants", "batched", "ragged", "properties", "dtypes", "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class OpFacts:
     Attributes:
         family: the module that defines it, without its package.
         description: the reference's docstring.
+        dims: what requests state of it, as its cases do.
+        always_taken: what a kernel has to take of an argument whatever a request states, in words,
+            by argument.
         cases: how many distinct cases it has, over all dtypes.
         dtypes: those of its cases, empty where only building them would tell.
         kernels: of all platforms, each as ``provider/name``; the reference is not among them.
@@ -37,6 +40,8 @@ class OpFacts:
     family: str
     schema: str
     description: str
+    dims: tuple[str, ...]
+    always_taken: dict[str, str]
     mutates: tuple[str, ...]
     constants: tuple[str, ...]
     batched: tuple[str, ...]
@@ -59,19 +64,22 @@ class OpFacts:
         kernels = (c for c in candidates if c is not reference)
         space = op.cases
         dtypes = space.dtypes if isinstance(space, CaseSpace) else ()
+        planned = list(planned_cases(op, seed=0))
         return cls(
             name,
             reference.provider,
             entry.target.partition(":")[0].rpartition(".")[2],
             op.schema,
             inspect.cleandoc(op.__doc__ or ""),
+            tuple(planned[0].build().dims) if planned else (),
+            space.always_taken() if isinstance(space, CaseSpace) else {},
             op.mutates,
             op.constants,
             op.batched,
             tuple(op.ragged),
             tuple(sorted(entry.properties)),
             tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
-            sum(1 for _ in planned_cases(op, seed=0)),
+            len(planned),
             tuple(sorted(kernel.qualified_name for kernel in kernels)),
         )
 
@@ -83,12 +91,19 @@ class OpFacts:
             values = getattr(self, label)
             if values:
                 yield f"{label}: {', '.join(values)}"
+        for words, names in self._taken():
+            yield f"every kernel takes {', '.join(names)}: {words}"
         yield f"cases: {self.cases}"
 
     def markdown(self) -> Iterator[str]:
         """Yield the op's section of a page."""
         yield from (f"### `{self.name}`", "", f"`{self.schema}`", "")
         yield from _paragraphs(self.description)
+        if self.always_taken:
+            yield from ("**Always taken**", "")
+            for words, names in self._taken():
+                yield f"- {', '.join(f'`{name}`' for name in names)}: {words}"
+            yield ""
         facts = [
             f"{label} {', '.join(f'`{value}`' for value in values)}"
             for label, values in (
@@ -103,6 +118,13 @@ class OpFacts:
         if self.dtypes:
             count += f" in {', '.join(self.dtypes)}"
         yield from ("; ".join([*facts, count]).capitalize() + ".", "")
+
+    def _taken(self) -> list[tuple[str, list[str]]]:
+        """Return what kernels always have to take, with the arguments that it is said of."""
+        found: dict[str, list[str]] = {}
+        for name, words in self.always_taken.items():
+            found.setdefault(words, []).append(name)
+        return list(found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +168,12 @@ class OpCatalogue:
             "",
             f"{len(self.ops)} ops are defined, with {total:,} distinct cases to check kernels on. "
             "The page is written by `interposer ops --markdown` from the docstrings of "
-            "the references.",
+            "the references and from their cases.",
+            "",
+            "A kernel can refuse what the dims of a request state. What is *always taken* no "
+            "request states: every kernel has to do with it. Each tensor may begin at any element "
+            "of a storage, so no address is known to be a multiple of more than an element's size. "
+            "Tensors that are not named there are dense, and those of one call do not overlap.",
             "",
         ]
         for (_, family), members in groupby(self.ops, _family):

@@ -1,7 +1,7 @@
 """Activations of single elements, and gated ones, where one half of the input gates the other.
 
 T tokens, I intermediate size. Everything is computed in float32 or wider and rounded once; rows
-may lie apart in memory. Dims of all of them: intermediate_size.
+may lie apart in memory.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def gelu(x: Tensor, approximate: str) -> Tensor:
         x: ``[..., I]``, any float dtype.
         approximate: ``"none"`` for the error function, ``"tanh"`` for its approximation.
     Returns: shape and dtype of ``x``.
+    Dims: intermediate_size, approximate.
     Source: arXiv:1606.08415.
     """
     return functional.gelu(widened(x), approximate=approximate).to(x.dtype)
@@ -43,6 +44,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
     Args: ``x``, as in ``gelu``.
     Returns: shape and dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:1606.08415, section 2.
     """
     wide = widened(x)
@@ -55,6 +57,7 @@ def relu2(x: Tensor) -> Tensor:
 
     Args: ``x``, as in ``gelu``.
     Returns: shape and dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2109.08668 (Primer).
     """
     return widened(x).relu().square().to(x.dtype)
@@ -69,6 +72,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     Args:
         x: ``[..., 2 I]``, any float dtype.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2002.05202.
     """
     gate, up = _halves(x)
@@ -83,6 +87,7 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
         x: ``[..., 2 I]``, any float dtype.
         approximate: ``"none"`` for the error function, ``"tanh"`` for its approximation.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size, approximate.
     Source: arXiv:1606.08415.
     """
     gate, up = _halves(x)
@@ -97,6 +102,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
     Args: ``x``, as in ``silu_and_mul``.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2002.05202, with the halves exchanged.
     """
     up, gate = _halves(x)
@@ -111,6 +117,7 @@ def relu2_and_mul(x: Tensor) -> Tensor:
 
     Args: ``x``, as in ``silu_and_mul``.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2402.03804, gated as in arXiv:2002.05202.
     """
     gate, up = _halves(x)
@@ -127,6 +134,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float) -> Tensor:
         x: ``[..., 2 I]``, any float dtype.
         threshold: at least 0; what equals it is not above it.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2402.13516 (ProSparse); there it shifts the threshold of ReLU.
     """
     gate, up = _halves(x)
@@ -145,6 +153,7 @@ def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
         alpha: 1.702 in gpt-oss.
         limit: above 0; 7 in gpt-oss.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: arXiv:2508.10925 and https://github.com/openai/gpt-oss.
     """
     wide = widened(x)
@@ -163,6 +172,7 @@ def swiglu_clamped_and_mul(x: Tensor, limit: float) -> Tensor:
         x: ``[..., 2 I]``, any float dtype.
         limit: above 0; ``swiglu_limit`` of a DeepSeek-V4 config, 10.
     Returns: ``[..., I]``, dtype of ``x``.
+    Dims: intermediate_size.
     Source: the DeepSeek-V4 model of transformers.
     """
     gate, up = _halves(x)

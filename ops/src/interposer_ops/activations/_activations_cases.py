@@ -125,7 +125,8 @@ class _Activation:
         shape = (num_tokens, int(dims["intermediate_size"]))
         gate = normal_numbers(shape, dtype, generator, deviation=2.0)
         up = normal_numbers(shape, dtype, generator, deviation=2.0) if self.arranged else None
-        return self.case(gate, up, self.sampled, f"{num_tokens} tokens")
+        options = {name: dims.get(name, value) for name, value in self.sampled.items()}
+        return self.case(gate, up, options, f"{num_tokens} tokens")
 
     def case(self, gate: Tensor, up: Tensor | None, options: _Options, label: str = "") -> Case:
         """Return the case of a gate and what it gates.
@@ -140,7 +141,11 @@ class _Activation:
         return Case(
             label,
             {"x": x, **options},
-            {"intermediate_size": gate.shape[-1]},
+            # Forms are stated, numbers are not.
+            {
+                "intermediate_size": gate.shape[-1],
+                **{name: value for name, value in options.items() if isinstance(value, str)},
+            },
             # A square alone is one multiplication.
             reduction=1 if self.bound is _nothing and up is None else 4,
             magnitude=self.bound(peak(gate), largest, options),
@@ -164,7 +169,7 @@ def _activation(
         Axis("shape", _SHAPES),
         Axis("numbers", numbers),
         *([Axis("options", options)] if options else []),
-        strided={"x": "rows"},
+        strided={"x": "leading"},
         special={"x": special},
         crossed={
             "shape": ("many rows", "one row", "odd width", "a few elements", "three dimensions"),

@@ -67,7 +67,8 @@ def paged_attention(
         value_scale: ``[1]`` or ``[K]`` float32: the same of values.
     Returns: ``[T, N, D]``, dtype of ``query``.
     Dims: num_heads, num_kv_heads, head_size, page_size, windowed, softcapped, sinks, alibi,
-        prefix_lm, cache_dtype (the name of a torch dtype).
+        prefix_lm, causal, cache_dtype (the name of a torch dtype), scaled: keys and values have
+        scales, per_head: one of each kv head.
     Source: arXiv:1706.03762; arXiv:2305.13245 (GQA); arXiv:2309.06180 (paging);
         arXiv:2108.12409 (ALiBi); arXiv:2309.17453 (sinks); arXiv:1910.10683 (prefix-LM).
     """

@@ -9,13 +9,13 @@ import torch
 
 from interposer import Case, Dims
 from interposer_ops._case_combinations import few_changes
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.attention._sequences_cases import (
     FEATURES,
     LENGTHS,
     Lengths,
     Options,
     bounded_case,
-    dtype_name,
     paged,
     random_query,
     random_scale,
@@ -112,6 +112,7 @@ paged_attention_cases = CaseSpace(
         **dict.fromkeys(("query_starts", "seq_lens", "sinks", "alibi_slopes"), "offset"),
         **dict.fromkeys(("prefix_lens", "key_scale", "value_scale"), "offset"),
     },
+    varying={"sinks": ("dtype",)},
     crossed={
         "batch": ("", "decode", "long"),
         "heads": ("", "head size 80"),
@@ -175,6 +176,8 @@ def _attention(
         **stated,
         "prefix_lm": prefixes is not None,
         "cache_dtype": dtype_name(stored_dtype),
+        "scaled": bool(scaled),
+        "per_head": scaled == "heads",
     }
     longest = lengths.longest
     return bounded_case(label, arguments, dims, keys, longest, scales[0], width=head_size)

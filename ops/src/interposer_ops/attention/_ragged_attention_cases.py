@@ -96,6 +96,7 @@ ragged_attention_cases = CaseSpace(
         **dict.fromkeys(("query", "key", "value"), "outer"),
         **dict.fromkeys(("query_starts", "key_starts", "sinks", "alibi_slopes"), "offset"),
     },
+    varying={"sinks": ("dtype",)},
     crossed={
         "batch": ("", "other keys"),
         "heads": ("", "values narrower"),
@@ -110,7 +111,7 @@ ragged_attention_cases = CaseSpace(
 
 def ragged_attention_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return one sequence that attends to itself."""
-    options = {**sampled_scores(dims), "causal": bool(dims["causal"])}
+    options = sampled_scores(dims)
     names = ("num_heads", "num_kv_heads", "head_size", "value_size")
     heads = tuple(int(dims[name]) for name in names)
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +144,6 @@ def _attention(
         "num_kv_heads": kv_heads,
         "head_size": head_size,
         "value_size": value_size,
-        "causal": options["causal"],
         **stated,
     }
     longest = max([1, *query_lens, *key_lens])

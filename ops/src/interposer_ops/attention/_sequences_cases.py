@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.caches._paging_cases import SPARE_PAGES, scattered, starts_of
 from interposer_testing.cases import longest_row, peak, uniform
 from interposer_testing.workload import typical_sequences
@@ -127,6 +128,7 @@ def sampled_scores(dims: Dims) -> dict[str, Any]:
         "window_tokens": _WINDOW_TOKENS if dims["windowed"] else None,
         "softcap": _SOFTCAP if dims["softcapped"] else None,
         "alibi": bool(dims.get("alibi")),
+        "causal": bool(dims.get("causal", True)),
         **({"sinks": None} if dims.get("sinks") else {}),
     }
 
@@ -134,12 +136,9 @@ def sampled_scores(dims: Dims) -> dict[str, Any]:
 def sampled_storage(dims: Dims, dtype: torch.dtype) -> dict[str, Any]:
     """Return the options of the cache that a sample's dims state: one of 8 bits has a scale."""
     name = str(dims.get("cache_dtype") or dtype_name(dtype))
-    return {"cache_dtype": getattr(torch, name), "scaled": name != dtype_name(dtype)}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return how dims name ``dtype``."""
-    return str(dtype).removeprefix("torch.")
+    scaled = bool(dims.get("scaled", name != dtype_name(dtype)))
+    per_head = scaled and dims.get("per_head")
+    return {"cache_dtype": getattr(torch, name), "scaled": "heads" if per_head else scaled}
 
 
 def random_query(
@@ -175,7 +174,8 @@ def score_arguments(
         "alibi_slopes": slopes,
     }
     given = {"windowed": window_tokens, "softcapped": softcap, "sinks": sinks, "alibi": slopes}
-    return arguments, {name: value is not None for name, value in given.items()}
+    stated = {name: value is not None for name, value in given.items()}
+    return arguments, {**stated, "causal": bool(arguments["causal"])}
 
 
 def score_scale(head_size: int) -> float:

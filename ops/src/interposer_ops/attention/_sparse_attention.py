@@ -47,7 +47,8 @@ def indexer_scores(
         key_scales: ``[P, S]`` float32, at least 0: what a stored key is multiplied by; None leaves
             the keys.
     Returns: ``[T, L]``, float32 or wider.
-    Dims: num_heads (I), head_size, page_size, cache_dtype (the name of a torch dtype).
+    Dims: num_heads (I), head_size, page_size, cache_dtype (the name of a torch dtype), scaled:
+        there are ``key_scales``.
     Source: DeepSeek-V3.2-Exp technical report, lightning indexer.
     """
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from interposer import Case, Dims
 from interposer_ops._case_combinations import few_changes
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.attention._sequences_cases import (
     LENGTHS,
     Lengths,
     Options,
-    dtype_name,
     paged,
     random_query,
     random_scale,
@@ -120,6 +120,7 @@ def _scores_case(
         "head_size": head_size,
         "page_size": lengths.page_size,
         "cache_dtype": dtype_name(stored_dtype),
+        "scaled": scales is not None,
     }
     # A product is a sum of D terms, a score one of I weighted products.
     product = longest_row(query) * longest_row(keys.float() * factors[:, None])

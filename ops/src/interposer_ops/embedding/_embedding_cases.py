@@ -195,6 +195,7 @@ def _quantized_space(
             "token_ids": "outer",
             **dict.fromkeys(("weight", "scale", "zero_points"), "offset"),
         },
+        varying={"scale": ("rank",)} if bits == 8 else {},
         crossed={
             "tokens": ("many tokens", "first and last row"),
             "table": crossed,

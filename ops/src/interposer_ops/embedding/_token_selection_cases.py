@@ -52,7 +52,7 @@ select_rows_cases = CaseSpace(
     _select_rows,
     Axis("chosen", _CHOSEN),
     Axis("row", _ROWS),
-    strided={"x": "rows", "indices": "offset"},
+    strided={"x": "leading", "indices": "offset"},
     special={"x": ("infinities", "subnormals", "negative zeros")},
     crossed={"chosen": ("first and last", "descending"), "row": ("", "odd width", "heads")},
     alone={"chosen": ("none",)},
@@ -97,7 +97,7 @@ def _of_sequences(
         # Rows of x behind those of all sequences, and rows beyond the longest sequence.
         Axis("rows", {"": 0, "spare rows": 3}),
         Axis("longest", {"": 0, "longer than any": 2}),
-        strided={name: "rows", "starts": "offset"},
+        strided={name: "leading", "starts": "offset"},
         special={name: ("infinities", "NaN", "subnormals", "negative zeros")},
         crossed={
             "sequences": ("several", "some empty"),

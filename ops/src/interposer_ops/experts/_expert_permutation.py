@@ -71,7 +71,7 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
     Returns: ``(rows, positions, group_starts)``: ``[T K, H]`` of the dtype of ``x``; ``[T, K]``
         int32, the row of each slot, -1 of one that is left out; ``[E + 1]`` int32, where the rows
         of each expert begin, and the end of all.
-    Dims: hidden_size, num_experts, top_k.
+    Dims: hidden_size, num_experts, top_k, index_dtype: of ``expert_ids``.
     """
     order, experts, counts = _grouped(expert_ids, num_experts)
     taken = experts < num_experts
@@ -95,7 +95,7 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         positions: ``[T, K]`` int32 or int64, of ``moe_permute``; -1 contributes nothing.
         weights: ``[T, K]`` float32, or dtype of ``rows``.
     Returns: ``[T, H]``, dtype of ``rows``.
-    Dims: hidden_size, top_k.
+    Dims: hidden_size, top_k, weights_dtype.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     # A row of zeros behind the others, for the slots that have none.

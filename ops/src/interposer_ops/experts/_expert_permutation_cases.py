@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
+from interposer_ops._case_numbers import dtype_name, normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak, uniform
 
 # T, E, K.
@@ -160,6 +160,7 @@ def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: in
     num_experts, top_k = int(dims["num_experts"]), int(dims["top_k"])
     x = normal_numbers((num_tokens, int(dims["hidden_size"])), dtype, generator)
     expert_ids = random_experts(num_tokens, num_experts, top_k, generator)
+    expert_ids = expert_ids.to(getattr(torch, str(dims.get("index_dtype", "int32"))))
     return _permute_case(x, expert_ids, num_experts, f"{num_tokens} tokens")
 
 
@@ -168,10 +169,11 @@ def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     shape = (num_tokens, int(dims["top_k"]))
     num_slots = shape[0] * shape[1]
+    weights_dtype = getattr(torch, str(dims.get("weights_dtype", "float32")))
     arguments = {
         "rows": normal_numbers((num_slots, int(dims["hidden_size"])), dtype, generator),
         "positions": torch.randperm(num_slots, generator=generator).view(shape).to(torch.int32),
-        "weights": torch.randn(shape, generator=generator).softmax(-1),
+        "weights": torch.randn(shape, generator=generator).softmax(-1).to(weights_dtype),
     }
     return _unpermute_case(arguments, f"{num_tokens} tokens")
 
@@ -196,14 +198,16 @@ def _differs(point: Point) -> bool:
 
 def _permute_case(x: Tensor, expert_ids: Tensor, num_experts: int, label: str = "") -> Case:
     arguments = {"x": x, "expert_ids": expert_ids, "num_experts": num_experts}
-    dims = {"hidden_size": x.shape[1], "top_k": expert_ids.shape[1], "num_experts": num_experts}
+    sizes = {"hidden_size": x.shape[1], "top_k": expert_ids.shape[1], "num_experts": num_experts}
+    dims: Dims = {**sizes, "index_dtype": dtype_name(expert_ids.dtype)}
     return Case(label, arguments, dims, reduction=0)
 
 
 def _unpermute_case(arguments: dict[str, Tensor], label: str = "") -> Case:
     rows, weights = arguments["rows"], arguments["weights"]
     top_k, magnitude = weights.shape[1], peak(rows) * peak(weights.float().sum(-1))
-    dims = {"hidden_size": rows.shape[1], "top_k": top_k}
+    sizes = {"hidden_size": rows.shape[1], "top_k": top_k}
+    dims: Dims = {**sizes, "weights_dtype": dtype_name(weights.dtype)}
     return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
 
 

@@ -173,9 +173,10 @@ def fused_experts_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
 
 
 def fused_experts_fp8_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states that spread evenly over experts in e4m3."""
+    """Return T rows of hidden states that spread evenly over experts in 8-bit floats."""
     generator = torch.Generator().manual_seed(seed)
-    store = _floats8(str(dims["granularity"]), torch.float8_e4m3fn, generator)
+    stored = getattr(torch, str(dims.get("weight_dtype", "float8_e4m3fn")))
+    store = _floats8(str(dims["granularity"]), stored, generator)
     return _sample(store, dtype, dims, num_tokens, generator)
 
 

@@ -34,7 +34,7 @@ def topk_softmax(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor,
         renormalize: divide the weights of a token by their sum.
     Returns: ``(weights, ids)``, both ``[T, K]`` and in descending order of the logits: float32
         (float64 for float64 ``logits``) and int32.
-    Dims: num_experts, top_k.
+    Dims: num_experts, top_k, renormalize.
     Source: arXiv:2401.04088 (with ``renormalize``), arXiv:2101.03961.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -59,7 +59,7 @@ def topk_sigmoid(
         scale: factor of the weights, after that.
     Returns: ``(weights, ids)``, both ``[T, K]``: float32 (float64 for float64 ``logits``) and
         int32, in descending order of what is compared.
-    Dims: num_experts, top_k, biased.
+    Dims: num_experts, top_k, biased, renormalize.
     Source: arXiv:2412.19437, section 2.1.2.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -92,7 +92,7 @@ def grouped_topk(
         top_k: K, at most as many as the experts of these groups.
         scoring: ``"softmax"`` over all experts, or ``"sigmoid"``.
     Returns: those of ``topk_sigmoid``.
-    Dims: num_experts, num_groups, top_groups, top_k, scoring, biased.
+    Dims: num_experts, num_groups, top_groups, top_k, scoring, biased, renormalize.
     Raises: RequestError: ``scoring`` is neither of the two.
     Source: arXiv:2405.04434, section 2.2 (the best expert); arXiv:2412.19437, section 2.1.2, and
         the modeling code of DeepSeek-V3 (the two best).

@@ -93,6 +93,7 @@ topk_sigmoid_cases = CaseSpace(
     Axis("bias", _BIAS),
     Axis("weights", _RENORMALIZE),
     strided={"logits": "rows", "bias": "offset"},
+    varying={"bias": ("dtype",)},
     crossed={"shape": ("many tokens", "odd number of experts"), "weights": ("",)},
     alone={"shape": ("no tokens", "one expert")},
     valid=lambda point, dtype: point["bias"] != "own" or dtype != torch.float32,
@@ -129,15 +130,15 @@ grouped_topk_cases = CaseSpace(
 def topk_softmax_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of clear logits."""
     draw, _ = _sampled(dtype, dims, seed)
-    arguments = {"logits": draw(num_tokens), "top_k": int(dims["top_k"]), "renormalize": True}
-    return _softmax_case(arguments, f"{num_tokens} tokens")
+    options = {"top_k": int(dims["top_k"]), "renormalize": _renormalizes(dims)}
+    return _softmax_case({"logits": draw(num_tokens), **options}, f"{num_tokens} tokens")
 
 
 def topk_sigmoid_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of clear logits, with the bias that the dims state."""
     draw, bias = _sampled(dtype, dims, seed)
     top_k, label = int(dims["top_k"]), f"{num_tokens} tokens"
-    return _sigmoid_case(draw, num_tokens, bias, top_k, True, False, label)
+    return _sigmoid_case(draw, num_tokens, bias, top_k, _renormalizes(dims), False, label)
 
 
 def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
@@ -145,7 +146,12 @@ def grouped_topk_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: i
     draw, bias = _sampled(dtype, dims, seed)
     groups = [int(dims[name]) for name in ("num_groups", "top_groups", "top_k")]
     scoring, label = str(dims["scoring"]), f"{num_tokens} tokens"
-    return _grouped_case(draw, num_tokens, bias, groups, scoring, True, False, label)
+    options = scoring, _renormalizes(dims), False
+    return _grouped_case(draw, num_tokens, bias, groups, *options, label)
+
+
+def _renormalizes(dims: Dims) -> bool:
+    return bool(dims.get("renormalize", True))
 
 
 def _sampled(dtype: torch.dtype, dims: Dims, seed: int) -> tuple[Draw, Tensor | None]:
@@ -218,8 +224,8 @@ def _is_clear_grouped(
 
 def _softmax_case(arguments: dict[str, Any], label: str = "") -> Case:
     num_experts = arguments["logits"].shape[1]
-    dims = {"num_experts": num_experts, "top_k": arguments["top_k"]}
-    return Case(label, arguments, dims, reduction=num_experts)
+    stated = {name: arguments[name] for name in ("top_k", "renormalize")}
+    return Case(label, arguments, {"num_experts": num_experts, **stated}, reduction=num_experts)
 
 
 def _sigmoid_case(
@@ -233,7 +239,8 @@ def _sigmoid_case(
 
     logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
     weights = {"top_k": top_k, "renormalize": renormalize, "scale": scale}
-    dims = {"num_experts": logits.shape[1], "top_k": top_k, "biased": bias is not None}
+    stated = {"biased": bias is not None, "renormalize": renormalize}
+    dims: Dims = {"num_experts": logits.shape[1], "top_k": top_k, **stated}
     arguments = {"logits": logits, "bias": bias, **weights}
     return Case(label, arguments, dims, reduction=10 + top_k, magnitude=scale)
 
@@ -254,6 +261,7 @@ def _grouped_case(
     logits, scale = clear_rows(draw, is_clear, num_tokens), _SCALES[renormalize]
     weights = {"renormalize": renormalize, "scale": scale}
     arguments = {"logits": logits, "bias": bias, **options, **weights}
-    dims: Dims = {**options, "num_experts": logits.shape[1], "biased": bias is not None}
+    stated = {"biased": bias is not None, "renormalize": renormalize}
+    dims: Dims = {**options, "num_experts": logits.shape[1], **stated}
     summed = logits.shape[1] if scoring == "softmax" else 10 + top_k
     return Case(label, arguments, dims, reduction=summed, magnitude=scale)

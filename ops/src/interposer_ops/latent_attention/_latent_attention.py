@@ -50,7 +50,8 @@ def latent_attention_decode(
         scale: factor of the scores.
         cache_scale: ``[1]`` float32: what stored elements are multiplied by; None leaves them.
     Returns: ``[T, N, C]``, dtype of ``query``.
-    Dims: num_heads, latent_size, rotary_size, page_size, cache_dtype (the name of a torch dtype).
+    Dims: num_heads, latent_size, rotary_size, page_size, cache_dtype (the name of a torch dtype),
+        scaled: there is a ``cache_scale``.
     Source: arXiv:2405.04434.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -85,7 +86,7 @@ def sparse_latent_attention(
             -1 names nothing and may stand anywhere.
     Returns: ``[T, N, C]``, dtype of ``query``.
     Dims: num_heads, latent_size, rotary_size, page_size, top_k, cache_dtype (the name of a torch
-        dtype).
+        dtype), scaled: there is a ``cache_scale``.
     Source: DeepSeek-V3.2-Exp technical report, DeepSeek sparse attention.
     """
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -12,13 +12,13 @@ import torch
 
 from interposer import Case, Dims
 from interposer_ops._case_combinations import few_changes
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.attention._sequences_cases import (
     LENGTHS,
     Lengths,
     Options,
     Paged,
     bounded_case,
-    dtype_name,
     paged,
     random_query,
     random_scale,
@@ -195,13 +195,14 @@ def _case(
     **dims: int,
 ) -> Case:
     cache, (heads, latent_size, rotary_size) = arguments["cache"], sizes
+    scale, width = arguments["cache_scale"], latent_size + rotary_size
     stated: Dims = {
         "num_heads": heads,
         "latent_size": latent_size,
         "rotary_size": rotary_size,
         "page_size": lengths.page_size,
         "cache_dtype": dtype_name(cache.dtype),
+        "scaled": scale is not None,
         **dims,
     }
-    scale, width = arguments["cache_scale"], latent_size + rotary_size
     return bounded_case(label, arguments, stated, cache, longest, scale, width=width)

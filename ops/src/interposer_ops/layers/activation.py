@@ -31,8 +31,10 @@ class GatedActivation(PluggableLayer):
         if activation in _SILU:
             self.activate = site.bind(silu_and_mul, intermediate_size=intermediate_size)
         elif activation in _GELU:
-            self.activate = site.bind(gelu_and_mul, intermediate_size=intermediate_size)
-            self.options = (_GELU[activation],)
+            form = _GELU[activation]
+            sizes = {"intermediate_size": intermediate_size}
+            self.activate = site.bind(gelu_and_mul, **sizes, approximate=form)
+            self.options = (form,)
         else:
             raise UnknownNameError("activation", activation, (*_SILU, *_GELU))
 

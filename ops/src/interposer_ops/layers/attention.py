@@ -88,7 +88,8 @@ class PagedBackend(DecoderBackend):
     """Decoder attention from ``paged_attention`` and the ops that write its cache."""
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
-        self.attend = site.bind(paged_attention, **spec.dims())
+        scales = {"scaled": spec.is_quantized, "per_head": spec.head_scales}
+        self.attend = site.bind(paged_attention, **spec.dims(), **scales, causal=True)
         super().__init__(spec, site)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:

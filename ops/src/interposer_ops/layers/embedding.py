@@ -28,7 +28,7 @@ class PlainEmbedding(EmbeddingMethod):
     ) -> None:
         """Register ``weight``."""
         table = {"vocab_size": vocab_size, "hidden_size": hidden_size, "tied": False}
-        sizes = {"in_features": hidden_size, "out_features": vocab_size}
+        sizes = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
         self.lookup, self.product = site.bind_table(embedding, table, linear, sizes, head)
         weight = torch.empty(vocab_size, hidden_size, dtype=site.dtype)
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))

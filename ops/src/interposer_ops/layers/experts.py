@@ -47,8 +47,10 @@ class Router(PluggableLayer):
         self.top_k, self.renormalize = top_k, renormalize
         self.dtype = torch.promote_types(site.dtype, torch.float32)
         site = replace(site, dtype=self.dtype)
-        self.bound = site.bind_kernel(linear, in_features=hidden_size, out_features=num_experts)
-        self.choose = site.bind(topk_softmax, num_experts=num_experts, top_k=top_k)
+        sizes = {"in_features": hidden_size, "out_features": num_experts}
+        self.bound = site.bind_kernel(linear, **sizes, biased=bias)
+        chosen = {"num_experts": num_experts, "top_k": top_k}
+        self.choose = site.bind(topk_softmax, **chosen, renormalize=renormalize)
         weight = torch.empty(num_experts, hidden_size, dtype=site.dtype)
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         offsets = torch.empty(num_experts, dtype=site.dtype) if bias else None

@@ -21,7 +21,8 @@ class PlainLinear(LinearMethod):
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> None:
         """Register ``weight`` and, if asked for, ``bias``."""
-        self.bound = site.bind_kernel(linear, in_features=in_features, out_features=out_features)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.bound = site.bind_kernel(linear, **sizes, biased=bias)
         weight = torch.empty(out_features, in_features, dtype=site.dtype)
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         offsets = torch.empty(out_features, dtype=site.dtype) if bias else None

@@ -23,7 +23,9 @@ class RMSNorm(PluggableLayer):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=site.dtype), requires_grad=False)
         plain = site.bind_kernel(rms_norm, hidden_size=hidden_size)
-        adding = site.bind_kernel(fused_add_rms_norm, hidden_size=hidden_size)
+        stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
+        sizes = {"hidden_size": hidden_size}
+        adding = site.bind_kernel(fused_add_rms_norm, **sizes, residual_dtype=stream)
         self.norm, self.add_norm = plain.function, adding.function
         self._bound = plain, adding
         # In a tuple, so that they are no parameters of their own.
@@ -45,6 +47,10 @@ class RMSNorm(PluggableLayer):
         block is the largest error of a model in 16 bits.
         """
         if residual is None:
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            return self.norm(x, self.constants[0], self.eps), wide
+            return self.norm(x, self.constants[0], self.eps), x.to(_stream_dtype(x.dtype))
         return self.add_norm(x, residual, self.constants[1], self.eps)
+
+
+def _stream_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the sum of all block outputs is kept."""
+    return torch.promote_types(dtype, torch.float32)

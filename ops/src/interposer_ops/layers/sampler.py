@@ -121,7 +121,7 @@ class Sampler(PluggableLayer):
 
     def __init__(self, site: Site, vocab_size: int) -> None:
         super().__init__(site)
-        self.penalize = site.bind(apply_penalties, vocab_size=vocab_size)
+        self.penalize = site.bind(apply_penalties, vocab_size=vocab_size, counts_dtype="int32")
         self.sample = site.bind(sample_tokens, vocab_size=vocab_size)
         # Penalised logits are wider than the model's, and a kernel is chosen for one dtype.
         self.sample_penalized = self.sample

@@ -26,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight: ``[O, I]``, dtype of ``x``.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: in_features, out_features; tied, where rows of ``weight`` are looked up too.
+    Dims: in_features, out_features, biased; tied, where rows of ``weight`` are looked up too.
     """
     return functional.linear(x, weight, bias)
 

@@ -64,7 +64,7 @@ def _linear(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Cas
     return Case(
         "",
         {"x": x, "weight": weight, "bias": bias},
-        {"in_features": in_features, "out_features": out_features},
+        {"in_features": in_features, "out_features": out_features, "biased": point["bias"]},
         reduction=in_features + point["bias"],
         magnitude=peak(terms) + (peak(bias) if bias is not None else 0.0),
         # The product may be stored before the bias is added to it.
@@ -79,7 +79,7 @@ linear_cases = CaseSpace(
     Axis("bias", {"": False, "bias": True}),
     # Sums of many equal signs outgrow what 16 bits can count, if they are kept in them.
     Axis("numbers", {"": False, "all positive": True}),
-    strided={"x": "rows", "weight": "offset", "bias": "offset"},
+    strided={"x": "leading", "weight": "offset", "bias": "offset"},
     special={"x": ("NaN", "subnormals", "negative zeros")},
     crossed={
         "rows": ("many rows", "three dimensions"),
@@ -96,18 +96,21 @@ linear_cases = CaseSpace(
 
 
 def linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+    """Return T rows of hidden states and a weight, with the bias that the dims state."""
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
     shape = (out_features, in_features)
     weight = normal_numbers(shape, dtype, generator, deviation=in_features**-0.5)
+    bias = normal((out_features,), dtype, generator) if dims.get("biased") else None
     x = normal_numbers((num_tokens, in_features), dtype, generator)
+    terms = longest_row(x) * longest_row(weight)
     return Case(
         f"{num_tokens} tokens",
-        {"x": x, "weight": weight, "bias": None},
+        {"x": x, "weight": weight, "bias": bias},
         dims,
-        reduction=in_features,
-        magnitude=longest_row(x) * longest_row(weight),
+        reduction=in_features + (bias is not None),
+        magnitude=terms + (0.0 if bias is None else peak(bias)),
+        rounded=0.0 if bias is None else terms,
     )
 
 

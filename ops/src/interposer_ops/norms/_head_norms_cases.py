@@ -98,7 +98,7 @@ l2_norm_cases = CaseSpace(
     Axis("shape", _ROWS),
     Axis("scale", _SCALES),
     Axis("eps", {"": _EPS, "large eps": 0.5}),
-    strided={"x": "rows"},
+    strided={"x": "leading"},
     special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
     crossed={"shape": ("", "one row", "odd width", "batched"), "scale": ("",)},
     alone={"shape": ("no rows",)},
@@ -139,7 +139,7 @@ gated_rms_norm_cases = CaseSpace(
     Axis("groups", _GROUPS),
     Axis("values", _GATES),
     Axis("order", {"": False, "norm first": True}),
-    strided={"x": "rows", "gate": "rows", "weight": "offset"},
+    strided={"x": "leading", "gate": "leading", "weight": "offset"},
     special={"x": ("infinities", "subnormals"), "gate": ("NaN", "negative zeros")},
     crossed={
         "tokens": ("", "three dimensions"),

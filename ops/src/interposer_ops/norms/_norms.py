@@ -29,6 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: ``[..., H]``, any float dtype.
         weight: ``[H]``, dtype of ``x``.
     Returns: shape and dtype of ``x``.
+    Dims: hidden_size.
     Source: arXiv:1910.07467.
     """
     return (unit_rows(x, eps) * weight).to(x.dtype)
@@ -50,6 +51,7 @@ def fused_add_rms_norm(
         residual: shape of ``x``; its dtype, or float32 to keep the stream exact.
         weight: ``[H]``, dtype of ``x``.
     Returns: ``(y, s)`` of the shape of ``x``: y in the dtype of ``x``, s in that of ``residual``.
+    Dims: hidden_size, residual_dtype.
     """
     total = x + residual
     return (unit_rows(total, eps) * weight).to(x.dtype), total
@@ -86,7 +88,7 @@ def fused_add_gemma_rms_norm(
 
     Args: those of ``fused_add_rms_norm``; ``weight`` is around zero.
     Returns: those of ``fused_add_rms_norm``.
-    Dims: hidden_size.
+    Dims: hidden_size, residual_dtype.
     """
     total = x + residual
     return (unit_rows(total, eps) * (1 + widened(weight))).to(x.dtype), total

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
+from interposer_ops._case_numbers import dtype_name, normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, normal, peak
 
 _SHAPES = {
@@ -97,8 +97,9 @@ def _sample(
     weight = norm_weight(width, dtype, generator, 1 - added)
     x, residual = normal_numbers((num_tokens, width), dtype, generator), None
     if fused:
-        wide = torch.promote_types(dtype, torch.float32)
-        residual = normal_numbers((num_tokens, width), wide, generator)
+        wide = dtype_name(torch.promote_types(dtype, torch.float32))
+        stream = getattr(torch, str(dims.get("residual_dtype", wide)))
+        residual = normal_numbers((num_tokens, width), stream, generator)
     return _rms_case(x, residual, weight, _EPS, added, f"{num_tokens} tokens")
 
 
@@ -110,13 +111,11 @@ def _rms_case(
     normalised = x if residual is None else x.float() + residual.float()
     magnitude = rms_peak(normalised) * peak(weight.double() + added)
     width = x.shape[-1]
-    return Case(
-        label,
-        {**arguments, "weight": weight, "eps": eps},
-        {"hidden_size": width},
-        reduction=width,
-        magnitude=magnitude,
-    )
+    dims: Dims = {"hidden_size": width}
+    if residual is not None:
+        dims = {**dims, "residual_dtype": dtype_name(residual.dtype)}
+    arguments |= {"weight": weight}
+    return Case(label, {**arguments, "eps": eps}, dims, reduction=width, magnitude=magnitude)
 
 
 def _space(added: float = 0.0, fused: bool = False) -> CaseSpace:
@@ -128,7 +127,7 @@ def _space(added: float = 0.0, fused: bool = False) -> CaseSpace:
         Axis("scale", _SCALES),
         Axis("eps", {"": _EPS, "large eps": 0.25}),
         *([stream] if fused else []),
-        strided={"x": "rows", **({"residual": "rows"} if fused else {}), "weight": "offset"},
+        strided={"x": "leading", **({"residual": "leading"} if fused else {}), "weight": "offset"},
         special={"x": x} if not fused else {"x": (*x[:2], x[3]), "residual": (x[2],)},
         crossed={**_CROSSED, "scale": ("",)},
         alone=_ALONE,
@@ -155,7 +154,7 @@ gemma_rms_norm_sample = partial(_sample, added=1.0)
 """T rows of the hidden states, and weights to which one is added."""
 
 fused_add_rms_norm_sample = partial(_sample, fused=True)
-"""T rows with a residual stream in float32 or wider, as the layer keeps it."""
+"""T rows with a residual stream in the dtype that the dims state, float32 or wider without it."""
 
 fused_add_gemma_rms_norm_sample = partial(_sample, added=1.0, fused=True)
 """The sample of ``fused_add_rms_norm`` with weights to which one is added."""
@@ -175,7 +174,7 @@ layer_norm_cases = CaseSpace(
     Axis("shape", _SHAPES),
     Axis("rows", _DEVIATIONS),
     Axis("affine", _AFFINE),
-    strided={"x": "rows", "weight": "offset", "bias": "offset"},
+    strided={"x": "leading", "weight": "offset", "bias": "offset"},
     special={
         "x": ("infinities", "NaN", "subnormals", "negative zeros"),
         "bias": ("negative zeros", "subnormals"),
@@ -231,7 +230,7 @@ rms_norm_quantize_fp8_cases = CaseSpace(
     Axis("shape", {"many rows": _SHAPES["many rows"], **_SHAPES}),
     Axis("format", _FORMATS),
     Axis("values", _VALUES),
-    strided={"x": "rows", "weight": "offset", "scale": "offset"},
+    strided={"x": "leading", "weight": "offset", "scale": "offset"},
     crossed={**_CROSSED, "format": ("e4m3",), "values": ("",)},
     alone=_ALONE,
 )
@@ -258,7 +257,7 @@ def _quantized_case(
     rows = _cleared(x, weight, scale, out_dtype)
     options = {"eps": _EPS, "out_dtype": out_dtype}
     arguments = {"x": rows, "weight": weight, "scale": scale, **options}
-    dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": str(out_dtype).removeprefix("torch.")}
+    dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": dtype_name(out_dtype)}
     return Case(label, arguments, dims, reduction=0, magnitude=0.0)
 
 

@@ -42,7 +42,7 @@ def mxfp4_linear(x: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor 
         weight_scales: ``[O, I / 32]`` uint8.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: ``in_features``, ``out_features``.
+    Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     codes = decode_e2m1(unpack_nibbles(weight), wide)
@@ -72,7 +72,7 @@ def mxfp8_linear(
         weight_scales: ``[O, I / 32]`` uint8.
         bias, out_dtype: as in ``fp8_linear``.
     Returns: ``[..., O]``, ``out_dtype``.
-    Dims: ``in_features``, ``out_features``.
+    Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     product = functional.linear(
@@ -106,7 +106,7 @@ def nvfp4_linear(
         alpha: ``[1]`` float32, the reciprocal of the product of both global scales.
         bias, out_dtype: as in ``fp8_linear``.
     Returns: ``[..., O]``, ``out_dtype``.
-    Dims: ``in_features``, ``out_features``.
+    Dims: ``in_features``, ``out_features``, ``biased``.
     """
     wide = alpha.dtype
     product = alpha * functional.linear(

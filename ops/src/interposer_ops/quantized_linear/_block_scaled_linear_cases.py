@@ -158,7 +158,7 @@ mxfp4_linear_cases = CaseSpace(
     Axis("shape", _SHAPES),
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
-    strided={"x": "rows", "weight": "offset", "weight_scales": "offset", "bias": "offset"},
+    strided={"x": "leading", "weight": "offset", "weight_scales": "offset", "bias": "offset"},
     crossed={**_CROSSED, "exponents": ("", "far apart")},
     alone=_ALONE,
 )
@@ -170,8 +170,8 @@ mxfp8_linear_cases = CaseSpace(
     Axis("exponents", _EXPONENTS),
     Axis("bias", _BIAS),
     strided={
-        "x": "rows",
-        "x_scales": "rows",
+        "x": "leading",
+        "x_scales": "leading",
         **dict.fromkeys(("weight", "weight_scales", "bias"), "offset"),
     },
     crossed={**_CROSSED, "exponents": ("", "far apart")},
@@ -186,8 +186,8 @@ nvfp4_linear_cases = CaseSpace(
     Axis("alpha", {"": _ALPHA, "alpha of one": 1.0}),
     Axis("bias", _BIAS),
     strided={
-        "x": "rows",
-        "x_scales": "rows",
+        "x": "leading",
+        "x_scales": "leading",
         **dict.fromkeys(("weight", "weight_scales", "alpha", "bias"), "offset"),
     },
     crossed={**_CROSSED, "block scales": ("",), "alpha": ("",)},

@@ -46,7 +46,7 @@ def fp8_linear(
         out_dtype: float32, bfloat16 or float16.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``x_dtype``, ``weight_dtype``, ``x_scales`` ("tensor"
-        or "token"), ``weight_scales`` ("tensor" or "channel").
+        or "token"), ``weight_scales`` ("tensor" or "channel"), ``biased``.
     """
     wide = x_scale.dtype
     scaled = functional.linear(x.to(wide), weight.to(wide)) * x_scale * weight_scale
@@ -77,7 +77,7 @@ def fp8_block_linear(
         block_columns: C.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``block_rows``, ``block_columns``, ``x_dtype``,
-        ``weight_dtype``.
+        ``weight_dtype``, ``biased``.
     """
     wide = x_scales.dtype
     out_features, in_features = weight.shape

@@ -139,9 +139,10 @@ fp8_linear_cases = CaseSpace(
     Axis("weight scales", {"": "tensor", "channel": "channel"}),
     Axis("bias", _BIAS),
     strided={
-        "x": "rows",
+        "x": "leading",
         **dict.fromkeys(("weight", "x_scale", "weight_scale", "bias"), "offset"),
     },
+    varying={"x_scale": ("rank",)},
     crossed={
         "shape": ("many rows", "odd sizes", "three dimensions"),
         "formats": ("",),
@@ -164,12 +165,13 @@ fp8_block_linear_cases = CaseSpace(
     Axis("formats", _FORMATS),
     Axis("bias", _BIAS),
     strided={
-        "x": "rows",
+        "x": "leading",
         "weight": "offset",
         "x_scales": "any",
         "weight_scales": "offset",
         "bias": "offset",
     },
+    varying={"x_scales": ("rank",)},
     crossed={
         "shape": ("several blocks", "last blocks short", "three dimensions"),
         "formats": ("",),

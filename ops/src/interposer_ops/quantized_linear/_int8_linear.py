@@ -44,8 +44,8 @@ def int8_linear(
         x_zero_point: shape of ``x_scale``, int32 between -128 and 127; None for 0.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``x_scales`` ("tensor" or "token"), ``weight_scales``
-        ("tensor" or "channel"), ``asymmetric``; ``tied``, where rows of ``weight`` are looked up
-        too.
+        ("tensor" or "channel"), ``asymmetric``, ``biased``; ``tied``, where rows of ``weight`` are
+        looked up too.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     # Exact: float64 holds all integers below 2^53.
@@ -80,8 +80,8 @@ def w4a8_linear(
         weight_zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
     Returns: ``[..., O]``, ``out_dtype``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``x_scales``
-        ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``; ``tied``, where rows
-        of ``weight`` are looked up too.
+        ("tensor" or "token"), ``asymmetric_inputs``, ``asymmetric_weights``, ``biased``; ``tied``,
+        where rows of ``weight`` are looked up too.
     """
     shifted = x.int() if x_zero_point is None else x.int() - x_zero_point
     zero = 8 if weight_zero_points is None else weight_zero_points.double().unsqueeze(-1)

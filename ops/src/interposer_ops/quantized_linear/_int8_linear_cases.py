@@ -121,9 +121,10 @@ int8_linear_cases = CaseSpace(
     Axis("zero point", {"": False, "zero point": True}),
     Axis("bias", {"": False, "bias": True}),
     strided={
-        "x": "rows",
+        "x": "leading",
         **dict.fromkeys(("weight", "x_scale", "weight_scale", "x_zero_point", "bias"), "offset"),
     },
+    varying={"x_scale": ("rank",), "x_zero_point": ("rank",)},
     crossed={
         "shape": ("many rows", "odd sizes", "three dimensions"),
         "codes": ("",),
@@ -156,6 +157,7 @@ def _w4a8(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
         "x_scales": point["x scales"],
         "asymmetric_inputs": point["x zero points"],
         "asymmetric_weights": point["weight zero points"],
+        "biased": point["bias"],
     }
     arguments = _w4a8_drawn(dims, shape, dtype, generator)
     if point["codes"] == "ends":
@@ -178,12 +180,13 @@ w4a8_linear_cases = CaseSpace(
     Axis("weight zero points", {"": False, "weight zero points": True}),
     Axis("bias", {"": False, "bias": True}),
     strided={
-        "x": "rows",
+        "x": "leading",
         **dict.fromkeys(
             ("weight", "x_scale", "weight_scales", "x_zero_point", "weight_zero_points", "bias"),
             "offset",
         ),
     },
+    varying={"x_scale": ("rank",), "x_zero_point": ("rank",)},
     crossed={
         "shape": ("groups of 32", "one scale per output", "three dimensions"),
         "codes": ("",),
@@ -204,11 +207,14 @@ w4a8_linear_cases = CaseSpace(
 
 
 def w4a8_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of quantized hidden states and a weight without bias."""
+    """Return T rows of quantized hidden states and a weight, with the bias that the dims state."""
     generator = torch.Generator().manual_seed(seed)
     arguments = _w4a8_drawn(dims, (num_tokens, int(dims["in_features"])), dtype, generator)
     x, weight = _groups(arguments)
     terms = longest_row(x.flatten(-2)) * longest_row(weight.flatten(-2))
+    if dims.get("biased"):
+        arguments["bias"] = bias_of(len(weight), dtype, generator.manual_seed(seed + 1))
+        terms += peak(arguments["bias"])
     return _w4a8_case(arguments, dims, weight, terms, f"{num_tokens} tokens")
 
 

@@ -28,7 +28,7 @@ class LinearFormat:
 
     Attributes:
         drawn: returns the arguments by dims, the shape of ``x`` without I, dtype, generator and
-            options; those of the weight are drawn first, and there is no bias.
+            options; those of the weight are drawn first, and there is no bias yet.
         dequantized: returns ``x`` and the weight ``[O, I]`` in a float dtype that is given.
         scalings, stored_product: as of ``linear_case``.
         beside: returns what it is in ``linear_case``, by the arguments and the weight.
@@ -60,12 +60,17 @@ class LinearFormat:
         return linear_case(given, dims, x, weight, bias, *bounds, stored_product=stored)
 
     def sample(self, dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-        """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+        """Return T rows of hidden states and a weight, with the bias that the dims state."""
         generator = torch.Generator().manual_seed(seed)
         arguments = self.drawn(dims, (num_tokens,), dtype, generator)
+        # Of its own seed: it must not depend on how many tokens were drawn before.
+        generator.manual_seed(seed + 1)
+        biased = bool(dims.get("biased"))
+        arguments["bias"] = bias_of(int(dims["out_features"]), dtype, generator, biased)
         x, weight = self.dequantized(arguments, torch.float32)
-        beside = self.beside(arguments, weight)
-        return sampled_case(arguments, dims, x, weight, self.scalings, beside)
+        bounds = self.scalings, self.beside(arguments, weight)
+        stored = self.stored_product
+        return sampled_case(arguments, dims, x, weight, *bounds, stored_product=stored)
 
 
 def linear_case(
@@ -79,7 +84,7 @@ def linear_case(
     *,
     stored_product: bool = False,
 ) -> Case:
-    """Return the case of x weight^T + bias.
+    """Return the case of x weight^T + bias, whose dims state ``biased`` besides.
 
     Args:
         x: ``[..., I]`` float64, dequantized.
@@ -93,7 +98,7 @@ def linear_case(
     return Case(
         "",
         arguments,
-        dims,
+        {**dims, "biased": bias is not None},
         reduction=weight.shape[1] + scalings + 1,
         magnitude=terms + (0.0 if bias is None else peak(bias)),
         rounded=peak(x @ weight.T) if stored_product and bias is not None else 0.0,
@@ -101,21 +106,24 @@ def linear_case(
 
 
 def sampled_case(
-    arguments: Arguments, dims: Dims, x: Tensor, weight: Tensor, scalings: int, beside: float = 0.0
-) -> Case:
-    """Return the case of a sample without bias, whose bounds come from the lengths of rows.
+    arguments: Arguments, dims: Dims, x: Tensor, weight: Tensor, scalings: int, beside: float = 0.0,
+    *, stored_product: bool = False,
+) -> Case:  # fmt: skip
+    """Return the case of a sample, whose bounds come from the lengths of rows.
 
     Args:
         x: ``[T, I]``, dequantized.
         weight: ``[O, I]``, dequantized.
-        beside: as of ``linear_case``.
+        beside, stored_product: as of ``linear_case``.
     """
+    terms, bias = longest_row(x) * longest_row(weight) + beside, arguments["bias"]
     return Case(
         f"{x.shape[0]} tokens",
         arguments,
         dims,
-        reduction=weight.shape[1] + scalings,
-        magnitude=longest_row(x) * longest_row(weight) + beside,
+        reduction=weight.shape[1] + scalings + (bias is not None),
+        magnitude=terms + (0.0 if bias is None else peak(bias)),
+        rounded=terms if stored_product and bias is not None else 0.0,
     )
 
 

@@ -45,7 +45,7 @@ def w4a16_linear(
         zero_points: ``[O, I / G]`` uint8 from 0 to 15, not packed; None for 8.
     Returns: ``[..., O]``, dtype of ``x``.
     Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``,
-        ``scale_dtype``; ``tied``, where rows of ``weight`` are looked up too.
+        ``scale_dtype``, ``biased``; ``tied``, where rows of ``weight`` are looked up too.
     """
     return _project(x, unpack_nibbles(weight), scale, bias, zero_points, _MIDDLE)
 
@@ -65,8 +65,8 @@ def w8a16_linear(
         scale: ``[O, I / G]`` float32; ``[O, 1]`` or ``[O]`` is one per output.
         zero_points: ``[O, I / G]`` int8; None for 0.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``;
-        ``tied``, where rows of ``weight`` are looked up too.
+    Dims: ``in_features``, ``out_features``, ``group_size``, ``num_groups``, ``asymmetric``,
+        ``biased``; ``tied``, where rows of ``weight`` are looked up too.
     """
     scales = scale if scale.ndim == 2 else scale.unsqueeze(1)
     return _project(x, weight, scales, bias, zero_points, 0)

@@ -53,7 +53,7 @@ _DEVIATIONS = {4: 4.6, 8: 74.0}
 _BIAS = {"": False, "bias": True}
 _ZERO_POINTS = {"": False, "zero points": True}
 _STRIDED: dict[str, Strides] = {
-    "x": "rows",
+    "x": "leading",
     **dict.fromkeys(("weight", "scale", "bias", "zero_points"), "offset"),
 }
 
@@ -157,6 +157,7 @@ w8a16_linear_cases = CaseSpace(
     Axis("flat", {"": False, "flat scales": True}),
     Axis("bias", _BIAS),
     strided=_STRIDED,
+    varying={"scale": ("rank",)},
     crossed={
         "shape": ("groups of 32", "many rows", "odd sizes", "three dimensions"),
         "weights": ("",),

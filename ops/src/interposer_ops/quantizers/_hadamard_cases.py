@@ -30,7 +30,7 @@ hadamard_transform_cases = CaseSpace(
     Axis("rows", _ROWS),
     Axis("width", _WIDTHS),
     Axis("scale", {"": None, "not scaled": 1.0}),
-    strided={"x": "rows"},
+    strided={"x": "leading"},
     special={"x": ("NaN", "subnormals", "negative zeros")},
     crossed={"rows": ("many rows", "three dimensions"), "width": ("64", "2"), "scale": ("",)},
     alone={"rows": ("no rows",)},

@@ -84,7 +84,7 @@ quantize_int8_static_cases = CaseSpace(
     _SHAPE,
     Axis("numbers", _NUMBERS),
     Axis("zero point", {"": None, "positive": 27, "negative": -101, "lowest": -128}),
-    strided={"x": "rows", "scale": "offset", "zero_point": "offset"},
+    strided={"x": "leading", "scale": "offset", "zero_point": "offset"},
     special={"x": ("infinities", "negative zeros")},
     crossed={**_CROSSED, "zero point": ("", "negative")},
     alone={"shape": ("no rows",)},
@@ -95,7 +95,7 @@ quantize_int8_per_token_cases = CaseSpace(
     _per_token,
     _SHAPE,
     Axis("numbers", _NUMBERS),
-    strided={"x": "rows"},
+    strided={"x": "leading"},
     crossed={**_CROSSED, "shape": tuple(label for label in SHAPES if label != "no rows")},
     alone={"shape": ("no rows",)},
 )
@@ -106,7 +106,7 @@ quantize_int8_per_token_asymmetric_cases = CaseSpace(
     _SHAPE,
     Axis("numbers", _NUMBERS),
     Axis("sign", _SIGNS),
-    strided={"x": "rows"},
+    strided={"x": "leading"},
     crossed={**_CROSSED, "sign": ("", "not negative")},
     alone={"shape": ("no rows",)},
     # A row with ties has room for the ends of its range; zeros have no sign.

@@ -108,7 +108,7 @@ def _space(build: Callable[[Point, torch.dtype, torch.Generator], Case]) -> Case
         Axis("exponents", _EXPONENTS),
         Axis("peaks", _PEAKS),
         Axis("numbers", {"": "", _TIES: _TIES, "zeros": "zeros"}),
-        strided={"x": "rows"},
+        strided={"x": "leading"},
         crossed={
             "shape": ("many rows", "odd number of blocks", "three dimensions"),
             "exponents": ("",),
@@ -160,7 +160,7 @@ dequantize_mxfp4_cases = CaseSpace(
             "highest": (230, 252),
         },
     ),
-    strided={"packed": "rows", "scales": "rows"},
+    strided={"packed": "leading", "scales": "leading"},
     crossed={"shape": ("many rows", "odd number of blocks", "three dimensions")},
     alone={"shape": ("no rows",)},
     valid=lambda point, dtype: (
@@ -270,7 +270,7 @@ quantize_nvfp4_cases = CaseSpace(
     Axis("block scales", _SCALE_CODES),
     Axis("global scale", _GLOBAL_SCALES),
     Axis("numbers", {"": "", _TIES: _TIES, "zeros": "zeros"}),
-    strided={"x": "rows", "global_scale": "offset"},
+    strided={"x": "leading", "global_scale": "offset"},
     crossed={
         "shape": ("many rows", "odd number of blocks", "three dimensions"),
         "block scales": ("",),
@@ -318,7 +318,7 @@ dequantize_nvfp4_cases = CaseSpace(
     Axis("shape", _NV_SHAPES),
     Axis("block scales", {n: c for n, c in _SCALE_CODES.items() if n != _EXCEEDING}),
     Axis("global scale", _GLOBAL_SCALES),
-    strided={"packed": "rows", "scales": "rows", "global_scale": "offset"},
+    strided={"packed": "leading", "scales": "leading", "global_scale": "offset"},
     crossed={
         "shape": ("many rows", "odd number of blocks", "three dimensions"),
         "block scales": ("",),

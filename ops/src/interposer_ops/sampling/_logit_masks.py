@@ -32,7 +32,7 @@ def apply_logit_bias(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tenso
         token_ids: ``[B, M]`` int32 or int64, from -1 to V - 1, no token twice in a row.
         values: ``[B, M]`` float32; minus infinity rules a token out.
     Returns: ``[B, V]``, dtype of ``logits``; the sum is computed in float32 or wider.
-    Dims: vocab_size.
+    Dims: vocab_size, index_dtype: of ``token_ids``.
     Source: the OpenAI API (``logit_bias``).
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -73,7 +73,7 @@ def suppress_tokens_until(
         min_tokens: ``[B]`` int64; stop tokens are ruled out where ``steps`` is less.
         stop_ids: ``[B, M]`` int32 or int64, from -1 to V - 1.
     Returns: ``[B, V]``, dtype of ``logits``.
-    Dims: vocab_size.
+    Dims: vocab_size, index_dtype: of ``stop_ids``.
     """
     batch_size, vocab_size = logits.shape
     stops = torch.zeros(batch_size, vocab_size + 1, dtype=torch.bool, device=logits.device)

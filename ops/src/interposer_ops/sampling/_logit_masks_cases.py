@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.sampling._logits_cases import (
     LOGIT_SHAPES,
     LOGITS,
@@ -186,6 +187,7 @@ mask_top_k_top_p_cases = CaseSpace(
     Axis("setting", _TOP),
     Axis("logits", LOGITS),
     strided={"logits": "rows", "top_k": "offset", "top_p": "offset"},
+    varying={"top_k": ("absent",), "top_p": ("absent",)},
     crossed={"shape": ("many rows", "odd vocabulary"), "logits": ("",)},
     alone={"shape": ("no rows", "one token")},
     valid=lambda point, dtype: (
@@ -224,7 +226,7 @@ mask_min_p_cases = CaseSpace(
 def apply_logit_bias_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return rows of logits with eight favoured tokens each."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
-    token_ids = _listed(logits, (8, 8), torch.int64, generator)
+    token_ids = _listed(logits, (8, 8), _index_dtype(dims), generator)
     values = uniform(tuple(token_ids.shape), torch.float32, generator, -8.0, 8.0)
     return _bias_case(logits, token_ids, values, f"{num_tokens} tokens")
 
@@ -241,7 +243,7 @@ def suppress_tokens_until_sample(
     """Return rows of logits, four stop tokens for each, some of which may stop."""
     logits, generator = _sampled(dtype, dims, num_tokens, seed)
     rows = (logits.shape[0],)
-    stop_ids = _listed(logits, (4, 4), torch.int64, generator)
+    stop_ids = _listed(logits, (4, 4), _index_dtype(dims), generator)
     steps = torch.randint(0, 9, rows, generator=generator)
     min_tokens = torch.randint(1, 9, rows, generator=generator)
     return _suppress_case(logits, steps, min_tokens, stop_ids, f"{num_tokens} tokens")
@@ -298,7 +300,8 @@ def _listed(
 def _bias_case(logits: Tensor, token_ids: Tensor, values: Tensor, label: str = "") -> Case:
     arguments = {"logits": logits, "token_ids": token_ids, "values": values}
     magnitude = peak(logits) + peak(values)
-    return Case(label, arguments, {"vocab_size": logits.shape[1]}, magnitude=magnitude)
+    dims: Dims = {"vocab_size": logits.shape[1], "index_dtype": dtype_name(token_ids.dtype)}
+    return Case(label, arguments, dims, magnitude=magnitude)
 
 
 def _bitmask_case(
@@ -318,7 +321,14 @@ def _suppress_case(
     logits: Tensor, steps: Tensor, min_tokens: Tensor, stop_ids: Tensor, label: str = ""
 ) -> Case:
     arguments = {"logits": logits, "steps": steps, "min_tokens": min_tokens, "stop_ids": stop_ids}
-    return Case(label, arguments, {"vocab_size": logits.shape[1]}, reduction=0)
+    dims: Dims = {"vocab_size": logits.shape[1], "index_dtype": dtype_name(stop_ids.dtype)}
+    return Case(label, arguments, dims, reduction=0)
+
+
+def _index_dtype(dims: Dims) -> torch.dtype:
+    """Return the dtype of token ids that a sample's dims state, int64 without it."""
+    dtype: torch.dtype = getattr(torch, str(dims.get("index_dtype", "int64")))
+    return dtype
 
 
 def _temperature_case(logits: Tensor, temperature: Tensor, label: str = "") -> Case:

@@ -43,7 +43,7 @@ def apply_penalties(
         presence: ``[B]`` float32; 0 changes nothing.
         frequency: ``[B]`` float32; 0 changes nothing.
     Returns: ``[B, V]`` float32, or float64 for float64 ``logits``.
-    Dims: vocab_size.
+    Dims: vocab_size, counts_dtype: of ``output_counts``.
     Source: arXiv:1909.05858 (repetition), the OpenAI API (presence, frequency).
     """
     wide = torch.promote_types(logits.dtype, torch.float32)

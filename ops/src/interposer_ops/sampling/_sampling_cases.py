@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
+from interposer_ops._case_numbers import dtype_name
 from interposer_ops.sampling._logits_cases import (
     LOGIT_SHAPES,
     LOGITS,
@@ -100,6 +101,8 @@ sample_tokens_cases = CaseSpace(
     Axis("setting", _SETTINGS),
     Axis("logits", LOGITS),
     strided={"logits": "rows", "seeds": "offset", "steps": "offset"},
+    # Whoever decodes a batch knows these only then.
+    varying=dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), ("absent",)),
     crossed={
         "shape": ("many rows",),
         "setting": ("greedy", "random", "truncated"),
@@ -139,8 +142,9 @@ def apply_penalties_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed
     generator = torch.Generator().manual_seed(seed)
     shape = (num_rows(num_tokens), int(dims["vocab_size"]))
     logits = normal(shape, dtype, generator, 4.0)
+    counts_dtype = getattr(torch, str(dims.get("counts_dtype", "int32")))
     return _penalties_case(
-        logits, _PENALTIES[""], torch.int32, generator, label=f"{num_tokens} tokens"
+        logits, _PENALTIES[""], counts_dtype, generator, label=f"{num_tokens} tokens"
     )
 
 
@@ -183,7 +187,8 @@ def _penalties_case(
         **penalties,
     }
     magnitude = 2 * peak(logits) + 2 * 3 + 2
-    return Case(label, arguments, {"vocab_size": vocab_size}, magnitude=magnitude)
+    dims: Dims = {"vocab_size": vocab_size, "counts_dtype": dtype_name(counts_dtype)}
+    return Case(label, arguments, dims, magnitude=magnitude)
 
 
 def _arguments(

@@ -50,6 +50,7 @@ class BlocksEmbedding(EmbeddingMethod):
         self.prefix, self.dtype = site.prefix, site.dtype
         dims: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden_size}
         sizes: dict[str, Any] = {"in_features": hidden_size, "out_features": vocab_size}
+        sizes["biased"] = False
         kind = BlocksProduct
         # One call for each pair of ops keeps their types apart.
         self.lookup: Any

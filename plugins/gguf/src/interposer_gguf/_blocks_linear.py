@@ -46,7 +46,7 @@ class BlocksLinear(LinearMethod):
         for stored_as in dict.fromkeys(self.formats[part] for part in self.sizes):
             parts = tuple(part for part in self.sizes if self.formats[part] is stored_as)
             rows = sum(self.sizes[part] for part in parts)
-            product = product_of(stored_as, parts, site, in_features, rows)
+            product = product_of(stored_as, parts, site, in_features, rows, bias)
             self.products.append(product)
             stored = product.empty(rows, in_features, site)
             sample = product.sample(rows, in_features)

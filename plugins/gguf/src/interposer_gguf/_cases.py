@@ -23,7 +23,7 @@ _SHAPES = {
 # As many as the short blocks have, which the long ones cannot.
 _SHORT_SHAPES = {"one short block": ((3, 32), 8), "three short blocks": ((2, 96), 11)}
 _LONGEST_BLOCK = 256
-_STRIDED: dict[str, Strides] = {"x": "rows", "weight": "offset", "bias": "offset"}
+_STRIDED: dict[str, Strides] = {"x": "leading", "weight": "offset", "bias": "offset"}
 # Two roundings of a weight: of the product, and of the sum with the offset.
 _SCALINGS = 2
 
@@ -108,15 +108,17 @@ gguf_linear_cases = CaseSpace(
 
 
 def gguf_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight without bias, which the dims do not tell."""
+    """Return T rows of hidden states and a weight, with the bias that the dims state."""
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = int(dims["in_features"]), int(dims["out_features"])
     layout = format_named(str(dims["stored_as"]))
     weight = random_rows(layout, out_features, in_features, generator, in_features**-0.5)
+    bias = bias_of(out_features, dtype, generator, bool(dims.get("biased")))
     x = normal((num_tokens, in_features), dtype, generator)
-    arguments = {"x": x, "weight": weight, "bias": None, "stored_as": layout.name}
+    arguments = {"x": x, "weight": weight, "bias": bias, "stored_as": layout.name}
     numbers = layout.dequantized(weight, torch.float32)
-    return sampled_case(arguments, dims, x, numbers, _SCALINGS, _longest_sums(x, layout, weight))
+    bounds = _SCALINGS, _longest_sums(x, layout, weight)
+    return sampled_case(arguments, dims, x, numbers, *bounds, stored_product=True)
 
 
 def _longest_sums(x: torch.Tensor, layout: BlockFormat, weight: torch.Tensor) -> float:

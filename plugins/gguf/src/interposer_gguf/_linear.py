@@ -36,8 +36,8 @@ def gguf_linear(
         stored_as: name of the block format, such as ``q4_k``.
     Returns: ``[..., O]``, dtype of ``x``.
     Raises: UnknownNameError: there is no such format.
-    Dims: ``in_features``, ``out_features``, ``stored_as``; ``tied``, where rows of ``weight`` are
-        looked up too.
+    Dims: ``in_features``, ``out_features``, ``stored_as``, ``biased``; ``tied``, where rows of
+        ``weight`` are looked up too.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     numbers = format_named(stored_as).dequantized(weight, wide)

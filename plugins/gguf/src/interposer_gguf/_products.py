@@ -161,13 +161,18 @@ class GroupedProduct(BlocksProduct):
 
 
 def product_of(
-    layout: BlockFormat | None, parts: tuple[str, ...], site: Site, in_features: int, rows: int
+    layout: BlockFormat | None,
+    parts: tuple[str, ...],
+    site: Site,
+    in_features: int,
+    rows: int,
+    bias: bool,
 ) -> Product:
     """Return the product with the rows of a format, None for plain ones.
 
     Raises: ConfigError: blocks do not divide the inputs.
     """
-    sizes: dict[str, Any] = {"in_features": in_features, "out_features": rows}
+    sizes: dict[str, Any] = {"in_features": in_features, "out_features": rows, "biased": bias}
     if layout is None:
         return PlainProduct("weight", parts, site.bind_kernel(linear, **sizes))
     check_blocks(layout, site, in_features)

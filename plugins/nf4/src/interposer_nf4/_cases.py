@@ -52,7 +52,7 @@ nf4_linear_cases = CaseSpace(
     Axis("absmax", {"": "", "blocks of zeros": "zeros"}),
     Axis("bias", {"": False, "bias": True}),
     strided={
-        "x": "rows",
+        "x": "leading",
         "weight": "offset",
         "absmax": "offset",
         "codebook": "offset",
@@ -70,7 +70,7 @@ nf4_linear_cases = CaseSpace(
 
 
 def nf4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return T rows of hidden states and a weight of NF4 without bias, in blocks of 64.
+    """Return T rows of hidden states and a weight of NF4 in blocks of 64, with a stated bias.
 
     Where 64 does not divide the inputs, each block is as long as what rows and blocks share.
     """
@@ -80,9 +80,11 @@ def nf4_linear_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
     grouped = (out_features, in_features // gcd(in_features, _BLOCK))
     absmax = _absmax(grouped, in_features, generator)
     codebook = _codebook("nf4", generator)
+    bias = bias_of(out_features, dtype, generator, bool(dims.get("biased")))
     x = normal_numbers((num_tokens, in_features), dtype, generator)
-    arguments = {"x": x, "weight": weight, "absmax": absmax, "codebook": codebook, "bias": None}
-    return sampled_case(arguments, dims, x, _dequantized(weight, absmax, codebook), 1)
+    arguments = {"x": x, "weight": weight, "absmax": absmax, "codebook": codebook, "bias": bias}
+    dequantized = _dequantized(weight, absmax, codebook)
+    return sampled_case(arguments, dims, x, dequantized, 1, stored_product=True)
 
 
 def _bytes(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:

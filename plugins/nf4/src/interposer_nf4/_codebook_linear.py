@@ -63,8 +63,8 @@ def nf4_linear(
         codebook: ``[16]`` float32.
         bias: ``[O]``, dtype of ``x``, or None.
     Returns: ``[..., O]``, dtype of ``x``.
-    Dims: ``in_features``, ``out_features``. The size of blocks stands in the weights' files alone,
-        so it is not known when a kernel is chosen.
+    Dims: ``in_features``, ``out_features``, ``biased``. The size of blocks stands in the weights'
+        files alone, so it is not known when a kernel is chosen.
     Source: QLoRA, arXiv:2305.14314, sections 2 and 3; order of nibbles: bitsandbytes 0.50.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -43,6 +43,7 @@ class EightBitLinear(LinearMethod):
             group_size=in_features,
             num_groups=1,
             asymmetric=False,
+            biased=bias,
         )
         register(layer, "weight", torch.empty(out_features, in_features, dtype=torch.int8))
         register(layer, "SCB", torch.empty(out_features, dtype=torch.float32))

@@ -53,9 +53,8 @@ class FourBitLinear(LinearMethod):
         self.parent = f"{parent}." if parent else ""
         self.parts = parts_of(layer, site, out_features)
         self.in_features = in_features
-        self.bound = site.bind_kernel(
-            nf4_linear, in_features=in_features, out_features=out_features
-        )
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.bound = site.bind_kernel(nf4_linear, **sizes, biased=bias)
         for index, (part, size) in enumerate(self.parts.items()):
             names = names_of(self.kind)
             for key, tensor in self._usual(size, in_features).items():

@@ -57,7 +57,7 @@ class Fp8WeightLinear(WeightLinear):
         self.spread = spread
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register ``weight`` and ``weight_scale``, and return a kernel for plain weights.
 
@@ -75,7 +75,8 @@ class Fp8WeightLinear(WeightLinear):
         else:
             columns = number_of_groups(site, in_features, size or in_features)
             register_scales(layer, self.scale, self.members, columns)
-        return site.bind_kernel(linear, in_features=in_features, out_features=out_features)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        return site.bind_kernel(linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]`` that is multiplied by, in the model's dtype."""

@@ -47,6 +47,7 @@ class Int8Linear(LinearMethod):
             x_scales=self.inputs.x_scales,
             weight_scales="channel" if per_output or len(self.members.sizes) > 1 else "tensor",
             asymmetric=self.inputs.asymmetric,
+            biased=bias,
         )
         self.coded = self.inputs.coded(self.bound.function, self._multiply)
 

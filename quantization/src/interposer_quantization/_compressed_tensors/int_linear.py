@@ -87,7 +87,7 @@ class IntLinear(WeightLinear):
         register_scales(layer, self.scale_name, self.members, columns)
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register codes, zero points and scales, and return a kernel for integers.
 
@@ -101,6 +101,7 @@ class IntLinear(WeightLinear):
             out_features,
             in_features // self.num_groups,
             not self.weights.symmetric,
+            biased=bias,
         )
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Mxfp4Linear(WeightLinear):
     """
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register the codes and their scales, and return a kernel for them.
 
@@ -49,7 +49,8 @@ class Mxfp4Linear(WeightLinear):
         packed = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
         register(layer, weight_packed=packed)
         register_exponents(layer, "weight_scale", out_features, num_groups)
-        return site.bind_kernel(mxfp4_linear, in_features=in_features, out_features=out_features)
+        sizes = {"in_features": in_features, "out_features": out_features}
+        return site.bind_kernel(mxfp4_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times its power of two."""
@@ -109,9 +110,8 @@ class Mxfp8Linear(LinearMethod):
             )
         else:
             self.quantize = site.bind(quantize_mxfp8, hidden_size=in_features)
-        self.bound = site.bind_kernel(
-            mxfp8_linear, in_features=in_features, out_features=out_features
-        )
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.bound = site.bind_kernel(mxfp8_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times its power of two."""

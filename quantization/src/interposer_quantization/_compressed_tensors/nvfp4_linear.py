@@ -121,9 +121,8 @@ class Nvfp4Linear(LinearMethod):
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
         # Its scale is a constant of the model, which a kernel may prepare.
         self.quantizer = site.bind_kernel(quantize_nvfp4, hidden_size=in_features)
-        self.bound = site.bind_kernel(
-            nvfp4_linear, in_features=in_features, out_features=out_features
-        )
+        sizes = {"in_features": in_features, "out_features": out_features}
+        self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""
@@ -187,14 +186,15 @@ class Nvfp4WeightLinear(WeightLinear):
         self.storage = storage
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register the codes and all scales, and return a kernel for integers.
 
         Raises: ConfigError: groups do not divide the inputs.
         """
         self.storage.register(layer, site, self.members, in_features)
-        return bind_weight_only(site, 8, in_features, out_features, NVFP4_GROUP)
+        sizes = in_features, out_features, NVFP4_GROUP
+        return bind_weight_only(site, 8, *sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""

@@ -59,6 +59,7 @@ class W4A8Linear(LinearMethod):
             x_scales=self.inputs.x_scales,
             asymmetric_inputs=self.inputs.asymmetric,
             asymmetric_weights=not self.stored.weights.symmetric,
+            biased=bias,
         )
         self.coded = self.inputs.coded(self.bound.function, self._multiply)
 

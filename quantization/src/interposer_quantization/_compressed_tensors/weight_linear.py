@@ -33,7 +33,7 @@ class WeightLinear(LinearMethod):
 
     @abstractmethod
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register everything but the bias, and return the kernel to call.
 
@@ -60,7 +60,7 @@ class WeightLinear(LinearMethod):
         self.round_input = (
             None if self.inputs is None else bound_rounding(self.inputs, site, in_features)
         )
-        self.bound = self.create_stored(layer, site, in_features, out_features)
+        self.bound = self.create_stored(layer, site, in_features, out_features, bias)
         register(layer, bias=torch.empty(out_features, dtype=site.dtype) if bias else None)
 
     def dequantized_input(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

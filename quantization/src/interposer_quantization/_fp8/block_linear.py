@@ -71,6 +71,7 @@ class Fp8BlockLinear(LinearMethod):
             block_columns=self.block_columns,
             x_dtype=FORMAT_NAME,
             weight_dtype=FORMAT_NAME,
+            biased=bias,
         )
         num_rows, num_columns = -(-out_features // self.block_rows), self._columns(in_features)
         weight = torch.empty(out_features, in_features, dtype=FORMAT)

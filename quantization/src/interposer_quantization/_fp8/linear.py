@@ -93,6 +93,7 @@ class _Fp8Linear(LinearMethod):
             weight_dtype=FORMAT_NAME,
             x_scales="token" if self.input_scale is None else "tensor",
             weight_scales="channel" if per_output else "tensor",
+            biased=bias,
         )
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Int4WeightLinear(WeightLinear):
         self.group_size = group_size
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register the codes and scales, and return a kernel for integers of 4 bits.
 
@@ -50,7 +50,8 @@ class Int4WeightLinear(WeightLinear):
         codes = torch.empty(out_features // 2, in_features, dtype=torch.uint8)
         scales = torch.empty(out_features, num_groups, dtype=torch.float32)
         register(layer, weight=codes, weight_scale=scales)
-        return bind_weight_only(site, 4, in_features, out_features, self.group_size)
+        sizes = in_features, out_features, self.group_size
+        return bind_weight_only(site, 4, *sizes, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each integer times the scale of its group."""
@@ -74,12 +75,12 @@ class Int8WeightLinear(WeightLinear):
     """``weight`` ``[O, I]`` int8 and ``weight_scale`` ``[O]``."""
 
     def create_stored(
-        self, layer: nn.Module, site: Site, in_features: int, out_features: int
+        self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool
     ) -> BoundKernel[Any, Any]:
         """Register the codes and scales, and return a kernel for integers of 8 bits."""
         codes = torch.empty(out_features, in_features, dtype=torch.int8)
         register(layer, weight=codes, weight_scale=torch.empty(out_features, dtype=torch.float32))
-        return bind_weight_only(site, 8, in_features, out_features, in_features)
+        return bind_weight_only(site, 8, in_features, out_features, in_features, biased=bias)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each integer times the scale of its output."""

@@ -64,7 +64,8 @@ class OnlineEmbedding(EmbeddingMethod):
         self.product: Any
         kind = RoundedHead if self.chosen.dynamic_inputs else PlainHead
         self.head = kind(self.narrow)
-        dims = {"in_features": hidden_size, "out_features": vocab_size, **self.head.dims(groups)}
+        products = {"in_features": hidden_size, "out_features": vocab_size, "biased": False}
+        dims = {**products, **self.head.dims(groups)}
         self.lookup, self.product = site.bind_table(
             op, {**sizes, **groups, "asymmetric": False}, self.head.op, dims, head
         )

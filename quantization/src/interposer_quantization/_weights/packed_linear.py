@@ -85,7 +85,7 @@ class PackedLinear(LinearMethod):
         self.num_groups = num_groups = number_of_groups(site, in_features, size)
         self._check_words(in_features)
         self.bound = bind_weight_only(
-            site, self.bits, in_features, out_features, size, not self.symmetric
+            site, self.bits, in_features, out_features, size, not self.symmetric, biased=bias
         )
         *shape, dim = self.weight_words(in_features, out_features)
         register_stored(layer, "qweight", torch.empty(shape, dtype=torch.int32), shard_dim=dim)

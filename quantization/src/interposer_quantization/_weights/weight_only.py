@@ -21,6 +21,8 @@ def bind_weight_only(
     out_features: int,
     group_size: int,
     asymmetric: bool = False,
+    *,
+    biased: bool,
 ) -> BoundKernel[Any, Any]:
     """Return a kernel for codes of 4 or 8 bits in groups of inputs, with float32 scales."""
     # Both ops take the same operands, but are of different types.
@@ -33,6 +35,7 @@ def bind_weight_only(
         group_size=group_size,
         num_groups=in_features // group_size,
         asymmetric=asymmetric,
+        biased=biased,
         **scales,
     )
     return bound

@@ -6,6 +6,7 @@ argument:
 - ``offset``: dense, from any element of a storage on.
 - ``outer``: besides, the outermost dimension may skip memory, as slices of a fused projection do.
 - ``rows``: besides, every dimension but the last may skip memory.
+- ``leading``: besides, there may be any number of dimensions before the last.
 - ``any``: besides, the last one too, and dimensions may lie in another order.
 """
 
@@ -19,7 +20,7 @@ import torch
 
 from interposer_testing.cases._axis import DENSE
 
-Strides = Literal["offset", "outer", "rows", "any"]
+Strides = Literal["offset", "outer", "rows", "leading", "any"]
 
 
 def _offset(tensor: torch.Tensor, _: int) -> torch.Tensor:
@@ -85,12 +86,24 @@ LAYOUTS: Mapping[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 """Copies of a tensor and the number of its argument into memory that is not dense."""
 
+_OUTER = ("offset by one", "sliced", "every second")
+_ROWS = (*_OUTER, "padded rows", "uneven rows")
 _PERMITTED: Mapping[Strides, tuple[str, ...]] = {
     "offset": ("offset by one",),
-    "outer": ("offset by one", "sliced", "every second"),
-    "rows": ("offset by one", "sliced", "every second", "padded rows", "uneven rows"),
+    "outer": _OUTER,
+    "rows": _ROWS,
+    "leading": _ROWS,
     "any": tuple(LAYOUTS),
 }
+
+MEANINGS: Mapping[Strides, str] = {
+    "offset": "dense",
+    "outer": "its first dimension may skip memory",
+    "rows": "every dimension but the last may skip memory",
+    "leading": "every dimension but the last may skip memory, and there may be any number of them",
+    "any": "every dimension may skip memory, in any order",
+}
+"""What an op takes of an argument, in words; all of it from any element of a storage on."""
 
 
 def layouts_of(strided: Mapping[str, Strides]) -> list[str]:

@@ -7,19 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from interposer import Case, CustomOp
 from interposer.errors import RecordError
 from interposer_testing.cases._axis import DENSE, ORDINARY, Axis, Point
-from interposer_testing.cases._layout import Strides, laid_out, layouts_of
+from interposer_testing.cases._layout import MEANINGS, Strides, laid_out, layouts_of
 from interposer_testing.cases._special import SPECIALS, Special, with_special
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Builder = Callable[[Point, torch.dtype, torch.Generator], Case]
+
+Variation = Literal["absent", "dtype", "rank"]
+"""A property of an argument: whether it is None, its dtype, how many dimensions it has."""
+
+_VARIATIONS: Mapping[Variation, str] = {
+    "absent": "may be None",
+    "dtype": "in each dtype that the op names",
+    "rank": "in each number of dimensions that the op names",
+}
 
 
 class CaseSpace:
@@ -31,6 +40,8 @@ class CaseSpace:
     Attributes:
         axes: what the op's own cases differ in.
         dtypes: that the op has cases of.
+        strided: what the op takes of the memory of its arguments.
+        varying: what else differs between calls that a request does not tell apart, by argument.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class CaseSpace:
         *axes: Axis,
         dtypes: Sequence[torch.dtype] = FLOATS,
         strided: Mapping[str, Strides] | None = None,
+        varying: Mapping[str, Sequence[Variation]] | None = None,
         special: Mapping[str, Sequence[Special]] | None = None,
         crossed: Mapping[str, Sequence[str]] | None = None,
         alone: Mapping[str, Sequence[str]] | None = None,
@@ -49,6 +61,7 @@ class CaseSpace:
         Args:
             build: makes the case of a point, dense and of ordinary numbers; its label is ignored.
             strided: what the op takes of the memory of its arguments; dense where it is silent.
+            varying: properties that no dim states and that every kernel has to take, by argument.
             special: special values that the op defines results for, by argument.
             crossed: by axis, the labels at which layouts and specials are tried; all of an axis
                 that is not named. Cases there must not be empty.
@@ -61,7 +74,8 @@ class CaseSpace:
         self.axes = axes
         self.dtypes = tuple(dtypes)
         self._build = build
-        self._strided = dict(strided or {})
+        self.strided = dict(strided or {})
+        self.varying = {name: tuple(kinds) for name, kinds in (varying or {}).items()}
         self._special = {name: tuple(values) for name, values in (special or {}).items()}
         self._crossed = {name: tuple(labels) for name, labels in (crossed or {}).items()}
         self._valid = valid
@@ -76,6 +90,16 @@ class CaseSpace:
         """Yield the case of every point."""
         for point in self.points(dtype):
             yield self.build(point, dtype, seed)
+
+    def always_taken(self) -> dict[str, str]:
+        """Return what a kernel has to take of each argument, whatever the request says, in words.
+
+        What is not named is dense, and has the dtype and the dimensions of every other case.
+        """
+        words = {name: [MEANINGS[strides]] for name, strides in self.strided.items()}
+        for name, kinds in self.varying.items():
+            words.setdefault(name, []).extend(_VARIATIONS[kind] for kind in kinds)
+        return {name: "; ".join(said) for name, said in words.items()}
 
     def points(self, dtype: torch.dtype) -> list[Point]:
         """Return all points for ``dtype``, none for a dtype that the op has no cases of."""
@@ -108,7 +132,7 @@ class CaseSpace:
             named = [name for name, values in self._special.items() if special in values]
             tensors |= {n: with_special(tensors[n], special) for n in named if n in tensors}
         if point.layout != DENSE:
-            tensors = laid_out(tensors, point.layout, self._strided)
+            tensors = laid_out(tensors, point.layout, self.strided)
         return replace(case, label=point.label, arguments=arguments | tensors)
 
     def _distance(self, point: Point) -> int:
@@ -125,7 +149,7 @@ class CaseSpace:
     def _points(self) -> list[Point]:
         plain = list(self._combinations({}))
         strange = list(self._combinations(self._crossed))
-        layouts = [DENSE, *layouts_of(self._strided)[1:]]
+        layouts = [DENSE, *layouts_of(self.strided)[1:]]
         defined = {value for values in self._special.values() for value in values}
         return [
             *plain,
