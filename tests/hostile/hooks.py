@@ -14,6 +14,12 @@ def _hook(name: str, body: str, *words: str) -> Hostile:
     return Hostile(name, {"plugin.py": plugin(source)}, words)
 
 
+def _observer(name: str, fact: str, change: str) -> Hostile:
+    source = f"\n\n@hookimpl\ndef interposer_selected({fact}):\n    object.__setattr__({change})\n"
+    words = ("interposer_selected", f"changes the {fact} that it is told of")
+    return Hostile(name, {"plugin.py": plugin(source)}, words, "observer")
+
+
 CASES = (
     Hostile(
         "hook-arguments",
@@ -63,6 +69,29 @@ CASES = (
             )
         },
         ("interposer_selected", "no disk"),
+        "observer",
+    ),
+    Hostile(
+        "observer-own-error",
+        {
+            "plugin.py": plugin(
+                "\n\nclass Own(BaseException):\n    pass\n\n\n"
+                "@hookimpl\ndef interposer_selected(choice):\n    raise Own('no disk')\n"
+            )
+        },
+        ("interposer_selected", "Own('no disk')"),
+        "observer",
+    ),
+    _observer("observer-overwrites", "choice", "choice, 'why', 'it is mine'"),
+    _observer("observer-redirects", "choice", "choice.chosen.record, 'target', 'mine:kernel'"),
+    Hostile(
+        "observer-adds",
+        {
+            "plugin.py": plugin(
+                "\n\n@hookimpl\ndef interposer_finished(facts):\n    facts['mine'] = 1\n"
+            )
+        },
+        ("interposer_finished", "changes the facts"),
         "observer",
     ),
     Hostile(

@@ -8,6 +8,11 @@ from tests.hostile.native import LOADED
 __all__ = ["CASES"]
 
 HEAD = """
+import ctypes
+import os
+import threading
+import time
+
 import torch
 
 
@@ -50,6 +55,140 @@ def _prepare(name: str, body: str, *words: str) -> Hostile:
     source = f"{HEAD}rms_norm = right\n\n\ndef prepare(weight):\n    {body}\n"
     return Hostile(name, {"plugin.py": provides(record), "kernels.py": source}, words, "kernel")
 
+
+# One element of this many bytes beside what the case covers is on the other side of a fence.
+BEYOND = (
+    "end = 4 * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride())) if x.numel() else 0)\n"
+    "    start = x.data_ptr() - 4 * x.storage_offset()\n"
+    "    end = x.data_ptr() + end + 64\n    "
+)
+
+_CHANGES = (
+    _body(
+        "reads-behind",
+        f"{BEYOND}ctypes.string_at(end, 1); return right(x, weight, eps)",
+        "SIGSEGV while running",
+    ),
+    _body(
+        "writes-behind",
+        f"{BEYOND}ctypes.memset(end, 0, 1); return right(x, weight, eps)",
+        "SIGSEGV while running",
+    ),
+    _module(
+        "reads-before",
+        "calls = []\n\n\ndef rms_norm(x, weight, eps):\n    calls.append(1)\n"
+        f"    {BEYOND}\n    if len(calls) % 2 == 0: ctypes.string_at(start - 65 * 4, 1)\n"
+        "    return right(x, weight, eps)\n",
+        "SIGSEGV while running",
+    ),
+    _body(
+        "draws",
+        "torch.rand(1); return right(x, weight, eps)",
+        "changes the state of torch's generator",
+    ),
+    _body(
+        "seeds",
+        "torch.manual_seed(1234); return right(x, weight, eps)",
+        "changes the state of torch's generator",
+    ),
+    _body(
+        "draws-python",
+        "import random; random.random(); return right(x, weight, eps)",
+        "changes the state of random",
+    ),
+    _body(
+        "forks-in-a-call",
+        "os.fork() or os._exit(0); return right(x, weight, eps)",
+        "forks the process",
+    ),
+    _body(
+        "thread-in-a-call",
+        "threading.Thread(target=time.sleep, args=(600,), name='mine', daemon=True).start()\n"
+        "    return right(x, weight, eps)",
+        "leaves the thread 'mine' running",
+    ),
+    _body(
+        "closes-in-a-call",
+        "os.dup2(os.open(os.devnull, os.O_WRONLY), 1); return right(x, weight, eps)",
+        "redirects the file descriptor 1",
+    ),
+    _body(
+        "own-error-in-a-call",
+        "raise type('Own', (BaseException,), {})('why')",
+        "Own('why')",
+    ),
+    _module(
+        "never-ends",
+        "import atexit\natexit.register(time.sleep, 600)\nrms_norm = right\n",
+        "within 1.5 s",
+        "ending the process",
+    ),
+    _module(
+        "crashes-at-the-end",
+        "import atexit\natexit.register(os.abort)\nrms_norm = right\n",
+        "SIGABRT while ending the process",
+    ),
+    _module(
+        "waits-for-a-thread",
+        "threading.Thread(target=time.sleep, args=(600,)).start()\nrms_norm = right\n",
+        "within 1.5 s",
+        "ending the process",
+    ),
+    _module(
+        "kernel-functional",
+        "import functools\nfrom torch.nn import functional\n"
+        "functional.silu = functools.wraps(functional.silu)(lambda x: x)\nrms_norm = right\n",
+        "replaces torch.nn.functional.silu",
+    ),
+    _module(
+        "kernel-swaps",
+        "from torch.nn import functional\nfunctional.silu = functional.relu\nrms_norm = right\n",
+        "replaces torch.nn.functional.silu",
+    ),
+    _module(
+        "kernel-filters",
+        "import warnings\nwarnings.simplefilter('ignore')\nrms_norm = right\n",
+        "changes the filters of warnings",
+    ),
+    _module(
+        "kernel-finder",
+        "import sys\n\nclass Finder:\n    def find_spec(self, *facts):\n        return None\n\n"
+        "sys.meta_path.append(Finder())\nrms_norm = right\n",
+        "changes sys.meta_path",
+    ),
+    _module(
+        "kernel-plants",
+        "import sys, types\nsys.modules['flash_attn'] = types.ModuleType('flash_attn')\n"
+        "rms_norm = right\n",
+        "plants 'flash_attn' in sys.modules",
+    ),
+    _module(
+        "kernel-denormals",
+        "torch.set_flush_denormal(True)\nrms_norm = right\n",
+        "changes the arithmetic of floats",
+    ),
+    _module(
+        "kernel-deterministic",
+        "torch.use_deterministic_algorithms(True)\nrms_norm = right\n",
+        "changes torch's deterministic mode",
+    ),
+    _module(
+        "kernel-threads",
+        "torch.set_num_threads(torch.get_num_threads() + 1)\nrms_norm = right\n",
+        "changes torch's number of threads",
+    ),
+    _module(
+        "kernel-attention",
+        "torch.backends.cuda.enable_flash_sdp(False)\nrms_norm = right\n",
+        "changes torch's switch of flash attention",
+    ),
+    _module(
+        "kernel-limits",
+        "import resource\nsoft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))\nrms_norm = right\n",
+        "changes the limits of the process",
+    ),
+)
 
 CASES = (
     _body("wrong-numerics", "return right(x, weight, eps) * 1.01", "value", "expected"),
@@ -154,6 +293,7 @@ CASES = (
         "torch.set_default_dtype(torch.float64)\nrms_norm = right\n",
         "torch",
     ),
+    *_CHANGES,
     _predicate("predicate-raises", "raise OSError('no such device')", "OSError", "no such device"),
     _predicate("predicate-aborts", "import os; os.abort()", "SIGABRT"),
     _predicate("predicate-loops", "\n    while True: pass", "within 1.5 s"),

@@ -88,6 +88,37 @@ CASES = (
         plugin="hostile-duplicate",
         beside=("duplicate-one",),
     ),
+    Hostile(
+        "entry-points-huge",
+        FILES,
+        ("entry_points.txt has", "characters; 100,000 are allowed"),
+        altered={
+            "$info/entry_points.txt": "[interposer.plugins]\n"
+            + "".join(f"huge-{number} = hostile_huge.plugin\n" for number in range(5_000))
+        },
+    ),
+    Hostile(
+        "many-plugins",
+        FILES,
+        ("announces 101 plugins; 100 are allowed",),
+        altered={
+            "$info/entry_points.txt": "[interposer.plugins]\n"
+            + "".join(f"many-{number} = hostile_many.plugin\n" for number in range(101))
+        },
+    ),
+    # An upgrade that was broken off leaves such behind.
+    Hostile(
+        "twin",
+        {"plugin.py": LOCKED["plugin.py"], "kernels.py": KERNEL},
+        ("two distributions of the name 'hostile-twin'", "1.0 in", "which is used, and 2.0 in"),
+        altered={
+            "$package-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: hostile-twin\n"
+            "Version: 2.0\n",
+            "$package-2.0.dist-info/entry_points.txt": "[interposer.plugins]\n"
+            "hostile-twin = $package.plugin\n",
+        },
+        loads=True,
+    ),
     Hostile("standard-name", FILES, ("'ops'", "interposer-ops"), plugin="ops"),
     Hostile(
         "unicode-plugin",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from packaging import tags
-from tests.hostile import hooks, imports, kernels, metadata, native, parts
+from tests.hostile import effects, hooks, imports, kernels, metadata, native, parts
 from tests.hostile.case import Hostile, provides
 from tests.hostile.wheel import Wheel
 
@@ -15,6 +15,7 @@ __all__ = ["CASES", "HEALTHY", "install", "wheel"]
 
 CASES = (
     *imports.CASES,
+    *effects.CASES,
     *metadata.CASES,
     *hooks.CASES,
     *kernels.CASES,
@@ -66,5 +67,6 @@ def install(folder: Path) -> Path:
             if content is None:
                 path.unlink()
             else:
-                path.write_text(case.filled(content), encoding="utf-8")
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(case.filled(content).encode())
     return site

@@ -111,7 +111,7 @@ def _installed() -> tuple[list[Source], dict[Source, str]]:
             continue
         distribution = read_distribution(found)
         if first is not found:
-            fault = _rivalry(read_distribution(first), distribution)
+            fault = "" if _is_beside(first, found) else _rivalry(first, distribution)
             entries = []
         if fault:
             broken[_source(distribution)] = fault
@@ -145,18 +145,22 @@ def _entries(found: Any) -> tuple[list[Any], str]:
     return entries, ""
 
 
-def _rivalry(first: Distribution, other: Distribution) -> str:
-    """Return the reason not to use a distribution whose name another has already, if that is told.
+def _is_beside(first: Metadata, other: Metadata) -> bool:
+    """Say whether the path leads to one folder twice, or into source code that can be edited.
 
-    It is not where a source folder that is installed for editing holds metadata of its own, or
-    where the path leads to one folder twice.
+    Build tools leave metadata there besides those of the installation.
     """
-    if Path(first.location).resolve() == Path(other.location).resolve():
-        return ""
-    used = f"{first.version} in {first.location}, which is used"
+    one, two = _metadata_folder(first).resolve(), _metadata_folder(other).resolve()
+    editable = two.suffix == ".egg-info" and read_distribution(first).editable
+    return one == two or (editable and Path(read_distribution(first).location) == two.parent)
+
+
+def _rivalry(first: Metadata, other: Distribution) -> str:
+    """Return the reason not to use a distribution whose name another has already."""
+    used = read_distribution(first)
     return (
-        f"there are two distributions of the name {other.name!r} on the path: {used}, "
-        f"and {other.version} in {other.location}"
+        f"there are two distributions of the name {other.name!r} on the path: {used.version} in "
+        f"{used.location}, which is used, and {other.version} in {other.location}"
     )
 
 
@@ -167,14 +171,17 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
 
 def _folder(found: Metadata) -> str:
     """Return what tells distributions apart: the name that they are installed as."""
-    # No public attribute, and reading the name from the metadata takes ten times as long.
-    path = Path(str(getattr(found, "_path", id(found))))
-    return canonicalize_name(path.stem.partition("-")[0])
+    # Reading the name from the metadata takes ten times as long.
+    return canonicalize_name(_metadata_folder(found).stem.partition("-")[0])
+
+
+def _metadata_folder(found: Metadata) -> Path:
+    return Path(str(getattr(found, "_path", id(found))))  # which is no public attribute
 
 
 def _may_have_plugins(found: Metadata) -> bool:
     try:
-        text = Path(str(getattr(found, "_path", "")), "entry_points.txt").read_bytes()
+        text = (_metadata_folder(found) / _ENTRY_POINTS).read_bytes()
     except OSError:
         return False
     return hookspecs.GROUP.encode() in text

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -69,6 +70,9 @@ def main() -> NoReturn:
         for number in (0, 1, 2):
             os.dup2(nowhere, number)
         os.close(nowhere)
+        # As -W ignore does, but not equal to the filter of whoever wants to silence everybody.
+        warnings.resetwarnings()
+        warnings.filterwarnings("ignore", message=".*")
         if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         gc.freeze()

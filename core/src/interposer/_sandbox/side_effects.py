@@ -192,6 +192,10 @@ class SideEffects:
                 if callable(kept[name]) or isinstance(kept[name], property):
                     names.append(f"{place}.{name}")
                     setattr(owner, name, kept[name])
+            for name in [name for name in vars(owner) if name not in kept]:
+                if any(name in vars(base) for base in owner.__mro__[1:]):
+                    names.append(f"{place}.{name}")
+                    delattr(owner, name)
         if names:
             yield f"replaces {_listed(names)}"
 
