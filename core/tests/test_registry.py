@@ -49,6 +49,16 @@ def test_every_record_is_a_candidate(registered: Register) -> None:
     assert set(registry.ops) == {"linear"}
 
 
+def test_what_a_platform_runs_is_not_followed_further(registered: Register) -> None:
+    registry = registered(
+        PlatformEntry("board", "acme.board:Board", runs=("tpu", "of-nobody")),
+        PlatformEntry("tpu", "acme.tpu:Tpu", runs=("host",)),
+    )
+    assert registry.runs("board") == {"", "board", "tpu", "of-nobody"}
+    assert registry.runs("tpu") == {"", "tpu", "host"}
+    assert registry.runs("host") == {"", "host"}
+
+
 def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) -> None:
     registry = registered()
     assert registry.candidates("platform") == []
