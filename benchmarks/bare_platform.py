@@ -10,7 +10,7 @@ alone. Ratios are to the first.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,9 +84,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
-    def loaded(platform: str, **policy: dict[str, str]) -> LanguageModel:
+    def loaded(platform: str, kernels: Mapping[str, str] | None = None) -> LanguageModel:
         # Without what is installed besides.
-        config = Config(platform=platform, plugins={"interposer-cpu"}, **policy)
+        config = Config(platform=platform, plugins={"interposer-cpu"}, kernels=kernels or {})
         return load(arguments.model_dir, arguments.dtype, config=config)
 
     register(SimpleNamespace(interposer_records=hookimpl(lambda: ENTRIES)), name="bare")
@@ -94,7 +94,7 @@ def main() -> None:
         "interposer": loaded("cpu"),
         "runs=cpu": loaded("lent"),
         "torch": loaded("bare"),
-        "references": loaded("bare", kernels={"*": "reference"}),
+        "references": loaded("bare", {"*": "reference"}),
     }
     runs = {name: interposer_run(lm) for name, lm in models.items()}
     print(
