@@ -72,7 +72,8 @@ class Registry:
         self.ops: dict[str, OpEntry] = {r.name: r for _, r in self.records(OpEntry)}
         self._runs: dict[str, frozenset[str]] = {}
         for _, entry in self.records(PlatformEntry):
-            self._runs[entry.name] = self._runs.get(entry.name, frozenset()) | {*entry.runs}
+            stated = frozenset(entry.runs)
+            self._runs[entry.name] = self._runs.get(entry.name, stated) & stated
         self._drivers: dict[str, str] = {}
         self._own_blame = Blame()
         self._code: dict[tuple[str, tuple[str, str, str]], PluginCode] = {}
@@ -116,7 +117,7 @@ class Registry:
     def runs(self, platform: str) -> frozenset[str]:
         """Return which platforms a record may be for to run on ``platform``.
 
-        That one, those that its entry states, and none in particular, which is an empty string.
+        That one, those that all entries of its name state, and none, which is an empty string.
         """
         return self._runs.get(platform, frozenset()) | {"", platform}
 
