@@ -56,8 +56,8 @@ def paged_attention_sdpa(
     # What a sequence does not have is its last token once more: nothing is read that was never
     # written, whose NaN a weight of zero does not silence.
     own = places.minimum(lengths - 1).clamp(min=0)
-    pages, offsets = page_table.gather(1, own // page_size), own % page_size
-    keys, values = key_cache[pages, offsets], value_cache[pages, offsets]  # [B, L, K, D]
+    slots = page_table.gather(1, own // page_size) * page_size + own % page_size
+    keys, values = _read(key_cache, slots), _read(value_cache, slots)
 
     wide = query.dtype
     if wide != keys.dtype or key_scale is not None or value_scale is not None:
@@ -87,6 +87,15 @@ def paged_attention_sdpa(
     )
     heads = out.unflatten(2, (group, longest)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
     return heads[:, 0] if single else unpadded(heads, query_starts, num_tokens)
+
+
+def _read(cache: Tensor, slots: Tensor) -> Tensor:
+    """Return what stands in ``slots`` ``[B, L]``, ``[B, L, K, D]``: as rows of one view, if any."""
+    if cache.is_contiguous():
+        rows = cache.flatten(0, 1).index_select(0, slots.flatten())
+        return rows.view(*slots.shape, *cache.shape[2:])
+    page_size = cache.shape[1]
+    return cache[slots // page_size, slots % page_size]
 
 
 def _multiplied(stored: Tensor, scale: Tensor | None, wide: torch.dtype) -> Tensor:
