@@ -1,4 +1,4 @@
-"""Time the CPU platform's kernels beside their ops' references, and ``sdpa`` beside ``paged``.
+"""Time the CPU's kernels beside their ops' references, and ``sdpa`` beside ``paged``.
 
 Both are called in turns, so that whatever else the machine does falls on both alike. Look at the
 ratios: ``median`` is the ratio of medians, ``best`` that of minimums; above 1 the kernel wins.
@@ -117,7 +117,9 @@ def kernel_rows(registry: Registry, device: Device, wanted: Sequence[str]) -> It
 
 
 def _is_ours(record: object) -> bool:
-    return isinstance(record, Kernel) and record.target.startswith("interposer_cpu.")
+    """Say whether a record is of this platform, or among those for any."""
+    ours = ("interposer_cpu.", "interposer_ops.")
+    return isinstance(record, Kernel) and record.target.startswith(ours)
 
 
 def _calls(op: Any, record: Any, given: list[Arguments]) -> tuple[Call, Call]:

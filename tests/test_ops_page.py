@@ -55,7 +55,7 @@ def test_an_op_is_shown_with_its_definition() -> None:
     (facts,) = json.loads(ops("rms_norm", "--json").stdout)
     assert facts["provider"] == "interposer-ops"
     assert facts["schema"] == "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"
-    assert "interposer-cpu/rms_norm_vector_norm" in facts["kernels"]
+    assert "interposer-ops/rms_norm_vector_norm" in facts["kernels"]
     assert "arXiv:1910.07467" in ops("rms_norm").stdout
 
 

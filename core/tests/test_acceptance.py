@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,10 @@ REQUEST = Request("kernel", "linear", "host", Capability("x86_64"), "float32")
 
 def even(request: Request) -> Verdict:
     return Verdict.accept() if request.dims.get("n", 0) else Verdict.refuse("n is missing")
+
+
+def talkative(request: Request) -> Verdict:
+    return Verdict.accept("in two passes")
 
 
 def failing(request: Request) -> Verdict:
@@ -42,6 +46,35 @@ def test_a_kernel_is_judged_without_importing_it() -> None:
 def test_a_kernel_for_another_platform_is_refused() -> None:
     verdict = acceptance_of(kernel(platform="tpu"))(REQUEST)
     assert verdict.reason == "runs on tpu, the request is for host"
+
+
+def lending(platform: str) -> tuple[str, ...]:
+    return ("", platform, "tpu") if platform == "host" else ("", platform)
+
+
+def test_a_platform_runs_the_kernels_that_it_states_to_run() -> None:
+    judge = acceptance_of(kernel(platform="tpu"), runs=lending)
+    assert judge(REQUEST).reason == "for tpu, whose kernels host runs by its own statement"
+    elsewhere = replace(REQUEST, platform="board")
+    assert judge(elsewhere).reason == "runs on tpu, the request is for board"
+    for own in ("", "host"):
+        assert acceptance_of(kernel(platform=own), runs=lending)(REQUEST) == Verdict.accept()
+
+
+def test_all_else_is_judged_by_the_device_that_it_runs_on() -> None:
+    needs = Requires(frozenset({"matrix_unit"}))
+    judge = acceptance_of(kernel(even, platform="tpu", requires=needs), runs=lending)
+    assert judge(REQUEST).reason == "needs matrix_unit, which the device lacks"
+    able = replace(REQUEST, capability=Capability("x86_64", frozenset({"matrix_unit"})))
+    assert judge(able).reason == "n is missing"
+    assert judge(replace(able, dims={"n": 2}))
+
+
+def test_what_the_predicate_says_is_told_as_well() -> None:
+    judge = acceptance_of(kernel(talkative, platform="tpu"), runs=lending)
+    assert judge(REQUEST).reason == (
+        "for tpu, whose kernels host runs by its own statement; in two passes"
+    )
 
 
 def test_requirements_go_before_the_predicate() -> None:

@@ -124,3 +124,17 @@ def test_a_target_that_points_nowhere_says_so() -> None:
         load_target("math:taw")
     with pytest.raises(ModuleNotFoundError, match="acme_of_nowhere"):
         load_target("acme_of_nowhere.kernels:fast")
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        (("",), "'board' runs '', which is not the name of a platform"),
+        ((7,), "'board' runs 7, which is not the name of a platform"),
+        (("cpu", "board"), "'board' runs 'board', which is itself. Try: leave it out"),
+        ("cpu", r"'board' runs 'cpu', which is no tuple. Try: runs=\('cpu',\)"),
+    ],
+)
+def test_what_a_platform_runs_are_names_of_others(runs: Any, said: str) -> None:
+    with pytest.raises(RecordError, match=said):
+        PlatformEntry("board", TARGET, runs=runs)

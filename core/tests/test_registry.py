@@ -18,6 +18,7 @@ from interposer import (
     current_registry,
 )
 from interposer._contract.request import Kind
+from interposer._plugins.plugins import Plugins
 from interposer._plugins.registry import Registry
 from interposer.errors import PluginError, UnknownNameError
 
@@ -47,6 +48,23 @@ def test_every_record_is_a_candidate(registered: Register) -> None:
         assert [c.qualified_name for c in registry.candidates(kind, subject)] == names
     assert [c.score for c in registry.candidates("kernel", "linear")] == [0.0, 7.0]
     assert set(registry.ops) == {"linear"}
+
+
+def test_what_a_platform_runs_is_not_followed_further(registered: Register) -> None:
+    registry = registered(
+        PlatformEntry("board", "acme.board:Board", runs=("tpu", "of-nobody")),
+        PlatformEntry("tpu", "acme.tpu:Tpu", runs=("host",)),
+    )
+    assert registry.runs("board") == {"", "board", "tpu", "of-nobody"}
+    assert registry.runs("tpu") == {"", "tpu", "host"}
+    assert registry.runs("host") == {"", "host"}
+
+
+def test_nobody_states_for_others_what_their_platform_runs(make_plugin: Make) -> None:
+    own = make_plugin("acme", PlatformEntry("board", "acme.board:Board", runs=("tpu", "host")))
+    foreign = make_plugin("evil", PlatformEntry("board", "evil.board:Board", runs=("tpu", "gpu")))
+    assert Registry(Plugins.of(own)).runs("board") == {"", "board", "tpu", "host"}
+    assert Registry(Plugins.of(own, foreign)).runs("board") == {"", "board", "tpu"}
 
 
 def test_an_empty_registry_has_no_platform_and_no_backend(registered: Register) -> None:

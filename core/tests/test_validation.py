@@ -147,6 +147,7 @@ class SlyKernel(Kernel):
         (OpEntry("a" * 101, "math:x"), "a name of 101 characters; 100 are allowed"),
         (OpEntry("a", f"math.{'b' * 500}:x"), "a target of 507 characters; 300 are allowed"),
         (PlatformEntry("a", "math:x", driver_files=["/a"]), "no tuple of texts"),  # type: ignore[arg-type]
+        (PlatformEntry("a", "math:x", runs=("b c",)), "runs that are no tuple of names"),
         (PlatformEntry("a", "math:x", explicit=1), "neither True nor False"),  # type: ignore[arg-type]
     ],
 )

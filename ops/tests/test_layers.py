@@ -11,7 +11,10 @@ from torch import nn
 
 from interposer import ExpertsSpec, Kernel, Site, current_registry, place
 from interposer.errors import ConfigError, UnknownNameError
-from interposer_ops.activations import gelu_and_mul, silu_and_mul
+from interposer_ops.activations._activations_torch import (
+    gelu_and_mul_functional,
+    silu_and_mul_functional,
+)
 from interposer_ops.embedding import embedding
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.activation import GatedActivation
@@ -23,7 +26,8 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.linear import linear
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
-from interposer_ops.rotary import rotary_embedding, rotary_table
+from interposer_ops.rotary import rotary_table
+from interposer_ops.rotary._rotary_torch import rotary_embedding_addcmul
 from interposer_testing import layer_trials
 
 MakeSite = Callable[..., Site]
@@ -178,7 +182,7 @@ def test_rotary(make_site: MakeSite, dtype: torch.dtype, rotary_size: int) -> No
     layer = RotaryEmbedding(make_site("rotary", dtype), 16, rotary_size)
     query, key = numbers(5, 4, 16, dtype=dtype), numbers(5, 2, 16, dtype=dtype, seed=1)
     cos, sin = rotary_table(5, rotary_size, 10000.0)
-    expected = rotary_embedding(query, key, cos, sin)
+    expected = rotary_embedding_addcmul(query, key, cos, sin)
     for found, wanted in zip(layer(query, key, cos, sin), expected, strict=True):
         assert torch.equal(found, wanted)
 
@@ -199,7 +203,8 @@ def test_activation(
 ) -> None:
     layer = GatedActivation(make_site("mlp.act", dtype), name, 24)
     x = numbers(5, 48, dtype=dtype)
-    expected = silu_and_mul(x) if approximate is None else gelu_and_mul(x, approximate)
+    gelu, silu = gelu_and_mul_functional, silu_and_mul_functional
+    expected = silu(x) if approximate is None else gelu(x, approximate)
     assert torch.equal(layer(x), expected)
 
 

@@ -66,6 +66,10 @@ class Broken(Host):
         raise OSError("the driver is gone")
 
 
+class Board(Host):
+    name = "board"
+
+
 HOST = PlatformEntry("host", f"{__name__}:Host")
 BROKEN = PlatformEntry("broken", f"{__name__}:Broken", score=50.0)
 
@@ -118,6 +122,7 @@ def test_a_healthy_installation_is_listed(cache: Path) -> None:
         "score": 10.0,
         "accepted": True,
         "reason": "there is always one",
+        "runs": [],
     }
     assert facts["device"]["name"] == "a device"
     in_use = {plugin["name"]: plugin["records"] for plugin in facts["plugins"]}
@@ -202,6 +207,19 @@ def test_a_platform_that_fails_is_a_problem_with_its_traceback(
     assert "    Traceback (most recent call last)" in text
     assert "Nothing failed" not in text
     assert "FAILED platform 'broken'" in printed(health)
+
+
+@pytest.mark.usefixtures("host")
+def test_whose_kernels_a_platform_runs_is_told(make_plugin: Callable[..., ModuleType]) -> None:
+    board = PlatformEntry("board", f"{__name__}:Board", score=5.0, runs=("interpreter", "abacus"))
+    with register(make_plugin("board", board)):
+        health = doctor()
+    assert health.healthy
+    (found,) = (platform for platform in health.platforms if platform.name == "board")
+    assert found.runs == ["abacus", "interpreter"]
+    told = "runs the kernels of abacus, which is not installed; runs the kernels of interpreter"
+    assert told in str(health)
+    assert told in printed(health)
 
 
 def test_no_platform_is_a_problem(cache: Path) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from interposer import CustomOp, Kernel, OpEntry, Tolerance, custom_op
+from interposer import CustomOp, Dim, Kernel, OpEntry, Requires, Tolerance, custom_op
 from interposer_ops._records import PLAIN, RECORDS, records_text
 
 P = ParamSpec("P")
@@ -81,6 +81,18 @@ def standard_kernel(op: str, technique: str, **facts: Any) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+def torch_kernel(
+    op: str, technique: str, dims: Mapping[str, Dim] | None = None
+) -> Callable[[F], F]:
+    """Declare the record of a kernel of torch's own functions, for any device that torch has.
+
+    It goes before the reference, whose score is 0, and behind all that was written for some
+    hardware, which has 5 at least.
+    """
+    requires = Requires(dtypes=("float32", "bfloat16", "float16"), dims=dims or {})
+    return standard_kernel(op, technique, requires=requires, score=3.0, properties=PLAIN)
 
 
 def declared_records() -> list[OpEntry | Kernel]:

@@ -66,6 +66,10 @@ def _read(row: dict[str, Any]) -> OpEntry | Kernel:
     requires = Requires(
         features=frozenset(needs.get("features", ())),
         dtypes=tuple(needs.get("dtypes", ())),
-        dims={name: Dim(**bounds) for name, bounds in needs.get("dims", {}).items()},
+        dims={name: _dim(bounds) for name, bounds in needs.get("dims", {}).items()},
     )
     return Kernel(**row, requires=requires)
+
+
+def _dim(bounds: dict[str, Any]) -> Dim:
+    return Dim(**bounds | {"one_of": tuple(bounds.get("one_of", ()))})

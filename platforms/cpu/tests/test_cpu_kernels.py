@@ -1,5 +1,4 @@
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from interposer import (
     Capability,
     Case,
     Config,
-    CustomOp,
     Device,
     Kernel,
     Request,
@@ -16,21 +14,14 @@ from interposer import (
     current_registry,
 )
 from interposer.records import load_target
-from interposer_cpu import _activations as activations
 from interposer_cpu import _linear as linear
-from interposer_cpu import _norms as norms
-from interposer_cpu import _rotary as rotary
 from interposer_cpu import plugin
 from interposer_cpu._platform import CPUPlatform
-from interposer_ops.activations import silu_and_mul
 from interposer_ops.linear import linear as linear_op
-from interposer_ops.norms import fused_add_rms_norm, rms_norm
-from interposer_ops.rotary import rotary_embedding
 from interposer_testing import Trial, check_kernel, conformance
 
 AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 KERNELS = [record for record in plugin.interposer_records() if isinstance(record, Kernel)]
-HALF_AND_SINGLE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def described(*features: str, architecture: str = "x86_64") -> Device:
@@ -63,52 +54,6 @@ def test_all_kernels_are_tried_and_all_records_declared_right() -> None:
     assert ran >= {kernel.name for kernel in KERNELS} - packed | {"sdpa"}
     if CPUPlatform().capability("cpu").features >= AVX512:
         assert ran >= packed
-
-
-def norm_arguments(dtype: torch.dtype) -> dict[str, Any]:
-    x, residual = torch.randn(2, 9, 4096).to(dtype)
-    weight = (1 + 0.1 * torch.randn(4096)).to(dtype)
-    return {"x": x, "residual": residual, "weight": weight, "eps": 0.1}
-
-
-@HALF_AND_SINGLE
-@pytest.mark.parametrize("op", [rms_norm, fused_add_rms_norm], ids=lambda op: op.name)
-def test_norms_of_many_elements(op: CustomOp[..., Any], dtype: torch.dtype) -> None:
-    arguments = norm_arguments(dtype)
-    if op is rms_norm:
-        del arguments["residual"]
-    case = Case("many elements", arguments, reduction=4096, magnitude=8.0, rounded=8.0)
-    assert check_kernel(op, getattr(norms, op.name), case) == []
-
-
-def test_norms_in_bfloat16_are_as_accurate_as_the_reference() -> None:
-    x, _, weight, eps = norm_arguments(torch.bfloat16).values()
-    exact = rms_norm(x.double(), weight.double(), eps)
-    for part in (slice(0, 1), slice(None)):
-        found = (norms.rms_norm(x[part], weight, eps) - exact[part]).abs().mean()
-        reference = (rms_norm(x[part], weight, eps) - exact[part]).abs().mean()
-        assert found <= 1.001 * reference
-
-
-@HALF_AND_SINGLE
-@pytest.mark.parametrize("rotary_size", [64, 32])
-def test_rotary_embedding_of_many_elements(dtype: torch.dtype, rotary_size: int) -> None:
-    angles = 10 * torch.rand(300, rotary_size // 2)
-    arguments = {
-        "query": torch.randn(300, 64, 64).to(dtype),
-        "key": torch.randn(300, 2, 64).to(dtype),
-        "cos": angles.cos(),
-        "sin": angles.sin(),
-    }
-    case = Case("many elements", arguments, reduction=2, magnitude=10.0, rounded=5.0)
-    assert check_kernel(rotary_embedding, rotary.rotary_embedding, case) == []
-
-
-@HALF_AND_SINGLE
-def test_activations_do_not_write_their_input(dtype: torch.dtype) -> None:
-    x = torch.randn(4, 6, 512).to(dtype)
-    case = Case("transposed", {"x": x.transpose(0, 1)}, reduction=4, magnitude=25.0)
-    assert check_kernel(silu_and_mul, activations.silu_and_mul, case) == []
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 100])

@@ -106,7 +106,7 @@ def test_disabled_plugin_is_gone(name: str) -> None:
     place = site(config=Config(disable=frozenset({name})))
     layer = RMSNorm(place, 64, 1e-5)
     assert type(layer) is RMSNorm
-    assert layer.norm is rms_norm.reference
+    assert layer.norm.__module__.startswith("interposer_ops.")
     rows = explain(place).rows
     providers = {row.choice.chosen.provider for row in rows}
     providers |= {refusal.provider for row in rows for refusal in row.choice.refusals}

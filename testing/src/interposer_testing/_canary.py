@@ -104,7 +104,8 @@ def _cases(
 def _selected(cases: list[Case]) -> list[Case]:
     """Return the first cases, and before them the first with each layout of an argument."""
     seen: set[tuple[str, str]] = set()
-    telling, others = [], []
+    telling: list[Case] = []
+    others: list[Case] = []
     for case in cases:
         layouts = {(n, _layout(v)) for n, v in case.arguments.items() if _is_filled(v)}
         (others if layouts <= seen else telling).append(case)

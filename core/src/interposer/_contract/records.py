@@ -191,6 +191,10 @@ class PlatformEntry:
     ``driver_files`` are absolute paths whose content changes when the driver does: verdicts and
     measurements are kept per driver. An ``explicit`` platform is taken only where it is named, and
     not even probed before: nobody wants a simulator because nothing better accepts the machine.
+
+    ``runs`` are names of other platforms whose kernels, layers and attention backends run here too.
+    All else that these require is judged by this platform's own devices. It is not followed
+    further, to what those platforms state in turn; they need not be installed.
     """
 
     name: str
@@ -198,9 +202,24 @@ class PlatformEntry:
     score: float = 10.0
     driver_files: tuple[str, ...] = ()
     explicit: bool = False
+    runs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
+        if not isinstance(self.runs, tuple):
+            raise RecordError(
+                f"{self.name!r} runs {self.runs!r}, which is no tuple. Try: runs=('cpu',)"
+            )
+        for other in self.runs:
+            if not (isinstance(other, str) and other):
+                raise RecordError(
+                    f"{self.name!r} runs {other!r}, which is not the name of a platform"
+                )
+            if other == self.name:
+                raise RecordError(
+                    f"{self.name!r} runs {other!r}, which is itself. Try: leave it out; "
+                    "what names a platform runs there anyway"
+                )
 
 
 @dataclass(frozen=True, slots=True)

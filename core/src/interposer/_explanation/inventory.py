@@ -71,7 +71,7 @@ def inventory(registry: Registry, device: Device) -> tuple[Subject, ...]:
             candidates = sorted(
                 registry.candidates(kind, name), key=lambda c: (-c.score, c.provider, c.name)
             )
-            options = (Option(c, _judge(c, kind, name, device)) for c in candidates)
+            options = (Option(c, _judge(registry, c, kind, name, device)) for c in candidates)
             found.append(Subject(kind, name, tuple(options)))
         if kind == "kernel":
             found += _stray_subjects(registry)
@@ -128,13 +128,15 @@ def _stray_subjects(registry: Registry) -> Iterator[Subject]:
         yield Subject("kernel", op, tuple(options))
 
 
-def _judge(candidate: Candidate, kind: Kind, name: str, device: Device) -> Verdict:
+def _judge(
+    registry: Registry, candidate: Candidate, kind: Kind, name: str, device: Device
+) -> Verdict:
     record = candidate.record
     if not isinstance(record, Kernel | LayerEntry | AttentionEntry):
         return Verdict.accept()
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)
-    return judge_requirements(replace(record, requires=requires), request)
+    return judge_requirements(replace(record, requires=requires), request, registry.runs)
 
 
 def _always(verdict: Verdict, _request: Request) -> Verdict:
@@ -204,7 +206,8 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
 
 def answer(option: Option) -> str:
     """Return whether the device would do for a candidate."""
-    return "fits the device" if option.verdict else f"refused: {option.verdict.reason}"
+    said = f": {option.verdict.reason}" if option.verdict.reason else ""
+    return ("fits the device" if option.verdict else "refused") + said
 
 
 def figures(choice: Choice) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from interposer._sandbox.inspection import perform
 from interposer._sandbox.task import Task
 
 Accepts = Callable[[Request], Verdict]
+Runs = Callable[[str], Collection[str]]
+"""Returns which platforms a record may be for to run on the named one; empty is for any."""
 
 
 class Code:
@@ -121,25 +123,41 @@ def _package(target: str) -> str:
     return target.partition(":")[0].rpartition(".")[0]
 
 
-def acceptance_of(record: Record, code: Code | None = None) -> Accepts:
+def _runs_itself(platform: str) -> Collection[str]:
+    return "", platform
+
+
+def acceptance_of(record: Record, code: Code | None = None, runs: Runs = _runs_itself) -> Accepts:
     """Return how a record accepts requests; without ``code``, its plugin's is trusted.
 
     Code that raises refuses, with its traceback.
+
+    Args:
+        runs: see ``Registry.runs``; by default a platform runs what is for it or for any.
     """
     code = code or Code()
     match record:
         case Kernel() | LayerEntry() | AttentionEntry():
-            return _Acceptance(record, code)
+            return _Acceptance(record, code, runs)
         case PlatformEntry():
             return partial(_guarded, partial(_probe, record.target, code))
     return lambda _: Verdict.accept()
 
 
-def judge_requirements(record: Kernel | LayerEntry | AttentionEntry, request: Request) -> Verdict:
-    """Say whether ``request`` is for the record's platform and meets its requirements."""
-    if record.platform and record.platform != request.platform:
-        return Verdict.refuse(f"runs on {record.platform}, the request is for {request.platform}")
-    return record.requires.judge(request)
+def judge_requirements(
+    record: Kernel | LayerEntry | AttentionEntry, request: Request, runs: Runs
+) -> Verdict:
+    """Say whether ``request`` is for the record's platform and meets its requirements.
+
+    A platform that runs what the record is for will do. The reason of an acceptance says so.
+    """
+    own, asked = record.platform, request.platform
+    if own not in runs(asked):
+        return Verdict.refuse(f"runs on {own}, the request is for {asked}")
+    verdict = record.requires.judge(request)
+    if verdict and own not in ("", asked):
+        return Verdict.accept(f"for {own}, whose kernels {asked} runs by its own statement")
+    return verdict
 
 
 class _Acceptance:
@@ -148,9 +166,12 @@ class _Acceptance:
     The last answer is kept: a request is judged for its measurements and for the choice.
     """
 
-    def __init__(self, record: Kernel | LayerEntry | AttentionEntry, code: Code) -> None:
+    def __init__(
+        self, record: Kernel | LayerEntry | AttentionEntry, code: Code, runs: Runs
+    ) -> None:
         self._record = record
         self._code = code
+        self._runs = runs
         self._last: tuple[Request, Verdict] | None = None
 
     def __call__(self, request: Request) -> Verdict:
@@ -164,7 +185,8 @@ class _Acceptance:
         target, member = record.predicate, ""
         if not target and isinstance(record, AttentionEntry):
             target, member = record.target, "accepts"
-        verdict = judge_requirements(record, request)
+        verdict = judge_requirements(record, request, self._runs)
+        lent = verdict.reason
         if verdict and target:
             arguments = {"target": target, "member": member, "request": request.to_json()}
             verdict = self._code.trial(Task("predicate", arguments))
@@ -173,6 +195,8 @@ class _Acceptance:
                 asked = getattr(found, member) if member else found
                 plain = request.detail is None
                 verdict = asked(request) if plain else asked(request.detail, request.capability)
+                if lent and isinstance(verdict, Verdict) and verdict.accepted:
+                    verdict = Verdict.accept("; ".join(filter(None, (lent, verdict.reason))))
         return verdict
 
 

@@ -70,6 +70,10 @@ class Registry:
         self.plugins = plugins
         self.config = config or Config()
         self.ops: dict[str, OpEntry] = {r.name: r for _, r in self.records(OpEntry)}
+        self._runs: dict[str, frozenset[str]] = {}
+        for _, entry in self.records(PlatformEntry):
+            stated = frozenset(entry.runs)
+            self._runs[entry.name] = self._runs.get(entry.name, stated) & stated
         self._drivers: dict[str, str] = {}
         self._own_blame = Blame()
         self._code: dict[tuple[str, tuple[str, str, str]], PluginCode] = {}
@@ -109,6 +113,13 @@ class Registry:
     def subjects(self, kind: Kind) -> list[str]:
         """Return the ops, layer ids, quantization methods or suffixes that have candidates."""
         return sorted(self.ops if kind == "kernel" else self._candidates[kind])
+
+    def runs(self, platform: str) -> frozenset[str]:
+        """Return which platforms a record may be for to run on ``platform``.
+
+        That one, those that all entries of its name state, and none, which is an empty string.
+        """
+        return self._runs.get(platform, frozenset()) | {"", platform}
 
     def load(self, candidate: Candidate, target: str) -> Any:
         """Return the object of ``target``, an import string of the candidate's record.
@@ -169,7 +180,7 @@ class Registry:
             code.plugin.version,
             getattr(record, "score", 0.0),
             record,
-            acceptance_of(record, code),
+            acceptance_of(record, code, self.runs),
         )
         self._candidates[kind].setdefault(subject, []).append(candidate)
 

@@ -36,7 +36,7 @@ _TORCHS_OWN = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 # Modules and classes of torch whose functions everybody calls.
 _TORCH_MODULES = frozenset(
     {
-        *("torch", "torch._C", "torch._C._nn", "torch._ops", "torch.autograd", "torch.cuda"),
+        *("torch", "torch._C", "torch._C._nn", "torch._ops", "torch.autograd"),
         *("torch.library", "torch.linalg", "torch.nn", "torch.nn.functional", "torch.random"),
         *("torch.nn.modules.module", "torch.serialization", "torch.special"),
     }

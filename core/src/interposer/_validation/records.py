@@ -191,6 +191,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: type(value) is tuple and all(type(i) is int and i > 0 for i in value),
         "page_sizes that are no tuple of ints of at least 1",
     ),
+    "runs": (
+        lambda value: _texts(tuple)(value) and all(is_name(item) for item in value),
+        f"runs that are no tuple of names, of at most {NAME_LIMIT} of {NAME_LETTERS}",
+    ),
     "explicit": (lambda value: type(value) is bool, "an explicit that is neither True nor False"),
 }
 

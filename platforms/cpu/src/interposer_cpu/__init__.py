@@ -1,4 +1,4 @@
-"""The CPU as a platform: what it can do, and kernels made of torch's own operators."""
+"""The CPU as a platform: what it can do, and kernels for it."""
 
 from __future__ import annotations
 

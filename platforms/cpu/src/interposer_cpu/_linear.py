@@ -1,4 +1,4 @@
-"""Projections with weights in oneDNN's blocked layout, and lookup in embeddings.
+"""Projections with weights in oneDNN's blocked layout.
 
 I input features, O output features.
 """
@@ -51,11 +51,6 @@ def judge_packed_by_rows(request: Request) -> Verdict:
     if _elements(request) > _FEW_PRODUCTS:
         return Verdict.refuse(f"{_elements(request)} weights are too many to hold twice")
     return _judge_build()
-
-
-def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the op ``embedding`` without the checks of ``functional.embedding``."""
-    return weight.index_select(0, token_ids)
 
 
 def _elements(request: Request) -> int:

@@ -82,17 +82,7 @@ def _attention() -> list[AttentionEntry]:
 
 
 def _of_torch() -> list[Kernel]:
-    """Return kernels of torch's own functions."""
-
-    def plain(op: str, technique: str, module: str) -> Kernel:
-        return Kernel(
-            op,
-            f"{op}_{technique}",
-            f"interposer_cpu.{module}:{op}",
-            "cpu",
-            Requires(dtypes=_FLOATS),
-            properties=_DETERMINISTIC,
-        )
+    """Return kernels of what torch has for processors alone."""
 
     def packed(technique: str, needs: Requires, function: str, judge: str, prepare: str) -> Kernel:
         module = "interposer_cpu._linear"
@@ -111,13 +101,6 @@ def _of_torch() -> list[Kernel]:
     float32 = Requires(_AVX512, _X86, ("float32",))
     bfloat16 = Requires(_AVX512 | {"avx512_bf16"}, _X86, ("bfloat16",))
     return [
-        plain("rms_norm", "vector_norm", "_norms"),
-        plain("fused_add_rms_norm", "vector_norm", "_norms"),
-        plain("silu_and_mul", "functional", "_activations"),
-        plain("gelu_and_mul", "functional", "_activations"),
-        plain("rotary_embedding", "addcmul", "_rotary"),
-        plain("reshape_and_cache", "index_copy", "_kv_cache"),
-        plain("embedding", "index_select", "_linear"),
         packed("packed", float32, "linear_packed", "judge_packed", "pack"),
         packed("packed_bfloat16", bfloat16, "linear_packed", "judge_packed", "pack"),
         packed(

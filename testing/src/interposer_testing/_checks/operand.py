@@ -41,7 +41,7 @@ class Operand:
                 are ones that end the process when they are touched; in host memory, on Linux.
         """
         fenced = bool(fence) and device == "cpu" and sys.platform == "linux"
-        start = value.storage_offset() + (0 if fenced and fence == "before" else _MARGIN)
+        start = int(value.storage_offset()) + (0 if fenced and fence == "before" else _MARGIN)
         steps = zip(value.shape, value.stride(), strict=True)
         covered = 1 + sum((size - 1) * stride for size, stride in steps) if value.numel() else 0
         dtype = _BITS[value.dtype.itemsize]

@@ -7,7 +7,7 @@ that any plugin describes, on the dims of its op's own cases.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -127,10 +127,11 @@ class _Planner:
         fits, refusals = [], []
         asked = Asked()
         for name, device in self._devices.items():
-            if record.platform and record.platform != device.platform:
+            if record.platform not in self._registry.runs(device.platform):
                 continue
             capability = watched(device.device().capability, asked)
-            verdict = _judge(record, requests, device, capability)
+            judge = acceptance_of(record, runs=self._registry.runs)
+            verdict = _judge(record, judge, requests, device, capability)
             if verdict.traceback:
                 last = verdict.traceback.strip().splitlines()[-1]
                 faults.append(f"on {name}: {verdict.reason}: {last}")
@@ -183,10 +184,13 @@ def _request(kind: str, name: str, dtype: torch.dtype) -> Request:
 
 
 def _judge(
-    record: Judged, requests: list[Request], device: DeviceDescription, capability: Capability
+    record: Judged,
+    judge: Callable[[Request], Verdict],
+    requests: list[Request],
+    device: DeviceDescription,
+    capability: Capability,
 ) -> Verdict:
     """Accept if any request is; else return a refusal, one by the device before one by dims."""
-    judge = acceptance_of(record)
     refusals = []
     for request in requests:
         asked = replace(request, platform=device.platform, capability=capability)

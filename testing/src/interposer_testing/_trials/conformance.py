@@ -73,7 +73,8 @@ def conformance(
             dear aspects in one dtype only, and no compiler behind the tracing.
     """
     for name in [op] if op else registry.ops:
-        candidates = _eligible(registry.candidates("kernel", name), device, distribution)
+        everyone = registry.candidates("kernel", name)
+        candidates = _eligible(registry, everyone, device, distribution)
         if candidates:
             yield from _kernel_trials(registry, name, candidates, device, seed, quick)
     if op:
@@ -120,7 +121,7 @@ def attention_trials(
 ) -> Iterator[Trial]:
     """Yield a trial of every attention backend and spec, and of promises once for each dtype."""
     resolver = Resolver(registry, device, Config())
-    for candidate in _eligible(registry.candidates("attention"), device, distribution):
+    for candidate in _eligible(registry, registry.candidates("attention"), device, distribution):
         tried: set[torch.dtype] = set()
         page_sizes = getattr(candidate.record, "page_sizes", ())
         for label, spec in attention_specs(quick=quick, page_sizes=page_sizes):
@@ -163,12 +164,14 @@ class _Latest:
         return self._expectation
 
 
-def _eligible(candidates: list[Candidate], device: Device, distribution: str) -> list[Candidate]:
-    """Return the candidates of the distribution that are for the device's platform or for any."""
+def _eligible(
+    registry: Registry, candidates: list[Candidate], device: Device, distribution: str
+) -> list[Candidate]:
+    """Return the candidates of the distribution whose platform, if any, the device's one runs."""
     return [
         candidate
         for candidate in candidates
-        if getattr(candidate.record, "platform", "") in ("", device.platform)
+        if getattr(candidate.record, "platform", "") in registry.runs(device.platform)
         and distribution in ("", candidate.provider)
     ]
 

@@ -39,7 +39,13 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
             request, label = _request(record, device), type(record).__name__
             accepted = Verdict.accept()
             yield Trial(
-                candidate, request, label, accepted, check, "records", _elsewhere(record, device)
+                candidate,
+                request,
+                label,
+                accepted,
+                check,
+                "records",
+                _elsewhere(registry, record, device),
             )
         module = plugin.source.value.partition(":")[0].strip()
         not_run = "" if module else "the plugin was added in code, not from an installed module"
@@ -59,10 +65,10 @@ def declaration_trials(registry: Registry, device: Device, distribution: str) ->
             yield Trial(candidate, request, label, Verdict.accept(), check, "wheel", not_run)
 
 
-def _elsewhere(record: Record, device: Device) -> str:
+def _elsewhere(registry: Registry, record: Record, device: Device) -> str:
     """Return why a record cannot be loaded here; what it needs may be on other machines."""
     platform = getattr(record, "platform", "")
-    if isinstance(record, DeviceEntry) or platform in ("", device.platform):
+    if isinstance(record, DeviceEntry) or platform in registry.runs(device.platform):
         return ""
     return f"it is for the platform {platform!r}, this is {device.platform!r}"
 

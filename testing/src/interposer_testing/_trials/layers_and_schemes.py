@@ -34,7 +34,7 @@ def layer_trials(
             candidate
             for candidate in everyone
             if distribution in ("", candidate.provider)
-            and getattr(candidate.record, "platform", "") in ("", device.platform)
+            and getattr(candidate.record, "platform", "") in registry.runs(device.platform)
         ]
         request = Request("layer", layer_id, device.platform, device.capability)
         if not tried:

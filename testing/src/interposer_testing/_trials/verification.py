@@ -139,7 +139,7 @@ def absent(
             continue
         platform = getattr(candidate.record, "platform", "")
         reason = NO_CASE
-        if platform not in ("", device.platform):
+        if platform not in registry.runs(device.platform):
             reason = f"needs the platform {platform}, this is {device.platform}"
         yield Examined(
             kind,

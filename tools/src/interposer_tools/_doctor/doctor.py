@@ -200,6 +200,7 @@ def _examine_platforms(health: Health, registry: Registry, config: Config) -> No
                 candidate.score,
                 verdict.accepted,
                 verdict.reason,
+                sorted(registry.runs(candidate.name) - {"", candidate.name}),
             )
         )
         if verdict.traceback:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class ProbedPlatform:
-    """A platform, and what its probe says of this machine."""
+    """A platform, what its probe says of this machine, and whose kernels it runs as well."""
 
     name: str
     provider: str
@@ -31,6 +31,17 @@ class ProbedPlatform:
     score: float
     accepted: bool
     reason: str
+    runs: list[str] = field(default_factory=list)
+
+    def said(self, installed: Collection[str]) -> str:
+        """Return all that is known of it, for people.
+
+        Args:
+            installed: the names of all platforms.
+        """
+        answer = f"{'accepted' if self.accepted else 'refused'}: {self.reason}".removesuffix(": ")
+        others = (n if n in installed else f"{n}, which is not installed" for n in self.runs)
+        return "; ".join([answer, *(f"runs the kernels of {other}" for other in others)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +153,7 @@ class Health:
                 "platforms",
                 ("platform", "provider", "probe"),
                 [
-                    (
-                        p.name,
-                        f"{p.provider} {p.version}",
-                        f"{'accepted' if p.accepted else 'refused'}: {p.reason}".removesuffix(": "),
-                    )
+                    (p.name, f"{p.provider} {p.version}", p.said([p.name for p in self.platforms]))
                     for p in self.platforms
                 ],
             ),

@@ -1,17 +1,23 @@
-"""Rotary position embedding. T tokens, N heads, D head size, R rotated size."""
+"""Rotary position embedding by torch's fused products and sums.
+
+T tokens, N heads, D head size, R rotated size.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from interposer_ops._declare import torch_kernel
+
 # Elements from which fresh temporaries cost more than passes over one that is there.
 _MANY = 1 << 20
 
 
-def rotary_embedding(
+@torch_kernel("rotary_embedding", "addcmul")
+def rotary_embedding_addcmul(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the op ``rotary_embedding``, every second product fused with its sum."""
+    """Compute ``rotary_embedding``, every second product fused with its sum."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R / 2]
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 

@@ -1,0 +1,104 @@
+"""Attention over a paged cache through torch's scaled dot products, without waiting for the device.
+
+What the sequences see of the cache is copied, padded to one length; torch has a kernel for what is
+left on every device.
+
+Dimensions: T tokens, N heads, K kv heads, G = N / K, D head size, B sequences, M pages of the
+longest sequence, P pages, S page size, Q longest query, L tokens that a sequence may see.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from interposer import Dim
+from interposer_ops._declare import torch_kernel
+from interposer_ops.attention._padded_attention import padded, unpadded
+
+_NEVER = Dim(one_of=(False,))
+
+
+@torch_kernel(
+    "paged_attention",
+    "sdpa",
+    dims={"softcapped": _NEVER, "sinks": _NEVER, "alibi": _NEVER, "prefix_lm": _NEVER},
+)
+def paged_attention_sdpa(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    max_query_tokens: int,
+    scale: float,
+    causal: bool,
+    window_tokens: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """Compute ``paged_attention`` of plain scores."""
+    num_tokens, page_size = query.shape[0], key_cache.shape[1]
+    # One token of each sequence needs no padding, and sees all that is read.
+    single = max_query_tokens == 1 and num_tokens == page_table.shape[0]
+    width = page_table.shape[1] * page_size
+    if window_tokens is not None:
+        width = min(width, max_query_tokens + window_tokens - 1)
+    lengths = seq_lens[:, None]
+    places = (lengths - width).clamp(min=0) + torch.arange(width, device=query.device)  # [B, L]
+    seen = (places < lengths)[:, None]  # [B, 1, L]
+    # What a sequence does not have is its last token once more: nothing is read that was never
+    # written, whose NaN a weight of zero does not silence.
+    own = places.minimum(lengths - 1).clamp(min=0)
+    slots = page_table.gather(1, own // page_size) * page_size + own % page_size
+    keys, values = _read(key_cache, slots), _read(value_cache, slots)
+
+    wide = query.dtype
+    if wide != keys.dtype or key_scale is not None or value_scale is not None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        keys, values = _multiplied(keys, key_scale, wide), _multiplied(values, value_scale, wide)
+    rows = query[:, None] if single else padded(query, query_starts, max_query_tokens)
+    if not single:
+        firsts = lengths - query_starts.diff()[:, None]
+        positions = firsts + torch.arange(max_query_tokens, device=query.device)  # [B, Q]
+        distance = positions[:, :, None] - places[:, None]
+        if causal:
+            seen = seen & (distance >= 0)
+        if window_tokens is not None:
+            seen = seen & (distance < window_tokens)
+
+    # The heads of a group are rows of one product, so that keys are not repeated.
+    num_kv_heads = key_cache.shape[2]
+    folded = rows.to(wide).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    group, longest = folded.shape[2:4]
+    mask = seen.expand(-1, longest, -1).repeat(1, group, 1)[:, None]  # [B, 1, G Q, L]
+    out = functional.scaled_dot_product_attention(
+        folded.flatten(2, 3),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+    )
+    heads = out.unflatten(2, (group, longest)).permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+    return heads[:, 0] if single else unpadded(heads, query_starts, num_tokens)
+
+
+def _read(cache: Tensor, slots: Tensor) -> Tensor:
+    """Return what stands in ``slots`` ``[B, L]``, ``[B, L, K, D]``: as rows of one view, if any."""
+    if cache.is_contiguous():
+        rows = cache.flatten(0, 1).index_select(0, slots.flatten())
+        return rows.view(*slots.shape, *cache.shape[2:])
+    page_size = cache.shape[1]
+    return cache[slots // page_size, slots % page_size]
+
+
+def _multiplied(stored: Tensor, scale: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Return ``[B, L, K, D]`` of dtype ``wide``, times one scale or one of each head."""
+    held = stored.to(wide)
+    return held if scale is None else held * scale.to(wide)[:, None]
