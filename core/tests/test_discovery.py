@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from interposer import Config
 from interposer._plugins.discovery import discover, installed_distributions
-from interposer._plugins.plugins import Plugins, PluginWarning
+from interposer._plugins.plugins import Failure, Plugins, PluginWarning
 from interposer._plugins.trust import Lock
 from interposer.errors import LockError
 
 Install = Callable[..., Path]
+POINTS = "[interposer.plugins]\nmodels = interposer_models_module\n"
 PLUGIN = """
 from interposer.hookspecs import hookimpl
 INTERPOSER_API = ">=1.0,<2"
@@ -48,6 +50,11 @@ def found(config: Config | None = None) -> Plugins:
     return discover(config or Config(isolation="off"))
 
 
+def warned() -> list[Failure]:
+    with pytest.warns(PluginWarning):
+        return found().failed
+
+
 def names(plugins: Plugins) -> set[str]:
     return {plugin.name for plugin in plugins.loaded}
 
@@ -77,6 +84,12 @@ def test_entry_points_of_plugins_that_cannot_be_read_are_a_failure(install: Inst
     assert [failure.distribution for failure in plugins.failed] == ["acme"]
 
 
+def test_entry_points_that_are_not_utf8_are_a_failure(install: Install) -> None:
+    install("acme-1.0.dist-info", "acme", b"[interposer.plugins]\nfoo = acme_module\xff\n")
+    reasons = [failure.error.reason for failure in warned()]
+    assert reasons == ["its entry_points.txt is not UTF-8"]
+
+
 @pytest.mark.parametrize("claimed", ["interposer-ops", "interposer-cpu"])
 @pytest.mark.parametrize("folder", ["evil.egg-info", "evil-1.0.dist-info"])
 def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: Install) -> None:
@@ -86,6 +99,27 @@ def test_nobody_goes_by_the_name_of_another(folder: str, claimed: str, install: 
         plugins = found()
     assert "evil" not in names(plugins)
     assert not hasattr(__builtins__, "acme_ran")
+
+
+def test_a_name_of_the_sdk_is_examined_as_any_other(install: Install, tmp_path: Path) -> None:
+    ends = "import os\nos._exit(3)\n"
+    install("interposer_models-9.dist-info", "interposer-models", POINTS, ends)
+    with pytest.warns(PluginWarning):
+        plugins = found(Config(cache_dir=str(tmp_path / "cache")))
+    reasons = {failure.name: failure.error.reason for failure in plugins.failed}
+    assert "exited with code 3 while importing interposer_models_module" in reasons["models"]
+    twins = "two distributions of the name 'interposer-models' on the path: 1.0 in"
+    assert twins in reasons["interposer-models"]
+    assert "ops" in names(plugins)
+
+
+def test_endless_entry_points_are_one_refusal_and_quick(install: Install) -> None:
+    lines = "".join(f"p{number} = acme_module\n" for number in range(100_000))
+    install("acme-1.0.dist-info", "acme", f"[interposer.plugins]\n{lines}")
+    start = time.perf_counter()
+    (broken,) = (failure for failure in warned() if failure.distribution == "acme")
+    assert time.perf_counter() - start < 2
+    assert "characters; 100,000 are allowed" in broken.error.reason
 
 
 def test_a_lock_does_not_take_one_distribution_for_another(install: Install) -> None:

@@ -32,8 +32,8 @@ _MOST_PLUGINS = 100
 def discover(config: Config | None = None) -> Plugins:
     """Return every installed plugin that the policy lets in, broken ones quarantined.
 
-    Code of a distribution that is no part of the SDK is imported here only after a child process
-    has done so without harm, or after a remembered verdict that it did.
+    Code is imported here only after a child process has done so without harm, or after a
+    remembered verdict that it did.
 
     Raises:
         UnknownNameError: the allow list names a distribution that is not installed.
@@ -64,7 +64,7 @@ def discover(config: Config | None = None) -> Plugins:
             Task("plugin", {"value": source.value, "name": source.name}),
         )
         for source in sound
-        if source.installed is not None
+        if source.installed is not None and (config.isolation != "off" or not source.standard)
     }
     findings = dict(zip(tasks, examine_all(tasks.values(), config), strict=True))
     for source in sound:

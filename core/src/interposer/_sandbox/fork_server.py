@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from interposer._sandbox import client
 from interposer._sandbox.inspection import COMPARISON, perform
+from interposer._sandbox.side_effects import hold
 from interposer._sandbox.supervisor import (
     DEATH_SECONDS,
     DUMP_SIGNAL,
@@ -75,6 +76,7 @@ def main() -> NoReturn:
         warnings.filterwarnings("ignore", message=".*")
         if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        hold()
         gc.freeze()
         _serve(asking, answering)
         _exit(0)
@@ -135,6 +137,7 @@ def _import(modules: Iterable[str]) -> bool:
             with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
+        hold()
         gc.freeze()
     return True
 

@@ -12,9 +12,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from interposer._config.config import environment_guard
 from interposer._sandbox.remains import offspring, origin, streams
@@ -91,8 +91,9 @@ class SideEffects:
         if self.light:
             self._comparisons += [streams(shared)]
         if not shared:
+            # The others call functions. What is given in code is of whoever gives it.
+            self._comparisons += [self._functions()] if self.alone or self.package else []
             self._comparisons += [
-                self._functions(),  # the others call them
                 _environment(),
                 _modules(),
                 self._planted(),
@@ -134,11 +135,11 @@ class SideEffects:
         return not self.package or origin(value) == self.package
 
     def _planted(self) -> Iterator[str]:
-        before = set(sys.modules)
-        known, own = {_root(name) for name in before}, [self.package] if self.package else []
+        before, own = set(sys.modules), [self.package] if self.package else []
         yield ""
         new = [name for name in [*sys.modules] if name not in before and not _is_imported(name)]
         names = [name for name in new if not _root(name).startswith((*own, *_PLANTERS))]
+        known = {_root(name) for name in before} if names else set()
         if not self.light:  # what a library that was first imported here calls its own, is it
             names = [n for n in names if _root(n) in known or not _is_imported(_root(n))]
         for name in names:
@@ -174,20 +175,20 @@ class SideEffects:
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:
-        before = [(place, space, dict(space)) for place, space in self._watched()]
-        classes = [(place, owner, dict(vars(owner))) for place, owner in _classes()]
+        held = hold()
         yield ""
         names = []
-        for place, space, kept in before:
+        for place, (space, kept) in held.modules.items():
+            if _is_same(space, kept) or _root(place) == self.package:
+                continue
             for name in _changed(space, kept):
                 path, value = f"{place}.{name}", kept[name]
-                if not callable(value):
-                    continue
-                if not self.light and self._is_a_librarys(path, space.get(name)):
-                    continue
-                names.append(path)
-                space[name] = value
-        for place, owner, kept in classes:
+                if callable(value) and (self.light or not self._is_a_librarys(path, space, name)):
+                    names.append(path)
+                    space[name] = value
+        for place, (owner, kept) in held.classes.items():
+            if _is_same(vars(owner), kept):
+                continue
             for name in _changed(vars(owner), kept):
                 if callable(kept[name]) or isinstance(kept[name], property):
                     names.append(f"{place}.{name}")
@@ -199,25 +200,77 @@ class SideEffects:
         if names:
             yield f"replaces {_listed(names)}"
 
-    def _is_a_librarys(self, path: str, value: object) -> bool:
+    def _is_a_librarys(self, path: str, space: Mapping[str, Any], name: str) -> bool:
         """Say whether a function was replaced by its own library, or by one that reports errors."""
+        value = space.get(name)
         if path in _REPORTERS:
             return not self._is_own(value)
-        place, name = origin(value), getattr(value, "__name__", "")
+        place = origin(value)
         if place == _root(path):
-            return path.endswith(f".{name}") or path == "torch.Storage"  # of the default dtype
+            # The one follows the default dtype.
+            return getattr(value, "__name__", "") == name or path == "torch.Storage"
         pythons = place in sys.stdlib_module_names
         return not pythons and bool(self.package) and place != self.package
 
-    def _watched(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the modules whose functions others rely on, by name, with what they hold."""
-        standard = sys.stdlib_module_names
-        for name, module in [*sys.modules.items()]:
-            root = _root(name)
-            watched = root in standard or root.startswith("interposer") or name in _TORCH_MODULES
-            space = getattr(module, "__dict__", None)
-            if watched and root not in (*_APART, self.package) and isinstance(space, dict):
-                yield name, space
+
+class _Held(NamedTuple):
+    """The modules and classes whose functions others rely on, by name, each with what it held.
+
+    ``seen`` are the modules that were looked at.
+    """
+
+    modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    classes: dict[str, tuple[type, dict[str, Any]]]
+    seen: set[str]
+
+    def refresh(self) -> None:
+        """Note what was added or replaced since."""
+        for place, (space, kept) in self.modules.items():
+            if not _is_same(space, kept):
+                self.modules[place] = (space, dict(space))
+        for place, (owner, kept) in self.classes.items():
+            if not _is_same(vars(owner), kept):
+                self.classes[place] = (owner, dict(vars(owner)))
+        for name in [*(sys.modules.keys() - self.seen)]:
+            self.seen.add(name)
+            space = getattr(sys.modules.get(name), "__dict__", None)
+            if _is_watched(name) and isinstance(space, dict):
+                self.modules[name] = (space, dict(space))
+                if name.startswith("interposer."):
+                    own = (v for v in [*space.values()] if isinstance(v, type))
+                    self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
+        torch = sys.modules.get("torch")
+        if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
+            self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
+
+    def _add(self, classes: Mapping[str, type]) -> None:
+        self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
+
+
+_held = _Held({}, {}, set())
+
+
+def hold() -> _Held:
+    """Return what functions mean now.
+
+    A process that forks notes it before, so that its forks copy only what has changed.
+    """
+    _held.refresh()
+    return _held
+
+
+def _is_watched(name: str) -> bool:
+    root = _root(name)
+    standard = root in sys.stdlib_module_names or root.startswith("interposer")
+    return (standard or name in _TORCH_MODULES) and root not in _APART
+
+
+def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Say whether nothing was added or replaced; values that are one and the same are equal."""
+    try:
+        return now == before
+    except Exception:  # noqa: BLE001 - that of a tensor, or of what somebody put there
+        return False
 
 
 def _root(name: str) -> str:
@@ -246,20 +299,6 @@ def _is_for_all(
 ) -> bool:
     """Say whether a filter speaks of the warnings of everybody."""
     return message is None and module is None and not line and category in _EVERYBODYS
-
-
-def _classes() -> Iterator[tuple[str, type]]:
-    torch = sys.modules.get("torch")
-    for path in _TORCH_CLASSES if hasattr(torch, "nn") else ():
-        owner: Any = torch
-        for name in path.split("."):
-            owner = getattr(owner, name)
-        yield f"torch.{path}", owner
-    for name, module in [*sys.modules.items()]:
-        if name.startswith("interposer.") and isinstance(module, ModuleType):
-            for value in [*vars(module).values()]:
-                if isinstance(value, type) and value.__module__ == name:
-                    yield f"{name}.{value.__name__}", value
 
 
 def _environment() -> Iterator[str]:
