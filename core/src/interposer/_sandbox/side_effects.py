@@ -233,11 +233,11 @@ class _Held(NamedTuple):
                 self.classes[place] = (owner, dict(vars(owner)))
         for name in [*(sys.modules.keys() - self.seen)]:
             self.seen.add(name)
-            space = getattr(sys.modules.get(name), "__dict__", None)
-            if _is_watched(name) and isinstance(space, dict):
-                self.modules[name] = (space, dict(space))
+            held = getattr(sys.modules.get(name), "__dict__", None)
+            if _is_watched(name) and isinstance(held, dict):
+                self.modules[name] = (held, dict(held))
                 if name.startswith("interposer."):
-                    own = (v for v in [*space.values()] if isinstance(v, type))
+                    own = (v for v in [*held.values()] if isinstance(v, type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
         torch = sys.modules.get("torch")
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
