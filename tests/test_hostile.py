@@ -213,6 +213,8 @@ def test_it_is_refused(case: Hostile, reports: dict[str, Report]) -> None:
     assert case.name in reports, "it has ended the process"
     said = reasons(case, reports[case.name])
     assert any(says(text, case) for text in said), said or reports[case.name]
+    # Whoever crashes or hangs would do so in the process that follows such advice.
+    assert not any("isolation='off'" in text for text in said)
 
 
 @each_case
