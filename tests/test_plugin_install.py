@@ -172,8 +172,8 @@ def chosen(facts: dict[str, Any]) -> dict[tuple[str, str], str]:
 
 STANDARD = {
     ("layer", "rms_norm"): "interposer-ops/standard",
-    ("kernel", "rms_norm"): "interposer-ops/reference",
-    ("kernel", "fused_add_rms_norm"): "interposer-ops/reference",
+    ("kernel", "rms_norm"): "interposer-ops/rms_norm_vector_norm",
+    ("kernel", "fused_add_rms_norm"): "interposer-ops/fused_add_rms_norm_vector_norm",
 }
 
 

@@ -207,9 +207,9 @@ def test_a_sample_has_the_size_of_the_request() -> None:
         ("right", 20.0, "agrees with the reference of 'add' on 1 case"),
         ("wrong", 20.0, "departs from the reference of 'add'"),
         ("crashing", 20.0, "killed by SIGABRT while running acme_numerics.kernels:crashing on"),
-        ("hanging", 0.1, "did not return within 1.2 s while running acme_numerics.kernels:hanging"),
-        ("sleeping", 0.5, "did not return within 0.5 s, waiting without working while running"),
-        ("locking", 0.5, "did not return within 0.5 s, holding the interpreter's lock while run"),
+        ("hanging", 0.2, "did not return within 2.4 s while running acme_numerics.kernels:hanging"),
+        ("sleeping", 0.5, "did not return within 1 s, waiting without working while running"),
+        ("locking", 0.5, "did not return within 1 s, holding the interpreter's lock while run"),
     ],
 )
 def test_it_is_done_in_the_examining_process(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -38,17 +38,17 @@ TITLES = (
 @pytest.fixture
 def verified(
     registered: Callable[..., Registry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, str], Report]:
+) -> Iterator[Callable[[str, str], Report]]:
     """Return what verifies the records with given texts of the modules that they name."""
 
     def run(ops: str, kernels: str) -> Report:
         (tmp_path / "acme_broken.py").write_text(ops)
         (tmp_path / "acme_kernels.py").write_text(kernels)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "acme_kernels", raising=False)
         return verify("acme", registry=registered(*RECORDS), device=DEVICE)
 
-    return run
+    yield run
+    sys.modules.pop("acme_kernels", None)  # other tests see what of theirs is imported
 
 
 KERNELS = "def one(x):\n    return x\n\n\ndef two(x):\n    return x\n"

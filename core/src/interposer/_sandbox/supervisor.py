@@ -26,6 +26,8 @@ DEATH_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
 _DUMP_SECONDS = 0.1
+# In less time a busy machine may not come round to a process that works.
+_LEAST_SECONDS = 1.0
 # Who works uses more of a processor than this, and who waits less.
 _WORKING_SHARE = 0.02
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -146,12 +148,13 @@ class Watch:
         if now > self._deadline:
             return f"did not return within {self._limit_seconds:g} s"
         if self._limit_seconds > self._seconds:
-            if now > self._beaten + self._seconds:
-                return f"did not return within {self._seconds:g} s, holding the interpreter's lock"
-            if now > self._checked + self._seconds:
+            seconds = max(self._seconds, _LEAST_SECONDS)
+            if now > self._beaten + seconds:
+                return f"did not return within {seconds:g} s, holding the interpreter's lock"
+            if now > self._checked + seconds:
                 used, self._checked = _processor_seconds(self._pid), now
-                if used is not None and used - self._used < _WORKING_SHARE * self._seconds:
-                    return f"did not return within {self._seconds:g} s, waiting without working"
+                if used is not None and used - self._used < _WORKING_SHARE * seconds:
+                    return f"did not return within {seconds:g} s, waiting without working"
                 self._used = used or 0.0
         return ""
 
