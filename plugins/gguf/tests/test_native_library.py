@@ -78,7 +78,7 @@ def build(folder: Path, **variables: str) -> Path:
 def judged(contents: Path) -> str:
     """Return the reason of the plugin in a folder, or the answer of the loaded library."""
     script = (
-        "from interposer_gguf import native_library as n\n"
+        "from interposer_gguf import _native_library as n\n"
         "import os; assert os.path.dirname(n.__file__).startswith(os.getcwd()), n.__file__\n"
         "print(n.judge(None).reason or n.library().level)"
     )

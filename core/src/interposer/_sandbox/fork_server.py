@@ -29,8 +29,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from interposer._sandbox import client
+from interposer._sandbox.functions import hold_for_forks
 from interposer._sandbox.inspection import COMPARISON, perform
-from interposer._sandbox.side_effects import hold
 from interposer._sandbox.supervisor import (
     DEATH_SECONDS,
     DUMP_SIGNAL,
@@ -76,7 +76,7 @@ def main() -> NoReturn:
         warnings.filterwarnings("ignore", message=".*")
         if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        hold()
+        hold_for_forks()
         gc.freeze()
         _serve(asking, answering)
         _exit(0)
@@ -137,7 +137,7 @@ def _import(modules: Iterable[str]) -> bool:
             with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
-        hold()
+        hold_for_forks()
         gc.freeze()
     return True
 

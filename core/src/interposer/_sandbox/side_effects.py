@@ -12,11 +12,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from interposer._config.config import environment_guard
+from interposer._sandbox.functions import hold, is_same
 from interposer._sandbox.remains import offspring, origin, streams
 from interposer._sandbox.settings import settings
 
@@ -33,18 +33,7 @@ _SIGNALS = [
 _getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 # torch's compiler sets these when it is first imported.
 _TORCHS_OWN = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
-# Modules and classes of torch whose functions everybody calls.
-_TORCH_MODULES = frozenset(
-    {
-        *("torch", "torch._C", "torch._C._nn", "torch._ops", "torch.autograd"),
-        *("torch.library", "torch.linalg", "torch.nn", "torch.nn.functional", "torch.random"),
-        *("torch.nn.modules.module", "torch.serialization", "torch.special"),
-    }
-)
-_TORCH_CLASSES = ("Tensor", "nn.Module", "nn.Linear", "nn.Embedding", "Generator")
 _STANDARD = (0, 1, 2)
-# Builtins are compared first of all, and __main__ is the program's own.
-_APART = ("builtins", "__main__")
 # They make modules of what they generate.
 _PLANTERS = ("__mp_main__", "torch", "triton", "cython_runtime", "_cython_")
 _HOOKS = ("sys.meta_path", "sys.path_hooks", "the callbacks of the garbage collector")
@@ -179,15 +168,16 @@ class SideEffects:
         yield ""
         names = []
         for place, (space, kept) in held.modules.items():
-            if _is_same(space, kept) or _root(place) == self.package:
+            if is_same(space, kept):
                 continue
-            for name in _changed(space, kept):
+            for name in _changed(space, kept) if _root(place) != self.package else ():
                 path, value = f"{place}.{name}", kept[name]
                 if callable(value) and (self.light or not self._is_a_librarys(path, space, name)):
                     names.append(path)
                     space[name] = value
+            held.modules[place] = (space, dict(space))
         for place, (owner, kept) in held.classes.items():
-            if _is_same(vars(owner), kept):
+            if is_same(vars(owner), kept):
                 continue
             for name in _changed(vars(owner), kept):
                 if callable(kept[name]) or isinstance(kept[name], property):
@@ -211,66 +201,6 @@ class SideEffects:
             return getattr(value, "__name__", "") == name or path == "torch.Storage"
         pythons = place in sys.stdlib_module_names
         return not pythons and bool(self.package) and place != self.package
-
-
-class _Held(NamedTuple):
-    """The modules and classes whose functions others rely on, by name, each with what it held.
-
-    ``seen`` are the modules that were looked at.
-    """
-
-    modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
-    classes: dict[str, tuple[type, dict[str, Any]]]
-    seen: set[str]
-
-    def refresh(self) -> None:
-        """Note what was added or replaced since."""
-        for place, (space, kept) in self.modules.items():
-            if not _is_same(space, kept):
-                self.modules[place] = (space, dict(space))
-        for place, (owner, kept) in self.classes.items():
-            if not _is_same(vars(owner), kept):
-                self.classes[place] = (owner, dict(vars(owner)))
-        for name in [*(sys.modules.keys() - self.seen)]:
-            self.seen.add(name)
-            held = getattr(sys.modules.get(name), "__dict__", None)
-            if _is_watched(name) and isinstance(held, dict):
-                self.modules[name] = (held, dict(held))
-                if name.startswith("interposer."):
-                    own = (v for v in [*held.values()] if isinstance(v, type))
-                    self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
-        torch = sys.modules.get("torch")
-        if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
-            self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
-
-    def _add(self, classes: Mapping[str, type]) -> None:
-        self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
-
-
-_held = _Held({}, {}, set())
-
-
-def hold() -> _Held:
-    """Return what functions mean now.
-
-    A process that forks notes it before, so that its forks copy only what has changed.
-    """
-    _held.refresh()
-    return _held
-
-
-def _is_watched(name: str) -> bool:
-    root = _root(name)
-    standard = root in sys.stdlib_module_names or root.startswith("interposer")
-    return (standard or name in _TORCH_MODULES) and root not in _APART
-
-
-def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Say whether nothing was added or replaced; values that are one and the same are equal."""
-    try:
-        return now == before
-    except Exception:  # noqa: BLE001 - that of a tensor, or of what somebody put there
-        return False
 
 
 def _root(name: str) -> str:
