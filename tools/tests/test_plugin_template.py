@@ -477,6 +477,14 @@ def test_any_name_is_normalised_or_refused(name: str) -> None:
         assert plugin.package.isidentifier()
 
 
+def test_a_module_without_a_spec_takes_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("acme_runtime")  # as Cython puts its own into sys.modules
+    assert module.__spec__ is None
+    monkeypatch.setitem(sys.modules, "acme_runtime", module)
+    with pytest.raises(ConfigError, match="this process has a module 'acme_runtime' already"):
+        NewPlugin("acme-runtime", PluginKind.KERNEL)
+
+
 def _file(path: Path) -> None:
     path.write_text("mine")
 

@@ -172,7 +172,10 @@ def _taken(name: str, package: str) -> str:
     """Return by what in this environment a name is taken, or nothing."""
     for found in importlib_metadata.distributions(name=name):
         return f"a distribution of this name is installed, version {found.version}"
-    spec = find_spec(package)
+    try:
+        spec = find_spec(package)
+    except ValueError:  # a module that compiled code put into sys.modules, without a spec
+        return f"this process has a module {package!r} already"
     if spec is not None and spec.origin is not None:  # None where it is a mere folder
         return f"there is a package {package!r} already, {spec.origin}"
     for point in importlib_metadata.entry_points(group=GROUP):
