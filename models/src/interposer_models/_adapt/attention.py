@@ -6,7 +6,6 @@ tokens, U key tokens.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,6 +56,9 @@ class AdaptedAttention:
         self._names = {id(module): name for name, module in adaptation.model.named_modules()}
         self._kernels: dict[_Key, tuple[Callable[..., Tensor] | None, str]] = {}
         self._known: dict[tuple[int, str], None] = {}
+
+    def __deepcopy__(self, memo: object) -> AdaptedAttention:
+        return self
 
     def __call__(
         self,
@@ -133,7 +135,8 @@ class AdaptedAttention:
         self._tell(module, "", f"calls are delegated to sdpa: {reason}")
 
     def _name(self, module: nn.Module) -> str:
-        return self._names.get(id(module), type(module).__name__)
+        found: str | None = self._names.get(id(module))
+        return type(module).__name__ if found is None else found
 
     def _tell(self, module: nn.Module, kernel: str, reason: str) -> None:
         if (id(module), kernel or reason) in self._known:
@@ -145,9 +148,6 @@ class AdaptedAttention:
             kernel = kernel or before.kernel
             reason = "; ".join(dict.fromkeys(filter(None, (before.reason, reason))))
         places[name] = Place(name, type(module).__name__, kernel, reason)
-
-
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, AdaptedAttention] = weakref.WeakKeyDictionary()
 
 
 def own(attention: AdaptedAttention, adaptation: Adaptation) -> None:
