@@ -71,7 +71,7 @@ class AdaptedAttention:
         is_causal: bool | None,
     ) -> Result | str:
         """Return what the attention returns, or why the call is to be delegated."""
-        batch, num_heads, num_queries, head_size = query.shape
+        num_heads, num_queries, head_size = query.shape[1:]
         num_kv_heads, num_keys, value_size = value.shape[1:]
         facts = None if mask is None else facts_of(mask)
         if mask is None:

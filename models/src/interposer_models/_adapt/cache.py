@@ -196,7 +196,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
 
 
 class RowsCache(DynamicCache):
-    """A ``DynamicCache`` whose plain and sliding layers grow in place; others stay what they are."""
+    """A ``DynamicCache`` whose plain and sliding layers grow in place; others stay as they are."""
 
     def __init__(self, config: PretrainedConfig | None = None) -> None:
         super().__init__(config=config)

@@ -1,4 +1,4 @@
-"""Gated MLPs of a foreign model: gate and up projection as one product, as the standard layer has it.
+"""Gated MLPs of a foreign model: gate and up projection as one product, as in the standard layer.
 
 Dimensions: T tokens, H hidden size, I intermediate size.
 """
