@@ -92,7 +92,7 @@ _KINDS: Dims = {
     "weight_scales": "channel",
     "granularity": "channel",
     "scoring": "softmax",
-    "activation": "silu_and_mul",
+    "activation": "silu",
     "stored_as": "q4_k",
     "num_draft_tokens": 4,
     "num_top": 5,
@@ -112,6 +112,8 @@ _OWN: Mapping[str, Dims] = {
 }
 # Integer weights in groups along their inputs.
 _GROUPED = ("w4a8_linear", "w4a16_linear", "w8a16_linear", "w4a16_embedding", "w8a16_embedding")
+# Experts without biases, whatever is said of them.
+_UNBIASED = ("fused_experts_fp8", "fused_experts_w4a16")
 
 # Arguments of which a call touches as many bytes as the other arguments and the result have.
 _PARTLY: Mapping[str, tuple[str, ...]] = {
@@ -192,6 +194,10 @@ def dims_of(op: str, tiny: bool = False) -> dict[str, int | float | str | bool]:
     if op in _GROUPED:
         inputs = dims["hidden_size" if op.endswith("embedding") else "in_features"]
         dims["num_groups"] = int(inputs) // int(dims["group_size"])
+    if op in _UNBIASED:
+        del dims["biased"]
+    if op.startswith("gguf") and tiny:
+        dims |= {"in_features": 256, "hidden_size": 256}  # a block of the format
     if op.endswith("_fp8") and "cache" in op:
         dims["cache_dtype"] = "float8_e4m3fn"
     return dims

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Deadline", "Record", "add_step_options"]
+__all__ = ["Deadline", "Record", "add_step_options", "file_name"]
 
 
 class Deadline:
@@ -118,3 +119,8 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="file to write what was found to")
     parser.add_argument("--seconds", type=float, default=0.0, help="cut itself after these")
     parser.add_argument("--tiny", action="store_true", help="rehearse with the least sizes")
+
+
+def file_name(device: str) -> str:
+    """Return the name of a device as a file's: whatever is no letter or digit becomes ``_``."""
+    return re.sub(r"[^A-Za-z0-9.-]", "_", device)
