@@ -8,12 +8,13 @@ fails or hangs does not stop the next. Steps that were run are not run again, un
 says so or ``--retry`` those that failed; so a run that ``--limit`` ended goes on with the same
 command. ``--archive FILE`` keeps all results in one file too, written anew after each step.
 ``--tiny`` rehearses: with the least sizes, on Triton's interpreter unless ``--platform`` says
-otherwise. Exits with 1 if something did not hold, with 3 if steps are left.
+otherwise, and with ``--forks`` in forks of one process that imports torch once. Exits with 1 if something did not hold, with 3 if steps are left.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from pathlib import Path
 from evidence.installation import Installation, InstallationError
 from evidence.ledger import Ledger
 from evidence.manifest import Bundle
-from evidence.process import run
+from evidence.process import run, run_forked
 from evidence.stage import Stage, Step
 from evidence.stages import STAGES
 from evidence.summary import summary
@@ -44,6 +45,9 @@ def main() -> None:
     if site is not None:
         install(options.bundle, site)
     environment = environment_of(options, work, site)
+    if options.forks:
+        os.environ.update(environment)
+        preload()
     left = False
     for stage in options.stages:
         for step in steps_of(stage, options.tiny):
@@ -56,7 +60,7 @@ def main() -> None:
             if room < min(step.limit_s, _START_S + _MARGIN_S):
                 left = True
                 continue
-            limit = min(step.limit_s, int(room))
+            limit = min(int(step.limit_s * options.patience), int(room))
             print(f"{stage.letter} {step.name}: {stage.subject}, {limit} s at most", flush=True)
             take(step, ledger, environment, work, limit, options)
             report(ledger, options)
@@ -76,6 +80,12 @@ def install(folder: Path, site: Path) -> None:
         sys.exit(f"Nothing is run: {error}")
     if new:
         print(f"installed in {time.monotonic() - start:.0f} s: {', '.join(new)}", flush=True)
+
+
+def preload() -> None:
+    """Import what the programs of the steps share, for their forks."""
+    for name in ("torch._dynamo", "transformers", "interposer_models", "interposer_tools"):
+        importlib.import_module(name)
 
 
 def environment_of(options: argparse.Namespace, work: Path, site: Path | None) -> dict[str, str]:
@@ -109,8 +119,8 @@ def take(
     """Run one step and keep what came of it."""
     ledger.begin(step.name)
     given = step.tiny if options.tiny else step.arguments
-    command = [
-        *(sys.executable, "-X", "faulthandler", str(BENCHMARKS / step.script)),
+    program = [
+        str(BENCHMARKS / step.script),
         *(part.format(model=MODEL, work=work) for part in given),
         *("--json", str(ledger.record(step.name))),
         *("--seconds", str(limit_s - _MARGIN_S if limit_s > 2 * _MARGIN_S else limit_s / 2)),
@@ -118,7 +128,11 @@ def take(
         *(("--tiny",) if options.tiny else ()),
     ]
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    ended = run(command, environment, ledger.log(step.name), limit_s)
+    if options.forks:
+        ended = run_forked(program, environment, ledger.log(step.name), limit_s)
+    else:
+        command = [sys.executable, "-X", "faulthandler", *program]
+        ended = run(command, environment, ledger.log(step.name), limit_s)
     ledger.end(step.name, ended, limit_s, date, options.tiny)
 
 
@@ -148,6 +162,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--archive", type=Path, help="file to keep all results in")
     parser.add_argument("--platform", default="", help="the one in force, unless said otherwise")
     parser.add_argument("--tiny", action="store_true", help="rehearse with the least sizes")
+    parser.add_argument("--forks", action="store_true", help="steps are forks of one process")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of all limits")
     parser.add_argument("--again", action="store_true", help="run what was run as well")
     parser.add_argument("--retry", action="store_true", help="run what failed or was cut again")
     options = parser.parse_args()

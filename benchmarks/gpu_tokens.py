@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_tokens.py MODEL_DIR [--platform NAME] [--json FILE]
 
+Instead of a directory there may be the name of a shape of ``random_model.py``.
+
 Transformers' float32 logits, computed on the processor, are the truth. In 16 bits ours may be as
 far from them as transformers' are in 16 bits on the device; in float32 greedy tokens have to be
 the same, unless the truth itself has two that are as good. Steps as graphs have to draw the very
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import placement_of
 from interposer import Config, Placement
 from interposer_models import LanguageModel, SamplingParams, load
+from random_model import SHAPES, write_model
 
 PROMPTS = (
     "import os\n",
@@ -35,14 +40,19 @@ _TIE = 1e-2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("model")
     add_step_options(parser)
     options = parser.parse_args()
     placement = placement_of(options.platform, options.tiny)
     record, deadline = Record(options.json), Deadline(options.seconds)
     prompts = PROMPTS[:1] if options.tiny else PROMPTS
     tokens = 3 if options.tiny else 64
-    comparison = Comparison(options.model_dir, placement, prompts, tokens, record)
+    folders = ExitStack()
+    path = Path(options.model)
+    if options.model in SHAPES:
+        path = Path(folders.enter_context(tempfile.TemporaryDirectory()))
+        write_model(options.model, path)
+    comparison = Comparison(path, placement, prompts, tokens, record)
     steps: list[tuple[str, Any]] = [
         ("float32", lambda: comparison.greedy()),
         ("graphs", lambda: comparison.graphs("bfloat16")),
@@ -55,6 +65,7 @@ def main() -> None:
         with record.guarded(name):
             step()
         gc.collect()
+    folders.close()
     record.headline = "; ".join(row["told"] for row in record.rows) or "nothing was compared"
     record.say(record.headline)
 

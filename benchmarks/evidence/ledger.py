@@ -25,6 +25,7 @@ class Entry:
     step: str
     state: State
     seconds: float
+    processor_s: float
     limit_s: int
     date: str
     tiny: bool
@@ -71,16 +72,19 @@ class Ledger:
         file = self.record(step)
         record = _read(file)
         state = _state(ended, record)
-        entry = Entry(step, state, round(ended.seconds, 1), limit_s, date, tiny, record)
+        seconds = round(ended.seconds, 1), round(ended.processor_s, 1)
+        entry = Entry(step, state, *seconds, limit_s, date, tiny, record)
         text = json.dumps(asdict(entry), indent=1) + "\n"
         self._entry(step).write_text(text, encoding="utf-8")
         file.unlink(missing_ok=True)
         return entry
 
     def entry(self, step: str) -> Entry | None:
-        """Return what came of a step; None if it was not run."""
-        facts = _read(self._entry(step))
-        return Entry(**facts) if facts else None
+        """Return what came of a step; None if it was not run, or by another version of this."""
+        try:
+            return Entry(**_read(self._entry(step)))
+        except TypeError:
+            return None
 
     def archive(self, file: Path) -> None:
         """Write everything into one compressed file, in place of what was there."""

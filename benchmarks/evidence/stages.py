@@ -13,7 +13,7 @@ __all__ = ["STAGES"]
 
 _LARGE = ("--work", "{work}", "--shapes", "llama-3-8b", "--batches", "1,8,64,256")
 _SMALL = ("--work", "{work}", "--shapes", "qwen3-0.6b", "--batches", "1,8,64,256")
-_TINY = ("--work", "{work}", "--shapes", "tiny", "--batches", "1,2")
+_TINY = ("--work", "{work}", "--shapes", "tiny", "--batches", "2", "--precisions", "bf16,fp8")
 
 STAGES = (
     Stage(
@@ -26,7 +26,7 @@ STAGES = (
         "b",
         "choices",
         "what is chosen for the shipped model and for a model of 8 billion, and whether as graphs",
-        (Step("choices", "gpu_choices.py", ("{model}", "llama-3-8b"), ("{model}", "tiny"), 45),),
+        (Step("choices", "gpu_choices.py", ("{model}", "llama-3-8b"), ("tiny",), 45),),
     ),
     Stage(
         "c",
@@ -34,7 +34,7 @@ STAGES = (
         "interposer verify --quick on the device",
         (
             Step("verify_ops", "gpu_conformance.py", ("interposer-ops",), ("interposer-ops",), 240),
-            Step("verify_cuda", "gpu_conformance.py", ("interposer-cuda",), ("interposer-nf4",), 60),
+            Step("verify_cuda", "gpu_conformance.py", ("interposer-cuda",), limit_s=60),
         ),
     ),
     Stage(
@@ -47,7 +47,7 @@ STAGES = (
         "e",
         "tokens",
         "logits and tokens of the shipped model, beside transformers, with graphs and without",
-        (Step("tokens", "gpu_tokens.py", ("{model}",), ("{model}",), 60),),
+        (Step("tokens", "gpu_tokens.py", ("{model}",), ("tiny",), 60),),
     ),
     Stage(
         "g",
@@ -69,6 +69,6 @@ STAGES = (
         "h",
         "tune",
         "the fastest candidates, as a table that a plugin ships",
-        (Step("tune", "gpu_tune.py", ("llama-3-8b", "qwen3-0.6b"), ("tiny",), 120),),
+        (Step("tune", "gpu_tune.py", ("llama-3-8b", "qwen3-0.6b"), ("tiny", "--precisions", "bf16"), 120),),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forks import Forks
+from tests.forks import forks
 
 import interposer_cuda
 from interposer import Config, Request, current_registry, planned
@@ -60,7 +61,7 @@ def test_a_file_is_for_the_device_of_its_name(package: Path) -> None:
 
 
 def entries(device: str, slow: str) -> Iterator[dict[str, Any]]:
-    """Yield an entry per request of the model for silu_and_mul, in which ``slow`` loses."""
+    """Yield an entry per request for silu_and_mul: the reference wins, and ``slow`` is last."""
     registry = current_registry(Config())
     plan = planned(MODEL, Config(), "auto", described_placement(registry, device))
     measurements = Measurements(registry, plan.resolver.device, Config())
@@ -77,7 +78,7 @@ def entries(device: str, slow: str) -> Iterator[dict[str, Any]]:
                 per_tokens={"1": seconds},
             )
             for candidate in plan.resolver.accepted(request)
-            for seconds in [9e-5 if candidate.name == slow else 1e-6 if candidate.name == "reference" else 5e-6]
+            for seconds in [{slow: 9e-5, "reference": 1e-6}.get(candidate.name, 5e-6)]
         }
         value = Measurement(
             driver="", torch="", interposer="", measured=datetime.now(UTC), candidates=figures
@@ -90,17 +91,13 @@ def test_a_shipped_table_decides_on_its_device_alone(package: Path) -> None:
     assert measured
     facts = {"version": 1, "entries": measured, "checksum": checksum(measured)}
     (package / "tables" / "NVIDIA_H200.json").write_text(json.dumps(facts))
-    forks = Forks()
-    try:
-        found = {}
-        for device in ("h200", "h100"):
-            options = {"env": {"PYTHONPATH": str(package.parent), "HOME": str(package.parent)}}
-            done = forks.run("-c", PROGRAM, MODEL, device, **options)
-            assert done.returncode == 0, done.stderr
-            file, *found[device] = json.loads(done.stdout)
-            assert Path(file).parent == package
-    finally:
-        forks.close()
+    found = {}
+    for device in ("h200", "h100"):
+        environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+        done = forks().run("-c", PROGRAM, MODEL, device, env=environment)
+        assert done.returncode == 0, done.stderr
+        file, *found[device] = json.loads(done.stdout)
+        assert Path(file).parent == package
     name, why = found["h200"]
     assert name == "reference"
     assert "the table 'NVIDIA_H200' of interposer-cuda" in why
