@@ -19,7 +19,9 @@ from evidence.target import read_target
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / ".gpu_bundle")
-    parser.add_argument("distributions", nargs="*", help="their folders; all, unless said otherwise")
+    parser.add_argument(
+        "distributions", nargs="*", help="their folders; all, unless said otherwise"
+    )
     options = parser.parse_args()
     target = read_target()
     try:

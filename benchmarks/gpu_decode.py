@@ -298,7 +298,10 @@ def parsed() -> argparse.Namespace:
     if options.tiny:
         options.context, options.new_tokens, options.prefill, options.rounds = 6, 3, 8, 1
     known = (*InterposerEngine.GRAPHS, "transformers", "static")
-    given = {"--precisions": (options.precisions, _BITS), "--contenders": (options.contenders, known)}
+    given = {
+        "--precisions": (options.precisions, _BITS),
+        "--contenders": (options.contenders, known),
+    }
     given["--shapes"] = (options.shapes, SHAPES)
     for option, (wanted, all_known) in given.items():
         for name in wanted:

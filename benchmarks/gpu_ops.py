@@ -70,7 +70,9 @@ def main() -> None:
     record.say(f"{device.name} ({device.capability.architecture}); {roofs}")
     record.say(heading())
     registry = current_registry()
-    model = list(items_of_model("tiny" if options.tiny else "llama-3-8b", placement, METHODS, options.tiny))
+    model = list(
+        items_of_model("tiny" if options.tiny else "llama-3-8b", placement, METHODS, options.tiny)
+    )
     others = list(items_of_others(registry, {item.op for item in model}, options.tiny))
     wanted = options.ops or (_TINY_OPS if options.tiny else ())
     if wanted:
@@ -205,7 +207,9 @@ def difference(
     ours, theirs = copied(given), copied(arguments)
     found = function(*op.signature.bind(**ours).args)
     wanted = op.reference(*op.signature.bind(**theirs).args)
-    kept = [{name: v for name, v in side.items() if name not in prepared} for side in (ours, theirs)]
+    kept = [
+        {name: v for name, v in side.items() if name not in prepared} for side in (ours, theirs)
+    ]
     pairs = zip(_tensors((found, kept[0])), _tensors((wanted, kept[1])), strict=True)
     for place, (one, other) in enumerate(pairs):
         if one.shape != other.shape:

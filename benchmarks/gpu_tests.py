@@ -45,7 +45,11 @@ def main() -> None:
     told = ", ".join(f"{counts[word]} {word}" for word in sorted(counts)) or "none was run"
     record.facts["status"] = int(status)
     record.headline = f"of {watcher.collected} tests {told}"
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+    if status not in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.INTERRUPTED,
+    ):
         record.faults.append(f"pytest ended with {status!r}")
     if not counts["passed"] and not record.faults:
         record.skipped.append("no test ran here")

@@ -172,7 +172,9 @@ class Comparison:
             )
             for name, logits in contenders.items()
         }
-        told = f"{dtype}: rms error {errors['ours']:.2e}, of transformers {errors['transformers']:.2e}"
+        told = (
+            f"{dtype}: rms error {errors['ours']:.2e}, of transformers {errors['transformers']:.2e}"
+        )
         if not errors["ours"] <= errors["transformers"]:
             self.record.fault(told)
         self.record.row(told, told=told, **errors)

@@ -84,9 +84,7 @@ class Tuning:
         self.deadline = deadline
         self.tokens = _TINY_TOKENS if tiny else _TOKENS
         self.repeats = _TINY_REPEATS if tiny else _REPEATS
-        self.config = Config(
-            platform=placement.platform.name, cache_dir=str(folder), tables=False
-        )
+        self.config = Config(platform=placement.platform.name, cache_dir=str(folder), tables=False)
 
     @property
     def table(self) -> Table:

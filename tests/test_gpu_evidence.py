@@ -128,7 +128,9 @@ def wheel(folder: Path, name: str, version: str, *requires: str, tag: str = "py3
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(f"{name}.py", f"version = {version!r}\n")
         archive.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *metadata, ""]))
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(
+            f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return file
 
@@ -148,9 +150,7 @@ def test_of_a_bundle_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
 
     def listed(name: str, version: str, wanted: str, ours: bool = False) -> Any:
         file = wheel(folder, name, version)
-        return manifests.Wheel(
-            file.name, name, version, manifests.sha256(file), wanted, ours
-        )
+        return manifests.Wheel(file.name, name, version, manifests.sha256(file), wanted, ours)
 
     import packaging
 
@@ -161,7 +161,8 @@ def test_of_a_bundle_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
         for file in home.rglob("*.py"):
             archive.write(file, f"packaging/{file.relative_to(home)}")
         archive.writestr(
-            "packaging-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n"
+            "packaging-99.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n",
         )
         archive.writestr(
             "packaging-99.0.dist-info/WHEEL",
@@ -315,7 +316,11 @@ def test_results_come_home_under_the_name_of_the_device(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     home = tmp_path / "results" / "ACME_X_1"
-    assert sorted(file.name for file in home.iterdir()) == ["doctor.json", "doctor.txt", "summary.txt"]
+    assert sorted(file.name for file in home.iterdir()) == [
+        "doctor.json",
+        "doctor.txt",
+        "summary.txt",
+    ]
     assert "fine" in (home / "summary.txt").read_text()
     ledger.record("doctor").write_text(json.dumps(record))
     ledger.end("doctor", ended, 9, "2026-01-01T00:00:00Z", True)

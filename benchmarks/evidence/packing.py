@@ -172,9 +172,7 @@ class Packer:
             wanted = self.wanted.get(name, SpecifierSet())
             if not wanted.contains(version, prereleases=True):
                 raise PackingError(f"{file.name} was had, and {name}{wanted} is required")
-            yield Wheel(
-                file.name, name, str(version), sha256(file), str(wanted), name in self.ours
-            )
+            yield Wheel(file.name, name, str(version), sha256(file), str(wanted), name in self.ours)
 
 
 def _pins(constraints: Path, target: Target) -> Iterator[tuple[str, str]]:

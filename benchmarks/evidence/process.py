@@ -35,9 +35,7 @@ class Ended:
     processor_s: float = 0.0
 
 
-def run(
-    command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float
-) -> Ended:
+def run(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> Ended:
     """Run ``command`` with its output in ``log``; after ``limit_s`` it is aborted, then killed.
 
     Python under ``-X faulthandler`` writes where it was when it is aborted.

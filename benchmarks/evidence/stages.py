@@ -55,7 +55,9 @@ STAGES = (
         "decode and prefill of whole models, beside transformers with a compiled static cache",
         (
             Step("decode_8b", "gpu_decode.py", (*_LARGE, "--precisions", "bf16"), _TINY, 200),
-            Step("decode_8b_narrow", "gpu_decode.py", (*_LARGE, "--precisions", "fp8,int4"), (), 150),
+            Step(
+                "decode_8b_narrow", "gpu_decode.py", (*_LARGE, "--precisions", "fp8,int4"), (), 150
+            ),
             Step("decode_small", "gpu_decode.py", _SMALL, (), 130),
         ),
     ),
@@ -69,6 +71,14 @@ STAGES = (
         "h",
         "tune",
         "the fastest candidates, as a table that a plugin ships",
-        (Step("tune", "gpu_tune.py", ("llama-3-8b", "qwen3-0.6b"), ("tiny", "--precisions", "bf16"), 120),),
+        (
+            Step(
+                "tune",
+                "gpu_tune.py",
+                ("llama-3-8b", "qwen3-0.6b"),
+                ("tiny", "--precisions", "bf16"),
+                120,
+            ),
+        ),
     ),
 )
