@@ -40,7 +40,7 @@ class InterposerEngine(Contender):
     GRAPHS: ClassVar[Mapping[str, Literal["auto", "off"]]] = {"interposer": "auto", "plain": "off"}
 
     def __init__(
-        self, path: Path, placement: Placement, method: str | None, name: str, **sizes: int
+        self, path: Path, placement: Placement, method: str | None, name: str, **sizes: Any
     ) -> None:
         config = Config(platform=placement.platform.name, graphs=self.GRAPHS[name])
         self._lm = load(path, dtype="bfloat16", config=config, quantization=method, **sizes)

@@ -82,8 +82,7 @@ def main() -> None:
     with ExitStack() as folders:
         work = options.work or Path(folders.enter_context(tempfile.TemporaryDirectory()))
         paths = [*options.model_dirs]
-        for shape in options.shapes:
-            paths.append(folder_of(shape, work, placement, record))
+        paths += [folder_of(shape, work, placement, record) for shape in options.shapes]
         decode = Decode(placement, roofs, record, deadline, options)
         jobs = [
             (path, precision, contender)

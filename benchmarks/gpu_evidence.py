@@ -7,8 +7,10 @@ this Python, which stays as it is. Without ``--bundle`` what is installed is tak
 fails or hangs does not stop the next. Steps that were run are not run again, unless ``--again``
 says so or ``--retry`` those that failed; so a run that ``--limit`` ended goes on with the same
 command. ``--archive FILE`` keeps all results in one file too, written anew after each step.
+
 ``--tiny`` rehearses: with the least sizes, on Triton's interpreter unless ``--platform`` says
-otherwise, and with ``--forks`` in forks of one process that imports torch once. Exits with 1 if something did not hold, with 3 if steps are left.
+otherwise, and with ``--forks`` in forks of one process that imports torch once. Exits with 1 if
+something did not hold, with 3 if steps are left.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import gc
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,7 +87,7 @@ class Comparison:
         self.num_tokens = num_tokens
         self.record = record
 
-    def loaded(self, dtype: str, graphs: str = "auto") -> LanguageModel:
+    def loaded(self, dtype: str, graphs: Literal["auto", "off"] = "auto") -> LanguageModel:
         config = Config(platform=self.placement.platform.name, graphs=graphs)
         return load(
             self.path,
@@ -126,7 +126,8 @@ class Comparison:
         ]
         tokens: dict[str, list[list[int]]] = {}
         captured = "not asked for"
-        for graphs in ("off", "auto"):
+        both: tuple[Literal["auto", "off"], ...] = ("off", "auto")
+        for graphs in both:
             lm = self.loaded(dtype, graphs)
             if graphs == "auto":
                 if not self.placement.platform.provides("capture_graph"):

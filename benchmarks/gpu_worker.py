@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - close() closes it
         self.end = ""
 
     def ask(self, part: str, limit_s: float) -> dict[str, Any] | None:

@@ -100,7 +100,7 @@ _KINDS: Dims = {
 # Experts are many and small, which is also what can be drawn in a second.
 _EXPERTS: Dims = {"hidden_size": 2048, "intermediate_size": 768}
 _OWN: Mapping[str, Dims] = {
-    **{name: _EXPERTS for name in ("fused_experts", "fused_experts_fp8", "fused_experts_mxfp4")},
+    **dict.fromkeys(("fused_experts", "fused_experts_fp8", "fused_experts_mxfp4"), _EXPERTS),
     "fused_experts_w4a16": _EXPERTS,
     "grouped_linear": {"in_features": 2048, "out_features": 1536},
     # A head of a latent attention absorbs a projection of this size.

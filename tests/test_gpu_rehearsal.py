@@ -29,10 +29,11 @@ def succeed(*command: str | Path, **options: Any) -> str:
 def python_of(version: str) -> str:
     """Return a Python of that version, or skip."""
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
-    found = shutil.which(f"python{version}") or (str(pyenv[-1]) if pyenv else "")
-    if not found:
+    if found := shutil.which(f"python{version}"):
+        return found
+    if not pyenv:
         pytest.skip(f"needs python{version} on the path")
-    return found
+    return str(pyenv[-1])
 
 
 def no_network() -> tuple[str, ...]:
@@ -70,7 +71,14 @@ def test_all_stages_run_from_the_bundle(tmp_path: Path, monkeypatch: pytest.Monk
     brought = [wheel.name for wheel in Bundle.read(bundle).wheels if not wheel.ours]
     succeed(*pip, "uninstall", "--quiet", "--yes", *brought)
     out = tmp_path / "out"
-    program = (*isolated, python, BENCHMARKS / "gpu_evidence.py", "--tiny", "--patience", "4")
+    program: tuple[str | Path, ...] = (
+        *isolated,
+        python,
+        BENCHMARKS / "gpu_evidence.py",
+        "--tiny",
+        "--patience",
+        "4",
+    )
     folders = ("--bundle", bundle, "--out", out, "--work", tmp_path / "work")
     print(succeed(*program, *folders, "--limit", "4000"))
     ledger = Ledger(out)

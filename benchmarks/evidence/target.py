@@ -56,5 +56,6 @@ class Target:
 def read_target(file: Path = _FILE) -> Target:
     """Return the target that a file describes."""
     facts = tomllib.loads(file.read_text(encoding="utf-8"))
-    listed = {name: tuple(facts.pop(name)) for name in ("platforms", "extras", "tests")}
-    return Target(**facts, **listed)
+    for name in ("platforms", "extras", "tests"):
+        facts[name] = tuple(facts[name])
+    return Target(**facts)
