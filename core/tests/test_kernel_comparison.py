@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from interposer import Capability, Config
-from interposer._sandbox.examiner import examine
-from interposer._sandbox.inspection import perform
-from interposer._sandbox.task import Finding, Task
+from interposer._examination.examiner import examine
+from interposer._examination.inspection import perform
+from interposer_sandbox._task import Finding, Task
 from interposer._validation.distribution import Distribution
 
 # The cases of this op are of 1, 2, ... 12 rows; a sample has the size of the request.

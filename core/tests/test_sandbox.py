@@ -25,9 +25,9 @@ import pytest
 import interposer
 from interposer import Config, Verdict
 from interposer._config.storage import default_store
-from interposer._sandbox import client
-from interposer._sandbox.examiner import VerdictWarning, examine, examine_all, forget_verdicts
-from interposer._sandbox.task import Finding, Task
+from interposer_sandbox import _client as client
+from interposer._examination.examiner import VerdictWarning, examine, examine_all, forget_verdicts
+from interposer_sandbox._task import Finding, Task
 from interposer._validation.distribution import Distribution
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -356,7 +356,7 @@ def test_platforms_are_known_though_their_class_crashes(examined: Examined) -> N
 
 
 def test_a_plugin_may_not_ask_for_plugins_while_it_is_examined(examined: Examined) -> None:
-    source = "from interposer._sandbox import client; client.ask('target', {}, 1.0)"
+    source = "from interposer_sandbox import _client as client; client.ask('target', {}, 1.0)"
     assert "ExaminationError" in examined(source).verdict.reason
 
 
@@ -563,7 +563,7 @@ def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
 
 _PROGRAM = """
 import os, sys, time
-from interposer._sandbox import client
+from interposer_sandbox import _client as client
 print(client.ask("target", {"targets": []}, 20.0)["accepted"])
 print(client._process._process.pid, flush=True)
 """
@@ -622,7 +622,7 @@ def test_an_examining_process_that_ended_leaves_nothing_here(
 
 _STRANGE = """
 import os, signal, sys
-from interposer._sandbox import client
+from interposer_sandbox import _client as client
 {before}
 for target in ("a_sound:x", "a_crash:x"):
     finding = client.ask("target", {{"targets": [target]}}, 20.0)
@@ -663,8 +663,8 @@ for name in ("interposer", "torch"):
         print(name)
 from interposer import Config
 from interposer._validation.distribution import Distribution
-from interposer._sandbox.task import Task
-from interposer._sandbox.examiner import examine, forget_verdicts
+from interposer_sandbox._task import Task
+from interposer._examination.examiner import examine, forget_verdicts
 for _ in range(2):
     found = examine(
         Distribution("acme", "1.0", "f" * 64, (), sys.argv[1], False),
@@ -693,7 +693,7 @@ def test_packages_without_metadata_are_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_importing_the_examination_does_not_import_torch() -> None:
-    program = "import sys, interposer._sandbox; sys.exit('torch' in sys.modules)"
+    program = "import sys, interposer._examination; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

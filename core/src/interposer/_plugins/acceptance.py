@@ -20,9 +20,9 @@ from interposer._contract.records import (
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugin, Plugins
-from interposer._sandbox.examiner import examine
-from interposer._sandbox.inspection import perform
-from interposer._sandbox.task import Task
+from interposer._examination.examiner import examine
+from interposer._examination.inspection import perform
+from interposer_sandbox._task import Task
 
 Accepts = Callable[[Request], Verdict]
 Runs = Callable[[str], Collection[str]]

@@ -17,9 +17,9 @@ from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
-from interposer._sandbox.examiner import examine_all
-from interposer._sandbox.inspection import load_value
-from interposer._sandbox.task import Finding, Task
+from interposer._examination.examiner import examine_all
+from interposer._examination.inspection import load_value
+from interposer_sandbox._task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
 from interposer._validation.distribution import Distribution, Metadata, read_distribution
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name

@@ -24,7 +24,7 @@ from interposer._contract.errors import (
 )
 from interposer._contract.records import OpEntry, Record
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._sandbox.task import Finding, Task
+from interposer_sandbox._task import Finding, Task
 from interposer._validation.compatibility import declared_records, hook_names, register_hooks
 from interposer._validation.distribution import STANDARD, Distribution
 from interposer._validation.records import check_facts, is_name

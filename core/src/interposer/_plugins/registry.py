@@ -29,9 +29,9 @@ from interposer._contract.verdict import Verdict
 from interposer._plugins.acceptance import PluginCode, acceptance_of
 from interposer._plugins.discovery import discover
 from interposer._plugins.plugins import Blame, Plugin, Plugins, Source, in_code
-from interposer._sandbox.examiner import forget_verdicts
-from interposer._sandbox.inspection import check_plugin
-from interposer._sandbox.task import Task
+from interposer._examination.examiner import forget_verdicts
+from interposer._examination.inspection import check_plugin
+from interposer_sandbox._task import Task
 from interposer._validation.records import check_classes
 
 P = ParamSpec("P")

@@ -16,7 +16,7 @@ from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._plugins.plugins import Plugin, Source
 from interposer._plugins.registry import Registry
-from interposer._sandbox.task import Task
+from interposer_sandbox._task import Task
 
 _STRIKES = 3
 _ACCEPTED = Verdict.accept()

@@ -28,10 +28,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from interposer._sandbox import client
-from interposer._sandbox.functions import hold_for_forks
-from interposer._sandbox.inspection import COMPARISON, perform
-from interposer._sandbox.supervisor import (
+from interposer_sandbox import _client as client
+from interposer_sandbox._functions import hold_for_forks
+from interposer._examination.inspection import COMPARISON, perform
+from interposer_sandbox._supervisor import (
     DEATH_SECONDS,
     DUMP_SIGNAL,
     FAILED_CODE,
@@ -40,7 +40,7 @@ from interposer._sandbox.supervisor import (
     Watch,
     children_of,
 )
-from interposer._sandbox.task import Finding, Reporter, Task
+from interposer_sandbox._task import Finding, Reporter, Task
 
 _IDLE_SECONDS = 60.0
 _WARM_SECONDS = 120

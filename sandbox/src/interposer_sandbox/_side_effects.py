@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from interposer._config.config import environment_guard
-from interposer._sandbox.functions import hold, is_same
-from interposer._sandbox.remains import offspring, origin, streams
-from interposer._sandbox.settings import settings
+from interposer_sandbox._functions import hold, is_same
+from interposer_sandbox._remains import offspring, origin, streams
+from interposer_sandbox._settings import settings
 
 _MOST_NAMED = 5
 _SIGNALS = [

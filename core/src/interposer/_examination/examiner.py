@@ -22,10 +22,10 @@ import importlib_metadata
 from interposer._config.config import Config
 from interposer._config.storage import Store, default_store
 from interposer._contract.errors import StorageError, warn
-from interposer._sandbox import client
-from interposer._sandbox.client import ExaminationError, UnavailableError
-from interposer._sandbox.inspection import perform
-from interposer._sandbox.task import Finding, Task
+from interposer_sandbox import _client as client
+from interposer_sandbox._client import ExaminationError, UnavailableError
+from interposer._examination.inspection import perform
+from interposer_sandbox._task import Finding, Task
 from interposer._validation.distribution import Distribution, read_distribution
 
 _KIND = "verdicts"

@@ -16,8 +16,8 @@ from interposer._contract.errors import RecordError, foreign_errors
 from interposer._contract.records import Kernel, PlatformEntry, Record, load_target
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
-from interposer._sandbox.side_effects import SideEffects
-from interposer._sandbox.task import Finding, Reporter, Task, TaskName, read_request
+from interposer_sandbox._side_effects import SideEffects
+from interposer_sandbox._task import Finding, Reporter, Task, TaskName, read_request
 from interposer._validation.compatibility import check_api, declared_records, register_hooks
 from interposer._validation.records import check_classes, check_records
 

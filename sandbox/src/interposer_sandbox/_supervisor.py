@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from interposer._sandbox.task import Finding
+from interposer_sandbox._task import Finding
 
 FAILED_CODE = 70
 """The exit code of a child process that could not tell anything."""

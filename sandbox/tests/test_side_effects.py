@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from interposer import hookimpl, register
-from interposer._sandbox.side_effects import SideEffects
+from interposer_sandbox._side_effects import SideEffects
 from interposer.records import Record
 
 

@@ -23,7 +23,7 @@ _PROGRAM = """
 import json, sys
 # The working directory last: its modules are not meant to stand in for what this needs itself.
 sys.path[:] = sorted(json.loads(sys.argv[1]), key=bool, reverse=True)
-from interposer._sandbox.fork_server import main
+from interposer_sandbox._fork_server import main
 main()
 """
 # It tells that it lives every second, but not while it imports torch.
