@@ -1,58 +1,67 @@
-"""The client of the examining process: starts it, asks it, ends it."""
+"""The client of the process that forks: starts it, asks it, ends it."""
 
 from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
-from interposer._contract.errors import InterposerError
-
-_log = logging.getLogger("interposer")
+from interposer_sandbox._host import Host
+from interposer_sandbox._task import Finding, Function
 
 _PROGRAM = """
 import json, sys
 # The working directory last: its modules are not meant to stand in for what this needs itself.
 sys.path[:] = sorted(json.loads(sys.argv[1]), key=bool, reverse=True)
 from interposer_sandbox._fork_server import main
-main()
+main(**json.loads(sys.argv[2]))
 """
 # It tells that it lives every second, but not while it imports torch.
 _SILENCE_SECONDS = 150.0
 _END_SECONDS = 3.0
 
 
-class ExaminationError(InterposerError):
-    """Code cannot be examined in another process; the text says why."""
+class SandboxError(Exception):
+    """A function cannot be run in another process; the text says why."""
 
 
-class UnavailableError(ExaminationError):
-    """This system or program has no process that could examine anything."""
+class UnavailableError(SandboxError):
+    """This system or program has no process that could run anything."""
+
+
+class NestedError(SandboxError):
+    """This process runs foreign code itself, so that it must not ask for more of that."""
 
 
 class _Gone(Exception):
-    """The examining process has ended."""
+    """The process that forks has ended."""
 
 
 class _Process:
-    def __init__(self) -> None:
+    def __init__(self, host: Host, starting: Callable[[], object]) -> None:
         if not sys.executable or getattr(sys, "frozen", False):
             raise UnavailableError("this program has no interpreter of its own to start")
         if not hasattr(os, "fork"):
             raise UnavailableError(f"{sys.platform} cannot fork")
-        _log.info("Examining plugins in another process; it is remembered what was found.")
+        starting()
         # Without -P a json.py in the working directory would run first.
         flags = ["-P", *(["-I"] if sys.flags.isolated else []), "-W", "ignore"]
-        command = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(_path())]
+        names = {
+            "packages": host.packages,
+            "modules": host.modules,
+            "slow_modules": host.slow_modules,
+        }
+        command = [sys.executable, *flags, "-c", _PROGRAM, json.dumps(_path()), json.dumps(names)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
             # A session of its own, so that the terminal's Ctrl-C does not reach it.
@@ -64,6 +73,7 @@ class _Process:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._questions, self._answers = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
 
     def ask(self, request: dict[str, Any]) -> Any:
         """Return the finding on a request, as JSON.
@@ -105,7 +115,7 @@ class _Process:
         """End the process at once, while another thread may wait for its answer."""
         if not self.has_ended():  # else the number of its group may be that of another by now
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
             self.has_ended(_END_SECONDS)
         self._reap()
 
@@ -116,73 +126,139 @@ class _Process:
         self._process.returncode = 0  # it is no child of this process, so there is none to wait for
 
     def _reap(self) -> None:
-        """Take note of what was started, which left the examining process to init at once.
+        """Take note of what was started, which left the process that forks to init at once.
 
         So none stays as a zombie when nothing is asked any more; unless this process is init.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
             with suppress(ChildProcessError):
-                while os.waitpid(-self._process.pid, os.WNOHANG)[0]:
+                while os.waitpid(-self.pid, os.WNOHANG)[0]:
                     pass
 
 
-_lock = RLock()
-_process: _Process | None = None
-_forbidden = ""
+class Sandbox:
+    """Runs functions in forks of a process of its own, which starts with the first of them.
 
+    The process ends with this one, when it is stopped, or after a minute of silence; the next
+    function starts another. Threads are served one after another, and a fork of this process gets
+    one of its own.
 
-def ask(name: str, arguments: dict[str, Any], seconds: float) -> Any:
-    """Return the finding on a task as JSON; several threads are served one after another.
-
-    Raises: ExaminationError: there is no process to ask, or it ends without an answer.
+    Args:
+        starting: is called whenever the process is about to start.
     """
-    request = {"task": {"name": name, "arguments": arguments}, "seconds": seconds}
-    request |= {"path": _path(), "cwd": _cwd()}
-    global _process
-    with _lock:
-        for _ in range(2):  # an idle one may end at the very moment when it is asked
-            if _forbidden:
-                raise ExaminationError(_forbidden)
-            _process = _process or _Process()
+
+    def __init__(self, host: Host, starting: Callable[[], object] = lambda: None) -> None:
+        self._host = host
+        self._starting = starting
+        self._lock = RLock()
+        self._process: _Process | None = None
+        _sandboxes.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the group of processes that runs functions, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def run(
+        self,
+        function: Function,
+        arguments: Mapping[str, Any],
+        seconds: float,
+        *,
+        modules: Iterable[str] = (),
+    ) -> Finding:
+        """Return what a function finds in a fork, or how the fork ended.
+
+        Args:
+            arguments: JSON values by name.
+            seconds: limit every stage of the function that the reporter is told of.
+            modules: imported before the fork, after the host's slow ones, once for all that
+                follow.
+        Raises:
+            UnavailableError: there is no process to ask.
+            NestedError: this process is itself a fork that runs a function.
+            SandboxError: the process ends without an answer, twice.
+        """
+        request = {"function": _name(function), "arguments": dict(arguments), "seconds": seconds}
+        request |= {"modules": [*modules], "path": _path(), "cwd": _cwd()}
+        with self._lock:
+            for _ in range(2):  # an idle one may end at the very moment when it is asked
+                if _forbidden is not None:
+                    raise type(_forbidden)(*_forbidden.args)
+                self._process = self._process or _Process(self._host, self._starting)
+                try:
+                    return Finding.from_json(self._process.ask(request))
+                except _Gone:
+                    self.stop()
+                except BaseException:
+                    self.stop()  # its answer would be taken for that to the next question
+                    raise
+        raise SandboxError(
+            "the process that examines it ended twice without an answer, "
+            "by the code or by the system"
+        )
+
+    def stop(self) -> None:
+        """End the process; the next function starts another."""
+        with self._lock:
+            if self._process is not None:
+                process, self._process = self._process, None
+                process.stop()
+
+    def release(self) -> None:
+        """Close the pipes of a process that has ended for want of questions."""
+        if self._process is not None and self._lock.acquire(blocking=False):  # else it is asked
             try:
-                return _process.ask(request)
-            except _Gone:
-                stop()
-            except BaseException:
-                stop()  # its answer would be taken for that to the next question
-                raise
-    raise ExaminationError(
-        "the process that examines it ended twice without an answer, by the code or by the system"
-    )
+                if self._process is not None and self._process.has_ended():
+                    self.stop()
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _end(self) -> None:
+        """End the process, as this one ends."""
+        if self._lock.acquire(timeout=_END_SECONDS / 10):
+            self.stop()
+            self._lock.release()
+        elif self._process is not None:  # a thread that is not waited for is asking it
+            self._process.kill()
+
+    def _abandon(self) -> None:
+        """Forget the process, as this one is a fork of the one that it belongs to."""
+        self._lock = RLock()  # the thread that may hold it is not in this process
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.abandon()
 
 
-def stop() -> None:
-    """End the examining process; the next question starts another."""
-    global _process
-    with _lock:
-        if _process is not None:
-            process, _process = _process, None
-            process.stop()
+_sandboxes: WeakSet[Sandbox] = WeakSet()
+_forbidden: SandboxError | None = None
 
 
-def release() -> None:
-    """Close the pipes of an examining process that has ended for want of questions."""
-    if _process is not None and _lock.acquire(blocking=False):  # else somebody is asking it
-        try:
-            if _process is not None and _process.has_ended():
-                stop()
-        finally:
-            _lock.release()
-
-
-def forbid() -> None:
-    """Refuse to examine anything from here on: this process is itself under examination."""
+def forbid(error: SandboxError) -> None:
+    """Raise an error wherever a function is to be run from here on."""
     global _forbidden
-    _forbidden = (
-        "a plugin asked for other plugins while it was examined. "
-        "Try: do so when it is used, not when it is imported or probed"
-    )
+    _forbidden = error
+
+
+def _name(function: Function) -> str:
+    """Return the import string of a function.
+
+    Raises: ValueError: another process cannot import it.
+    """
+    module, name = function.__module__, function.__qualname__
+    if module == "__main__" or "." in name or "<" in name:
+        raise ValueError(
+            f"{module}.{name} cannot be imported by another process. "
+            "Try: define it at the top of a module"
+        )
+    return f"{module}:{name}"
 
 
 def _path() -> list[str]:
@@ -197,21 +273,14 @@ def _cwd() -> str:
 
 
 def _after_fork() -> None:
-    global _lock, _process
-    _lock = RLock()  # the thread that may hold it is not in this process
-    if _process is not None:
-        process, _process = _process, None
-        process.abandon()
+    for sandbox in [*_sandboxes]:
+        sandbox._abandon()
 
 
 def _at_exit() -> None:
-    global _forbidden
-    _forbidden = "this process is ending"
-    if _lock.acquire(timeout=_END_SECONDS / 10):
-        stop()
-        _lock.release()
-    elif _process is not None:  # a thread that is not waited for is examining something
-        _process.kill()
+    forbid(SandboxError("this process is ending"))
+    for sandbox in [*_sandboxes]:
+        sandbox._end()
 
 
 atexit.register(_at_exit)

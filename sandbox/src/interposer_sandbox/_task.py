@@ -1,72 +1,52 @@
-"""The vocabulary of an examination: its task, its finding and the report of its progress."""
+"""The task of a sandbox, which is a function: its finding and the report of its progress."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from interposer._contract.capability import Capability
-from interposer._contract.errors import described
-from interposer._contract.request import Request
-from interposer._contract.verdict import Verdict
+from interposer_sandbox._foreign import described, foreign_errors
 
-TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
+if TYPE_CHECKING:
+    from interposer_sandbox._side_effects import SideEffects
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One thing to find out about a distribution's code.
-
-    Attributes:
-        name: what is done.
-
-            - ``plugin`` imports ``value``, ``"package.plugin"`` or ``"package.plugin:attribute"``,
-              of the entry point ``name``, takes its records and checks them.
-            - ``target`` loads every import string in ``targets``.
-            - ``platform`` loads the class ``target``, probes with it and lists its devices.
-            - ``predicate`` asks ``target``, or its attribute ``member``, about ``request``.
-            - ``kernel`` compares ``target``, with ``prepare``, to the reference of ``op`` for
-              ``dtype`` and ``dims`` on ``device``. ``plugin`` and ``kernel`` name the record
-              whose requirements choose the cases; ``platform`` and ``capability`` are what those
-              are judged for.
-        arguments: JSON values by name.
-    """
-
-    name: TaskName
-    arguments: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(TaskName):
-            raise ValueError(f"{self.name!r} is no task; those are {', '.join(get_args(TaskName))}")
+class RefusedError(Exception):
+    """A function refuses the code that it runs; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The verdict on a task; its texts are made fit to be shown, whoever wrote them.
+    """The outcome of a function; its texts are made fit to be shown, whoever wrote them.
 
     Attributes:
-        facts: JSON values that were found on the way, also if the task did not end:
-            ``platforms`` that a plugin declares, each with ``name`` and ``score``; the name of a
-            ``missing`` module; the ``probe_seconds`` that were not enough as ``limit_seconds``;
-            ``times_late`` if it took too long twice in a row; ``passing`` where something
-            outside of the plugin may have ended it; ``unavailable`` where no process could.
-        span: start and end in nanoseconds since the epoch, if it was found just now.
+        facts: JSON values that were noted on the way, also if the function did not end: the name
+            of a ``missing`` module; the seconds that were not enough as ``limit_seconds``;
+            ``passing`` where something outside of the code may have ended it.
+        span: start and end in nanoseconds since the epoch, for whoever found it just now.
     """
 
-    verdict: Verdict
+    accepted: bool
+    reason: str = ""
+    traceback: str = field(default="", repr=False)
     facts: Mapping[str, Any] = field(default_factory=dict)
     span: tuple[int, int] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        told = self.verdict
-        reason, trace = _fit(told.reason, 2_000), _fit(told.traceback, 32_000)
-        object.__setattr__(self, "verdict", Verdict(told.accepted, reason, trace))
+        if not self.accepted and not self.reason:
+            raise ValueError("a refusal needs a reason")
+        object.__setattr__(self, "reason", _fit(self.reason, 2_000))
+        object.__setattr__(self, "traceback", _fit(self.traceback, 32_000))
+
+    def __bool__(self) -> bool:
+        return self.accepted
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON, without its span."""
-        return {**asdict(self.verdict), "facts": dict(self.facts)}
+        told = {"accepted": self.accepted, "reason": self.reason, "traceback": self.traceback}
+        return {**told, "facts": dict(self.facts)}
 
     @classmethod
     def from_json(cls, value: Any) -> Finding:
@@ -77,28 +57,33 @@ class Finding:
         kinds = {"accepted": bool, "reason": str, "traceback": str, "facts": dict}
         if not isinstance(value, dict) or {name: type(value[name]) for name in value} != kinds:
             raise ValueError("it is no finding")
-        return cls(Verdict(value["accepted"], value["reason"], value["traceback"]), value["facts"])
+        return cls(**value)
 
     @classmethod
-    def refused(cls, reason: str, trace: str = "", **facts: Any) -> Finding:
+    def accept(cls, reason: str = "") -> Finding:
+        """Return an acceptance."""
+        return cls(True, reason)
+
+    @classmethod
+    def refuse(cls, reason: str, trace: str = "", **facts: Any) -> Finding:
         """Return a refusal."""
-        return cls(Verdict.refuse(reason, trace), facts)
+        return cls(False, reason, trace, facts)
 
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
         """Return the refusal of code that raised while ``stage``."""
         trace = "".join(traceback.format_exception(error))
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        # A missing part of a package may be the plugin's own; then only another version mends it.
+        # A missing part of a package may be the code's own; then only another version mends it.
         facts = {"missing": missing} if type(missing) is str and "." not in missing else {}
-        return cls.refused(f"{stage} raised {described(error)}", trace, **facts)
+        return cls.refuse(f"{stage} raised {described(error)}", trace, **facts)
 
 
 class Reporter:
-    """Notes how far a task has come, so that somebody knows if it does not come back.
+    """Notes how far a function has come, so that somebody knows if it does not come back.
 
     Attributes:
-        alone: nothing but the task runs in this process.
+        alone: nothing but the function runs in this process.
         stage: what is being done, as in "importing acme.plugin".
         facts: hold whatever comes next.
     """
@@ -118,18 +103,40 @@ class Reporter:
         self.facts |= facts
 
     def unmute(self) -> None:
-        """Let code that runs from here on print."""
+        """Let code that runs from here on print; in a fork it may not before."""
+
+    def run(self, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any) -> Any:
+        """Return what ``action`` returns, as a stage; what it raises is passed on.
+
+        Raises: RefusedError: it did something beside its work.
+        """
+        self.begin(stage)
+        with watch:
+            returned = action(*given)
+        if watch.effects:
+            raise RefusedError("; ".join(f"{stage} {effect}" for effect in watch.effects))
+        return returned
 
 
-def read_request(value: Mapping[str, Any]) -> Request:
-    """Return the request that ``Request.to_json`` was called on."""
-    capability, detail = Capability.from_json(value["capability"]), value["detail"]
-    if detail is not None:
-        # Imported here, as it needs torch, which few requests do.
-        from interposer._contract.attention import AttentionSpec
+Function = Callable[[Mapping[str, Any], Reporter], Finding]
+"""A function for a sandbox, given JSON values by name; it is defined at the top of a module."""
 
-        detail = AttentionSpec.from_json(detail)
-    return Request(**{**value, "capability": capability, "detail": detail})
+
+def run_here(
+    function: Function, arguments: Mapping[str, Any], reporter: Reporter | None = None
+) -> Finding:
+    """Run a function in this process and return what it found.
+
+    What the code in it raises becomes a refusal; a crash or a hang does not.
+    """
+    reporter = reporter or Reporter()
+    try:
+        finding = function(arguments, reporter)
+    except RefusedError as error:
+        finding = Finding.refuse(str(error))
+    except foreign_errors() as error:
+        finding = Finding.raised(reporter.stage, error)
+    return replace(finding, facts={**reporter.facts, **finding.facts})
 
 
 def _fit(text: str, limit: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import platform
 import sys
@@ -19,22 +20,34 @@ from typing import Any
 
 import importlib_metadata
 
+import interposer_sandbox
 from interposer._config.config import Config
 from interposer._config.storage import Store, default_store
 from interposer._contract.errors import StorageError, warn
-from interposer_sandbox import _client as client
-from interposer_sandbox._client import ExaminationError, UnavailableError
-from interposer._examination.inspection import perform
-from interposer_sandbox._task import Finding, Task
+from interposer._examination.inspection import COMPARISON, FUNCTIONS, HOST, perform
+from interposer._examination.task import Task
 from interposer._validation.distribution import Distribution, read_distribution
+from interposer_sandbox import Finding, NestedError, Sandbox, SandboxError, UnavailableError
+
+_log = logging.getLogger("interposer")
 
 _KIND = "verdicts"
+# Fake tensors import torch's compiler.
+_FOR_KERNELS = (COMPARISON, "torch._dynamo")
 # Lines of /proc/cpuinfo that are the same whenever and on whichever core they are read.
 _LASTING = frozenset(
     {"vendor_id", "model name", "flags", "Features", "features", "CPU implementer", "CPU part"}
 )
+_NESTED = (
+    "a plugin asked for other plugins while it was examined. "
+    "Try: do so when it is used, not when it is imported or probed"
+)
 _MEND = "Config(isolation='off') runs plugins without examining them in another process"
 
+SANDBOX = Sandbox(
+    HOST,
+    lambda: _log.info("Examining plugins in another process; it is remembered what was found."),
+)
 _remembered: dict[str, Finding] = {}
 _warned: set[str] = set()
 _lock = RLock()
@@ -50,12 +63,14 @@ def examine(dist: Distribution, task: Task, config: Config, *, driver: str = "")
     With ``config.isolation`` it is made in another process, where each stage may take
     ``config.probe_seconds``. A remembered refusal counts only while its cause can persist: not
     that of a limit which is now higher, or of a missing module which is now there. Whoever took
-    too long gets a second chance in the next process, as the machine may have been busy.
+    too long gets a second chance in the next process, as the machine may have been busy. The
+    facts say so with ``times_late`` if it took too long twice in a row, and with ``unavailable``
+    where no process could examine anything.
 
     Args:
         driver: what tells apart the drivers that the code may meet.
     """
-    client.release()
+    SANDBOX.release()
     key = _key(dist, task, config, driver)
     known = json.dumps([key, config.cache_dir], sort_keys=True)
     finding = _current(_remembered.get(known), config)
@@ -100,18 +115,21 @@ def _examined(task: Task, config: Config) -> tuple[Finding, bool]:
     if config.isolation == "off":
         return perform(task), True
     try:
-        answer = client.ask(task.name, dict(task.arguments), config.probe_seconds)
+        modules = _FOR_KERNELS if task.name == "kernel" else ()
+        function, seconds = FUNCTIONS[task.name], config.probe_seconds
+        return SANDBOX.run(function, task.arguments, seconds, modules=modules), True
     except UnavailableError as error:
         reason = f"cannot be examined: {error}. Try: {_MEND}"
-        return Finding.refused(reason, unavailable=True), False
-    except ExaminationError as error:  # without the other process it would end this one
-        return Finding.refused(f"cannot be examined: {error}"), False
-    return Finding.from_json(answer), True
+        return Finding.refuse(reason, unavailable=True), False
+    except NestedError:
+        return Finding.refuse(f"cannot be examined: {_NESTED}"), False
+    except SandboxError as error:  # without the other process it would end this one
+        return Finding.refuse(f"cannot be examined: {error}"), False
 
 
 def _current(finding: Finding | None, config: Config) -> Finding | None:
     """Return a finding unless it is a refusal whose cause is gone."""
-    if finding is None or finding.verdict:
+    if finding is None or finding:
         return finding
     limit, missing = finding.facts.get("limit_seconds"), finding.facts.get("missing")
     if isinstance(limit, int | float) and limit < config.probe_seconds:
@@ -123,7 +141,7 @@ def _current(finding: Finding | None, config: Config) -> Finding | None:
 
 def _has_a_chance(finding: Finding, config: Config) -> bool:
     """Say whether code that took too long once may try again: not with less time than then."""
-    late = not finding.verdict and finding.facts.get("limit_seconds") == config.probe_seconds
+    late = not finding and finding.facts.get("limit_seconds") == config.probe_seconds
     return late and "times_late" not in finding.facts
 
 
@@ -152,9 +170,11 @@ def _surroundings() -> Mapping[str, str]:
     # What is refused changes with every edit of this code. Without metadata, as where a folder
     # was only put on the path, files are read.
     try:
-        own = read_distribution(importlib_metadata.distribution("interposer")).fingerprint
+        parts = map(importlib_metadata.distribution, ("interposer", "interposer-sandbox"))
+        own = " ".join(read_distribution(part).fingerprint for part in parts)
     except importlib_metadata.PackageNotFoundError:
-        own = _digest(sorted(Path(__file__).parents[1].rglob("*.py")))
+        folders = (Path(__file__).parents[1], Path(interposer_sandbox.__file__).parent)
+        own = _digest(sorted(file for folder in folders for file in folder.rglob("*.py")))
     try:
         torch = str(importlib_metadata.version("torch"))
     except importlib_metadata.PackageNotFoundError:

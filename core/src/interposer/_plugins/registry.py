@@ -26,12 +26,12 @@ from interposer._contract.records import (
 )
 from interposer._contract.request import AttentionType, Kind
 from interposer._contract.verdict import Verdict
+from interposer._examination.examiner import forget_verdicts
+from interposer._examination.inspection import check_plugin
+from interposer._examination.task import Task
 from interposer._plugins.acceptance import PluginCode, acceptance_of
 from interposer._plugins.discovery import discover
 from interposer._plugins.plugins import Blame, Plugin, Plugins, Source, in_code
-from interposer._examination.examiner import forget_verdicts
-from interposer._examination.inspection import check_plugin
-from interposer_sandbox._task import Task
 from interposer._validation.records import check_classes
 
 P = ParamSpec("P")

@@ -26,6 +26,7 @@ STANDARD = frozenset(
         "interposer-models",
         "interposer-ops",
         "interposer-quantization",
+        "interposer-sandbox",
         "interposer-testing",
         "interposer-tools",
     }
