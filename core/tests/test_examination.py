@@ -24,7 +24,6 @@ from interposer._examination.examiner import (
     SANDBOX,
     VerdictWarning,
     examine,
-    examine_all,
     forget_verdicts,
 )
 from interposer._examination.task import Task
@@ -197,7 +196,7 @@ def test_targets_are_loaded(make: Callable[..., Plugin], config: Config) -> None
     plugin = make(kernels="print('fine')\nfast = 1\n", crash="import os; os.abort()")
     distribution = plugin.distribution
     tasks = [plugin.target(name) for name in ("kernels:fast", "kernels:fsat", "crash:x")]
-    good, missing, crash = examine_all([(distribution, task) for task in tasks], config)
+    good, missing, crash = (examine(distribution, task, config) for task in tasks)
     assert good
     assert "has no 'fsat'; nearest: fast" in missing.reason
     assert crash.reason == f"killed by SIGABRT while loading {plugin.package}.crash:x"

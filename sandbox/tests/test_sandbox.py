@@ -29,7 +29,9 @@ from interposer_sandbox import (
     Sandbox,
     SandboxError,
     UnavailableError,
+    digest,
     run_here,
+    surroundings,
 )
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -381,6 +383,35 @@ def test_only_findings_are_read(value: Any) -> None:
     assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
     with pytest.raises(ValueError, match="no finding"):
         Finding.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("finding", "stands"),
+    [
+        (Finding.accept(), True),
+        (Finding.refuse("no"), True),
+        (Finding.refuse("late", limit_seconds=1.0), False),
+        (Finding.refuse("late", limit_seconds=2.0), True),
+        (Finding.refuse("missing", missing="acme_needs"), True),
+        (Finding.refuse("missing", missing="json"), False),
+        (Finding.refuse("missing", missing=""), True),
+    ],
+)
+def test_a_refusal_stands_while_its_cause_can_persist(finding: Finding, stands: bool) -> None:
+    assert finding.stands(2.0) is stands
+
+
+def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in "ab"]
+    for file in files:
+        file.write_text("x")
+    first = digest([*files, tmp_path / "none"])
+    assert first == digest(reversed(files))
+    files[1].write_text("y")
+    assert digest(files) not in ("", first)
+    assert digest([tmp_path / "none"]) == ""
+    assert {"sandbox", "torch", "python", "machine", "processor"} == surroundings().keys()
+    assert all(surroundings().values())
 
 
 def test_threads_share_the_process(folder: Path, sandbox: Sandbox) -> None:

@@ -6,6 +6,9 @@ function at a time in a fork of a process of its own and tells what became of it
 ``Reporter``, which notes how far it has come. ``SideEffects`` lists what the code in a block did
 to the process around it, and puts it back. A ``Host`` tells both what is to be guarded.
 
+``check_import_string`` looks for a name without running anything. What a finding depends on, for
+whoever keeps it, are the content of the code (``digest``, ``file_facts``) and ``surroundings``.
+
 It protects against code that is broken, careless or built for another machine, and not against
 code that means harm: that can do it from a fork as well.
 
@@ -24,23 +27,33 @@ if TYPE_CHECKING:
         SandboxError,
         UnavailableError,
     )
-    from interposer_sandbox._foreign import described, foreign_errors
+    from interposer_sandbox._content import digest, file_facts, is_altered
+    from interposer_sandbox._foreign import described, foreign_errors, nearest_first
     from interposer_sandbox._host import Host
+    from interposer_sandbox._import_string import check_import_string, is_loaded
+    from interposer_sandbox._lock import ForkSafeLock
     from interposer_sandbox._side_effects import SideEffects
+    from interposer_sandbox._surroundings import surroundings
     from interposer_sandbox._task import Finding, Function, RefusedError, Reporter, run_here
 
 # fmt: off
 __all__ = [
-    "Finding", "Function", "Host", "NestedError", "RefusedError", "Reporter", "Sandbox",
-    "SandboxError", "SideEffects", "UnavailableError", "described", "foreign_errors", "run_here",
+    "Finding", "ForkSafeLock", "Function", "Host", "NestedError", "RefusedError", "Reporter",
+    "Sandbox", "SandboxError", "SideEffects", "UnavailableError", "check_import_string",
+    "described", "digest", "file_facts", "foreign_errors", "is_altered", "is_loaded",
+    "nearest_first", "run_here", "surroundings",
 ]
 # fmt: on
 
 _HOMES = {
     "_client": "NestedError Sandbox SandboxError UnavailableError",
-    "_foreign": "described foreign_errors",
+    "_content": "digest file_facts is_altered",
+    "_foreign": "described foreign_errors nearest_first",
     "_host": "Host",
+    "_import_string": "check_import_string is_loaded",
+    "_lock": "ForkSafeLock",
     "_side_effects": "SideEffects",
+    "_surroundings": "surroundings",
     "_task": "Finding Function RefusedError Reporter run_here",
 }
 

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
 from interposer_sandbox._host import Host
+from interposer_sandbox._lock import ForkSafeLock
 from interposer_sandbox._task import Finding, Function
 
 _PROGRAM = """
@@ -151,7 +151,7 @@ class Sandbox:
     def __init__(self, host: Host, starting: Callable[[], object] = lambda: None) -> None:
         self._host = host
         self._starting = starting
-        self._lock = RLock()
+        self._lock = ForkSafeLock()
         self._process: _Process | None = None
         _sandboxes.add(self)
 
@@ -182,7 +182,7 @@ class Sandbox:
         """
         request = {"function": _name(function), "arguments": dict(arguments), "seconds": seconds}
         request |= {"modules": [*modules], "path": _path(), "cwd": _cwd()}
-        with self._lock:
+        with self._lock.held:
             for _ in range(2):  # an idle one may end at the very moment when it is asked
                 if _forbidden is not None:
                     raise type(_forbidden)(*_forbidden.args)
@@ -201,19 +201,20 @@ class Sandbox:
 
     def stop(self) -> None:
         """End the process; the next function starts another."""
-        with self._lock:
+        with self._lock.held:
             if self._process is not None:
                 process, self._process = self._process, None
                 process.stop()
 
     def release(self) -> None:
         """Close the pipes of a process that has ended for want of questions."""
-        if self._process is not None and self._lock.acquire(blocking=False):  # else it is asked
+        # Whoever holds the lock is asking it.
+        if self._process is not None and self._lock.held.acquire(blocking=False):
             try:
                 if self._process is not None and self._process.has_ended():
                     self.stop()
             finally:
-                self._lock.release()
+                self._lock.held.release()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -223,15 +224,14 @@ class Sandbox:
 
     def _end(self) -> None:
         """End the process, as this one ends."""
-        if self._lock.acquire(timeout=_END_SECONDS / 10):
+        if self._lock.held.acquire(timeout=_END_SECONDS / 10):
             self.stop()
-            self._lock.release()
+            self._lock.held.release()
         elif self._process is not None:  # a thread that is not waited for is asking it
             self._process.kill()
 
     def _abandon(self) -> None:
         """Forget the process, as this one is a fork of the one that it belongs to."""
-        self._lock = RLock()  # the thread that may hold it is not in this process
         if self._process is not None:
             process, self._process = self._process, None
             process.abandon()

@@ -1,8 +1,10 @@
-"""The errors of foreign code: which ones to catch, and how to show them."""
+"""The errors of foreign code: which ones to catch, how to show them, and what was meant."""
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 
 
 def foreign_errors() -> tuple[type[BaseException], ...]:
@@ -21,3 +23,13 @@ def described(error: BaseException) -> str:
         return repr(error)
     except foreign_errors():
         return f"{type(error).__name__}(...)"
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """Return ``known`` sorted by likeness to ``name``, then by name."""
+
+    def distance(candidate: str) -> tuple[float, str]:
+        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        return -ratio, candidate
+
+    return sorted(set(known), key=distance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,18 @@ class Finding:
 
     def __bool__(self) -> bool:
         return self.accepted
+
+    def stands(self, seconds: float) -> bool:
+        """Say whether a finding of another time counts; a refusal whose cause is gone does not.
+
+        Such a cause is a limit that was lower than ``seconds``, or a module that was missing.
+        """
+        limit, missing = self.facts.get("limit_seconds"), self.facts.get("missing")
+        if self.accepted:
+            return True
+        if isinstance(limit, int | float) and limit < seconds:
+            return False
+        return not (isinstance(missing, str) and _is_installed(missing.partition(".")[0]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the finding as JSON, without its span."""
@@ -137,6 +150,13 @@ def run_here(
     except foreign_errors() as error:
         finding = Finding.raised(reporter.stage, error)
     return replace(finding, facts={**reporter.facts, **finding.facts})
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ValueError, ImportError):
+        return False
 
 
 def _fit(text: str, limit: int) -> str:

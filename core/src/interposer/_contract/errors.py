@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 # Offered here with the rest of what errors take.
 from interposer_sandbox import described as described
 from interposer_sandbox import foreign_errors as foreign_errors
+from interposer_sandbox import nearest_first as nearest_first
 
 if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal
@@ -141,16 +141,6 @@ class StorageError(_FileError):
 
 class RequestError(InterposerError, ValueError):
     """A generation request holds an unusable prompt or parameter."""
-
-
-def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return ``known`` sorted by likeness to ``name``, then by name."""
-
-    def distance(candidate: str) -> tuple[float, str]:
-        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        return -ratio, candidate
-
-    return sorted(set(known), key=distance)
 
 
 def warn(text: str, category: type[Warning]) -> None:

@@ -15,7 +15,7 @@ from interposer._config.config import Config
 from interposer._contract.errors import described, foreign_errors, nearest_first, warn
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
-from interposer._examination.examiner import examine_all
+from interposer._examination.examiner import examine
 from interposer._examination.inspection import load_value
 from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
@@ -67,7 +67,7 @@ def discover(config: Config | None = None) -> Plugins:
         for source in sound
         if source.installed is not None and (config.isolation != "off" or not source.standard)
     }
-    findings = dict(zip(tasks, examine_all(tasks.values(), config), strict=True))
+    findings = {name: examine(dist, task, config) for name, (dist, task) in tasks.items()}
     for source in sound:
         finding = findings.get(source.name)
         # The SDK works where nothing can be examined.
