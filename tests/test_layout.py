@@ -225,6 +225,11 @@ def test_core_depends_on_little() -> None:
     }
 
 
+def test_the_sandbox_depends_on_nothing() -> None:
+    sandbox = next(dist for dist in DISTRIBUTIONS if dist.folder == "sandbox")
+    assert sandbox.requirements == []
+
+
 @pytest.mark.parametrize(
     "dist", [dist for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")]
 )

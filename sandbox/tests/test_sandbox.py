@@ -29,9 +29,7 @@ from interposer_sandbox import (
     Sandbox,
     SandboxError,
     UnavailableError,
-    digest,
     run_here,
-    surroundings,
 )
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -399,19 +397,6 @@ def test_only_findings_are_read(value: Any) -> None:
 )
 def test_a_refusal_stands_while_its_cause_can_persist(finding: Finding, stands: bool) -> None:
     assert finding.stands(2.0) is stands
-
-
-def test_a_digest_is_that_of_contents(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in "ab"]
-    for file in files:
-        file.write_text("x")
-    first = digest([*files, tmp_path / "none"])
-    assert first == digest(reversed(files))
-    files[1].write_text("y")
-    assert digest(files) not in ("", first)
-    assert digest([tmp_path / "none"]) == ""
-    assert {"sandbox", "torch", "python", "machine", "processor"} == surroundings().keys()
-    assert all(surroundings().values())
 
 
 def test_threads_share_the_process(folder: Path, sandbox: Sandbox) -> None:
