@@ -12,9 +12,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Barrier
@@ -26,6 +27,7 @@ from interposer_sandbox import (
     Finding,
     Function,
     Host,
+    Reporter,
     Sandbox,
     SandboxError,
     UnavailableError,
@@ -40,7 +42,7 @@ import os, time
 from importlib import import_module
 from interposer_sandbox import Finding, Host, SideEffects
 
-HOST = Host(environment=os.environ)
+HOST = Host(environment=lambda: os.environ)
 
 def visit(arguments, reporter):
     module = arguments["module"]
@@ -63,7 +65,7 @@ def work(arguments, reporter):
         pass
     return Finding.accept()
 """
-HOST = Host(environment=os.environ, slow_modules=("torch",))
+HOST = Host(environment=lambda: os.environ, slow_modules=("torch",))
 
 _numbers = count()
 
@@ -153,6 +155,7 @@ _EFFECTS = [
     ("import os; os.write(1, b'from below')", "prints 'from below'"),
     ("import ctypes; ctypes.CDLL(None).printf(b'native')", "prints 'native'"),
     ("import os; os.environ['ACME'] = '1'", "changes the environment: ACME"),
+    ("import os; os.environ = {'ACME': '1'}", "changes the environment: "),
     ("import builtins; builtins.print = None", "replaces builtins.print"),
     (
         "import builtins; builtins.len = None; builtins.isinstance = 3",
@@ -359,8 +362,12 @@ def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> 
 
 
 def test_a_function_has_to_be_found_by_its_name(sandbox: Sandbox) -> None:
-    with pytest.raises(ValueError, match="Try: define it at the top of a module"):
-        sandbox.run(lambda arguments, reporter: Finding.accept(), {}, 1.0)
+    def accept(_arguments: Mapping[str, Any], _reporter: Reporter) -> Finding:
+        return Finding.accept()
+
+    for nameless in (accept, partial(accept)):
+        with pytest.raises(ValueError, match="Try: define it at the top of a module"):
+            sandbox.run(nameless, {}, 1.0)
 
 
 def test_this_process_does_the_same(folder: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from interposer_sandbox import Host, SideEffects
 
-HOST = Host(environment=os.environ)
+HOST = Host(environment=lambda: os.environ)
 
 
 def effects_of(action: Callable[[], object], *, light: bool = True) -> list[str]:
@@ -247,7 +247,7 @@ def test_variables_are_put_back_and_those_that_changed_named(
     before: dict[str, str], changes: list[tuple[str, str | None]]
 ) -> None:
     variables, after = {"OTHER": "1", **before}, dict[str, str | None]()
-    with SideEffects(Host(variables), alone=False) as side_effects:
+    with SideEffects(Host(lambda: variables), alone=False) as side_effects:
         for name, change in changes:
             after[name] = change
             if change is None:

@@ -252,10 +252,11 @@ def _name(function: Function) -> str:
 
     Raises: ValueError: another process cannot import it.
     """
-    module, name = function.__module__, function.__qualname__
-    if module == "__main__" or "." in name or "<" in name:
+    module = getattr(function, "__module__", "")
+    name = getattr(function, "__qualname__", repr(function))
+    if module in ("", "__main__") or not name.isidentifier():
         raise ValueError(
-            f"{module}.{name} cannot be imported by another process. "
+            f"{name} of {module or 'no module'} cannot be imported by another process. "
             "Try: define it at the top of a module"
         )
     return f"{module}:{name}"

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +238,10 @@ def _is_for_all(
     return message is None and module is None and not line and category in _EVERYBODYS
 
 
-def _environment(variables: MutableMapping[str, str]) -> Iterator[str]:
-    before = dict(variables)
+def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterator[str]:
+    before = dict(environment())
     yield ""
+    variables = environment()
     after = dict(variables)
     names = sorted(before.keys() | after.keys()) if after != before else ()
     names = [name for name in names if before.get(name) != after.get(name)]

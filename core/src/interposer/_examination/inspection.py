@@ -34,7 +34,7 @@ from interposer_sandbox import (
 COMPARISON = "interposer_testing._canary"
 
 HOST = Host(
-    environment=variables(),
+    environment=variables,
     packages=("interposer", "interposer_sandbox"),
     modules=(__name__,),
     slow_modules=("torch", "interposer._contract.layer", "interposer._contract.platform"),
