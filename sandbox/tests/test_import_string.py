@@ -223,6 +223,6 @@ def test_a_script_is_looked_into(tmp_path: Path) -> None:
     )
     assert json.loads(done.stdout) == [
         "",
-        "__main__ has no 'fsat'; nearest: fast, three, names",
+        "__main__ has no 'fsat'; nearest: fast, names, three",
         "",
     ]

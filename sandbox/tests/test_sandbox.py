@@ -317,10 +317,17 @@ def test_code_may_not_ask_for_more_while_it_runs(visited: Visited) -> None:
     assert "raised NestedError" in visited(_NESTED).reason
 
 
-def test_slow_modules_are_imported_before_any_limit_applies(visited: Visited) -> None:
-    seconds = 0.3  # importing torch takes longer
-    assert visited("import torch", seconds)
-    assert visited("import sys; assert 'torch' in sys.modules", seconds)
+def test_slow_modules_are_imported_before_any_limit_applies(folder: Path) -> None:
+    (folder / "acme_slow.py").write_text("import time; time.sleep(3)")
+    (folder / "acme_beside.py").write_text("")
+    visit = function("visit")
+    with Sandbox(Host(slow_modules=("acme_slow", "acme_beside"))) as sandbox:
+        quick = write(folder, "import sys; assert 'acme_slow' not in sys.modules")
+        assert sandbox.run(visit, {"module": quick}, 1.5)
+        name = write(folder, "import acme_slow, sys; assert 'acme_beside' in sys.modules")
+        assert sandbox.run(visit, {"module": name}, 1.5)
+        later = write(folder, "import sys; assert 'acme_slow' in sys.modules")
+        assert sandbox.run(visit, {"module": later}, 1.5)
 
 
 def test_modules_that_a_function_asks_for_are_there(folder: Path) -> None:
