@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from interposer_sandbox._content import digest
@@ -25,16 +24,13 @@ def surroundings() -> Mapping[str, str]:
 
     A finding may be kept for as long as all of it is the same.
     """
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:  # a folder was only put on the path
-        spec = importlib.util.find_spec("torch")
-        origin = spec.origin if spec is not None else None
-        torch = digest([Path(origin).with_name("version.py")]) if origin else ""
+    spec = importlib.util.find_spec("torch")
+    origin = spec.origin if spec is not None else None
     return {
         # What is refused changes with every edit of this code.
         "sandbox": digest(Path(__file__).parent.glob("*.py")),
-        "torch": torch,
+        # The file of its version: metadata takes longer to find, and may be missing.
+        "torch": digest([Path(origin).with_name("version.py")]) if origin else "",
         "python": platform.python_version(),
         "machine": f"{sys.platform} {platform.machine()}",
         "processor": _processor(),
