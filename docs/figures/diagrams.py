@@ -97,7 +97,9 @@ def layers() -> Canvas:
         "contract and selection; no kernel, no model, no vendor",
         color=CORE,
     )
-    c.box((20, 408, 700, 56), "interposer-sandbox", "foreign code in a guarded fork, and what it did")
+    c.box(
+        (20, 408, 700, 56), "interposer-sandbox", "foreign code in a guarded fork, and what it did"
+    )
     c.arrow((760, 40), (760, 458))
     c.text(772, 230, "may import", QUIET)
     c.text(772, 247, "what is", QUIET)
