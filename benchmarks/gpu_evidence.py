@@ -47,9 +47,7 @@ def main() -> None:
     if site is not None:
         install(options.bundle, site)
     environment = environment_of(options, work, site)
-    if options.forks:
-        os.environ.update(environment)
-        preload()
+    os.environ.update(environment if options.forks else {})
     left = False
     for stage in options.stages:
         for step in steps_of(stage, options.tiny):
@@ -64,6 +62,8 @@ def main() -> None:
                 continue
             limit = min(int(step.limit_s * options.patience), int(room))
             print(f"{stage.letter} {step.name}: {stage.subject}, {limit} s at most", flush=True)
+            if options.forks:
+                preload()
             take(step, ledger, environment, work, limit, options)
             report(ledger, options)
     print(report(ledger, options), end="")
