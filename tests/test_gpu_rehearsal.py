@@ -23,7 +23,8 @@ def succeed(*command: str | Path, **options: Any) -> str:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    said: str = done.stdout
+    return said
 
 
 def python_of(version: str) -> str:
