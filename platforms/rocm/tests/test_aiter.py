@@ -493,4 +493,4 @@ def test_planning_for_a_described_device_imports_nothing(tmp_path: Path) -> None
     refusals, modules = json.loads(done.stdout)
     assert modules == []
     (own,) = [text for text in refusals if text.startswith("aiter_flash")]
-    assert own.endswith("accepted, but outranked (score -1 < 0)")
+    assert own.endswith("accepted, but never measured on this device (gfx942)")

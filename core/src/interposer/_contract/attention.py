@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -120,6 +120,7 @@ class AttentionBatch:
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
+        host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
     """
 
     version: ClassVar[int] = 1
@@ -130,6 +131,20 @@ class AttentionBatch:
     slots: Tensor
     max_query_tokens: int
     max_seq_tokens: int
+    host: AttentionBatch | None = None
+
+    def on_host(self) -> AttentionBatch:
+        """Return the batch in host memory, without waiting for the device if that can be.
+
+        It is the copy that came along, or the batch itself where it lies in host memory; else one
+        that is made now, for which the host waits.
+        """
+        if self.host is not None:
+            return self.host
+        if self.slots.device.type == "cpu":
+            return self
+        names = ("query_starts", "seq_lens", "page_table", "slots")
+        return replace(self, **{name: getattr(self, name).cpu() for name in names})
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
@@ -212,7 +227,16 @@ class AttentionBackend(ABC):
 
     A backend is constructed once per distinct spec; layers with equal specs share it, and its
     ``plan`` runs once per step for all of them.
+
+    A decode step that is captured as a graph repeats what a device did. Of a backend that promises
+    ``graph_safe``, ``plan`` is part of that, and asks the device for nothing, unless it plans on
+    the host: then ``plan_fixed`` and ``update_plan`` are called around the graph.
+
+    Attributes:
+        plans_on_host: ``plan`` computes on the host what depends on the values of a batch.
     """
+
+    plans_on_host: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
@@ -244,6 +268,26 @@ class AttentionBackend(ABC):
             plan: of this step.
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
+
+    def plan_fixed(self, batch: AttentionBatch) -> Any:
+        """Return a plan for a graph: whatever it holds stays at its address when it is updated.
+
+        Only backends with ``plans_on_host`` are asked, before a step is captured.
+
+        Args:
+            batch: of one token per sequence, in the memory that the graph reads: its tensors stay
+                where they are and are written anew before each update. All else stays as it is:
+                the numbers of sequences and pages, ``max_query_tokens`` and ``max_seq_tokens``.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise self._no_fixed_plan("plan_fixed")
+
+    def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
+        """Make ``plan``, of ``plan_fixed``, that of ``batch``, before its graph is replayed.
+
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise self._no_fixed_plan("update_plan")
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what ``forward_quantized`` wants of the scales of one layer.
@@ -311,4 +355,10 @@ class AttentionBackend(ABC):
             f"{type(self).__name__} accepted a spec with sinks and a cache of "
             f"{self.spec.cache_dtype} but has no forward_quantized_with_sinks. "
             "Try: refuse such specs in accepts, or override it"
+        )
+
+    def _no_fixed_plan(self, member: str) -> MissingMemberError:
+        return MissingMemberError(
+            f"{type(self).__name__} plans on the host but has no {member}. Try: override it, or do "
+            "not promise graph_safe"
         )

@@ -73,6 +73,9 @@ class Kernel:
         extra_roundings: to the dtype of results on the way, beyond those that the op's tolerance
             allows: of what the kernel stores in fewer bits than the op defines. Whoever compares it
             with the reference allows as many more.
+        proven_on: architectures on which its author has compared it with the reference; empty for
+            none yet. None says nothing of it, and counts as everywhere. What is not proven on a
+            device goes behind all that is, unless it was measured or is wished for.
     """
 
     op: str
@@ -87,6 +90,7 @@ class Kernel:
     form: str = ""
     confirm: str = ""
     extra_roundings: int = 0
+    proven_on: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -128,7 +132,7 @@ class AttentionEntry:
     in place of ``accepts``, so that the backend's own module is not imported to judge it.
 
     ``page_sizes`` are numbers of tokens in a page that an engine may choose among, the preferred
-    one first; empty leaves the number to the engine.
+    one first; empty leaves the number to the engine. ``proven_on`` is that of ``Kernel``.
     """
 
     name: str
@@ -139,6 +143,7 @@ class AttentionEntry:
     score: float = 10.0
     properties: frozenset[str] = frozenset()
     page_sizes: tuple[int, ...] = ()
+    proven_on: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         _check(self)
