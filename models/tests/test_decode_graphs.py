@@ -176,16 +176,35 @@ def kernels(*records: Record) -> Any:
     return Kernels
 
 
-def test_a_replaced_layer_promises_nothing(llama: Path) -> None:
+def test_a_replaced_layer_has_to_promise_for_its_code(llama: Path) -> None:
+    safe = frozenset({"graph_safe"})
+    entry = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm", properties=safe)
+    with register(kernels(entry), "norms"):
+        assert loaded(llama, "on").engine.graphs is not None
     with register(kernels(LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")), "norms"):
         lm = loaded(llama)
         assert lm.engine.graphs is None
         assert lm.graphs is not None
         assert lm.graphs.reason == (
-            "cannot be captured: the layer other of norms for 'rms_norm' has code of its own, and "
-            "layers promise nothing. Try: Config(layers={'rms_norm': 'standard'})"
+            "cannot be captured: the layer other of norms for 'rms_norm' has code of its own, "
+            "which does not promise to be graph_safe. Try: Config(layers={'rms_norm': 'standard'})"
         )
         assert loaded(llama, "on", layers={"rms_norm": "standard"}).engine.graphs is not None
+
+
+def test_all_that_costs_the_graphs_is_named_at_once(llama: Path) -> None:
+    slow = Kernel("linear", "linear_waiting", f"{__name__}:waiting_linear", "tape")
+    norm = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")
+    with register(kernels(slow, norm), "several"):
+        (note,) = [n for n in explain(llama, config=config()).notes if "graphs" in n]
+        assert note == (
+            "decode steps run without graphs: cannot be captured: linear_waiting of several for "
+            "'linear' does not promise to be graph_safe, and the layer other of several for "
+            "'rms_norm' has code of its own, which does not promise to be graph_safe. "
+            "Try: Config(require={'graph_safe'}, layers={'rms_norm': 'standard'})"
+        )
+        kept = config(require={"graph_safe"}, layers={"rms_norm": "standard"})
+        assert "decode steps run as graphs" in explain(llama, config=kept).notes
 
 
 def test_a_broken_promise_is_told(llama: Path) -> None:

@@ -108,7 +108,8 @@ class LayerEntry:
     """A class for a layer id: the standard one, or a replacement that subclasses it.
 
     ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``, on whose cases
-    the conformance suite compares replacements with it.
+    the conformance suite compares replacements with it. ``properties`` are promises of the layer's
+    own code; what the kernels that it binds promise, they say themselves.
     """
 
     layer_id: str
@@ -119,6 +120,7 @@ class LayerEntry:
     predicate: str = ""
     score: float = 10.0
     cases: str = ""
+    properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self)

@@ -6,18 +6,19 @@ A platform captures whatever it is given; what is in the way of it, is the same 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from interposer import Choice, Placement, Platform, Resolver, Verdict
+from interposer import Candidate, Choice, Placement, Platform, Request, Resolver, Verdict
 from interposer.errors import InterposerError
 from interposer.records import LayerEntry, PlatformEntry
 
 __all__ = ["judge_choices", "judge_compilation", "judge_graphs"]
 
 _RUNNING = ("kernel", "attention")
+_SAFE = "graph_safe"
 _MOST_NAMED = 3
 _STANDARD = "standard"
 
@@ -46,36 +47,57 @@ def judge_graphs(
         for choice, prefixes in resolver.choices.values()
         if not (choice.idle or all(prefix in outside for prefix in prefixes))
     )
-    return judge_choices(captured)
+    return judge_choices(captured, resolver.accepted)
 
 
-def judge_choices(choices: Iterable[Choice]) -> Verdict:
+def judge_choices(
+    choices: Iterable[Choice], accepted: Callable[[Request], Sequence[Candidate]] | None = None
+) -> Verdict:
     """Refuse if anything that is chosen does not promise to work in a graph.
 
-    Kernels and backends promise ``graph_safe``. Layers promise nothing, so that only the standard
-    ones count as safe: a replacement may wait for the host in code of its own.
+    Kernels and backends promise ``graph_safe``. A layer that replaces a standard one has to promise
+    it, too: it may wait for the host in code of its own.
+
+    Args:
+        accepted: returns the candidates that accept a request; with it the reason says which could
+            be taken instead.
     """
     unsafe: dict[str, str] = {}
     replaced: dict[str, str] = {}
+    stuck: list[str] = []
     for choice in choices:
         chosen, name = choice.chosen, choice.request.name
-        if choice.request.kind in _RUNNING and "graph_safe" not in chosen.properties:
-            unsafe[f"{chosen.name} of {chosen.provider}"] = name
+        if _SAFE in chosen.properties:
+            continue
+        if choice.request.kind in _RUNNING:
+            said = f"{chosen.name} of {chosen.provider}"
+            if accepted is not None:
+                safe = [c.name for c in accepted(choice.request) if _SAFE in c.properties]
+                if not safe:
+                    stuck.append(name)
+            unsafe[said] = name
         elif isinstance(chosen.record, LayerEntry) and chosen.record.name != _STANDARD:
             replaced[f"{chosen.name} of {chosen.provider}"] = name
+    if not (unsafe or replaced):
+        return Verdict.accept()
+    parts, settings = [], []
     if unsafe:
         verb = "does" if len(unsafe) == 1 else "do"
-        return Verdict.refuse(
-            f"cannot be captured: {_listed(unsafe)} {verb} not promise to be graph_safe. "
-            "Try: Config(require={'graph_safe'})"
-        )
+        parts.append(f"{_listed(unsafe)} {verb} not promise to be {_SAFE}")
+        if len(stuck) < len(unsafe):
+            settings.append(f"require={{{_SAFE!r}}}")
     if replaced:
         rules = ", ".join(f"{name!r}: 'standard'" for name in dict.fromkeys(replaced.values()))
-        return Verdict.refuse(
-            f"cannot be captured: the layer {_listed(replaced)} has code of its own, and layers "
-            f"promise nothing. Try: Config(layers={{{rules}}})"
+        parts.append(
+            f"the layer {_listed(replaced)} has code of its own, which does not promise to be "
+            f"{_SAFE}"
         )
-    return Verdict.accept()
+        settings.append(f"layers={{{rules}}}")
+    mend = f"Config({', '.join(settings)})"
+    if stuck:
+        kinds = " and ".join(repr(name) for name in dict.fromkeys(stuck))
+        mend = f"a plugin with a {_SAFE} candidate for {kinds}: there is none here"
+    return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
 
 
 def judge_compilation(step: Callable[..., Any]) -> Verdict:
