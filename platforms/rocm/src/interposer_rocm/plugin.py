@@ -95,6 +95,7 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
+            properties=frozenset({"graph_safe"}),
             proven_on=_NOWHERE,
         ),
         AttentionEntry(
