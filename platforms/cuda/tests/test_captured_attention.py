@@ -123,14 +123,15 @@ def test_a_fixed_plan_stays_where_it_is(packages: None) -> None:
         fixed.update_plan(plan, held)
         (cache,) = fixed.kv_layout().allocate(1, 18, "cpu")
         cache.normal_()
-        given = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
+        generator = torch.Generator().manual_seed(1)
+        query, key, value = random_projections(spec, 3, generator, fused=False)
         own = cache.clone()
-        out = fixed.forward(*given, cache, plan)
+        out = fixed.forward(query, key, value, cache, plan)
         # A step in between that is not captured changes nothing of it.
         fixed.plan(now)
-        assert torch.equal(out, fresh.forward(*given, own, fresh.plan(now)))
+        assert torch.equal(out, fresh.forward(query, key, value, own, fresh.plan(now)))
         assert torch.equal(cache, own)
-        assert torch.equal(fixed.forward(*given, cache, plan), out)
+        assert torch.equal(fixed.forward(query, key, value, cache, plan), out)
         assert [t.data_ptr() for t in (*buffers, plan.slots)] == addresses
 
 
@@ -152,7 +153,7 @@ class OnDevice(torch.Tensor):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(getattr(place, "dtype", None) == torch.bool for place in places):
                 raise AssertionError("the host waits for a number of rows")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def on_device(batch: AttentionBatch) -> AttentionBatch:

@@ -225,19 +225,19 @@ def test_flash_is_captured_and_replayed_with_other_lengths(working: Path, use: A
     held = decoding([1, 1, 1], 4, 6)
     (cache,) = backend.kv_layout().allocate(1, 18, "cpu")
     cache.normal_()
-    given = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
+    query, key, value = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
     addresses = (cache.data_ptr(), held.slots.data_ptr())
     replay = TapePlatform().capture_graph(
-        lambda: backend.forward(*given, cache, backend.plan(held))
+        lambda: backend.forward(query, key, value, cache, backend.plan(held))
     )
     for lengths in ([5, 24, 1], [4, 8, 17], [1, 1, 2]):
         now = decoding(lengths, 4, 6)
         for name in ("query_starts", "seq_lens", "page_table", "slots"):
             getattr(held, name).copy_(getattr(now, name))
-        for tensor in given:
+        for tensor in (query, key, value):
             tensor.normal_()
         own = cache.clone()
-        expected = backend.forward(*given, own, backend.plan(now))
+        expected = backend.forward(query, key, value, own, backend.plan(now))
         torch.testing.assert_close(replay(), expected, rtol=0, atol=0)
         assert torch.equal(cache, own)
     assert addresses == (cache.data_ptr(), held.slots.data_ptr())
