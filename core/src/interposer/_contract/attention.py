@@ -134,15 +134,9 @@ class AttentionBatch:
     host: AttentionBatch | None = None
 
     def on_host(self) -> AttentionBatch:
-        """Return the batch in host memory, without waiting for the device if that can be.
-
-        It is the copy that came along, or the batch itself where it lies in host memory; else one
-        that is made now, for which the host waits.
-        """
-        if self.host is not None:
-            return self.host
-        if self.slots.device.type == "cpu":
-            return self
+        """Return the batch in host memory; where no copy came along, the device is waited for."""
+        if self.host is not None or self.slots.device.type == "cpu":
+            return self.host or self
         names = ("query_starts", "seq_lens", "page_table", "slots")
         return replace(self, **{name: getattr(self, name).cpu() for name in names})
 
@@ -228,12 +222,10 @@ class AttentionBackend(ABC):
     A backend is constructed once per distinct spec; layers with equal specs share it, and its
     ``plan`` runs once per step for all of them.
 
-    A decode step that is captured as a graph repeats what a device did. Of a backend that promises
-    ``graph_safe``, ``plan`` is part of that, and asks the device for nothing, unless it plans on
-    the host: then ``plan_fixed`` and ``update_plan`` are called around the graph.
-
     Attributes:
-        plans_on_host: ``plan`` computes on the host what depends on the values of a batch.
+        plans_on_host: what depends on the values of a batch is computed on the host. A graph does
+            not repeat that, so ``plan_fixed`` and ``update_plan`` are called around it; ``plan`` of
+            another backend that promises ``graph_safe`` is a part of it.
     """
 
     plans_on_host: ClassVar[bool] = False
@@ -272,22 +264,16 @@ class AttentionBackend(ABC):
     def plan_fixed(self, batch: AttentionBatch) -> Any:
         """Return a plan for a graph: whatever it holds stays at its address when it is updated.
 
-        Only backends with ``plans_on_host`` are asked, before a step is captured.
-
         Args:
-            batch: of one token per sequence, in the memory that the graph reads: its tensors stay
-                where they are and are written anew before each update. All else stays as it is:
-                the numbers of sequences and pages, ``max_query_tokens`` and ``max_seq_tokens``.
+            batch: of one token per sequence, in the memory that the graph reads, which is written
+                anew before each update; shapes and both numbers stay as they are.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise self._no_fixed_plan("plan_fixed")
+        raise _no_fixed_plan(self, "plan_fixed")
 
     def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
-        """Make ``plan``, of ``plan_fixed``, that of ``batch``, before its graph is replayed.
-
-        Raises: MissingMemberError: unless it is overridden.
-        """
-        raise self._no_fixed_plan("update_plan")
+        """Make ``plan``, of ``plan_fixed``, that of ``batch``, before each replay; see there."""
+        raise _no_fixed_plan(self, "update_plan")
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what ``forward_quantized`` wants of the scales of one layer.
@@ -357,8 +343,9 @@ class AttentionBackend(ABC):
             "Try: refuse such specs in accepts, or override it"
         )
 
-    def _no_fixed_plan(self, member: str) -> MissingMemberError:
-        return MissingMemberError(
-            f"{type(self).__name__} plans on the host but has no {member}. Try: override it, or do "
-            "not promise graph_safe"
-        )
+
+def _no_fixed_plan(backend: AttentionBackend, member: str) -> MissingMemberError:
+    mend = "Try: override it, or do not promise graph_safe"
+    return MissingMemberError(
+        f"{type(backend).__name__} plans on the host but has no {member}. {mend}"
+    )

@@ -73,9 +73,8 @@ class Kernel:
         extra_roundings: to the dtype of results on the way, beyond those that the op's tolerance
             allows: of what the kernel stores in fewer bits than the op defines. Whoever compares it
             with the reference allows as many more.
-        proven_on: architectures on which its author has compared it with the reference; empty for
-            none yet. None says nothing of it, and counts as everywhere. What is not proven on a
-            device goes behind all that is, unless it was measured or is wished for.
+        proven_on: architectures on which it was compared with the reference; empty is none, and
+            None, which says nothing, counts as all. What is not proven goes behind what is.
     """
 
     op: str

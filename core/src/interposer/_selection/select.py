@@ -34,6 +34,7 @@ Gate = Callable[[Request, Candidate], Verdict]
 _FREE = Policy()
 _ACCEPTED = Verdict.accept()
 _UNMEASURED = (1, 0.0)
+_Rule = Literal["wish", "time", "proof", "score", "name"]
 
 
 def select(
@@ -142,18 +143,13 @@ class _Ranking:
     architecture: str
 
     def key(self, candidate: Candidate) -> tuple[object, ...]:
-        return (
-            self.preference(candidate),
-            self.seconds(candidate),
-            self.unproven(candidate),
-            *_by_score(candidate),
-        )
+        rules = self.preference(candidate), self.seconds(candidate), self.unproven(candidate)
+        return (*rules, *_by_score(candidate))
 
     def unproven(self, candidate: Candidate) -> bool:
-        """Say whether its author has not run it on such a device, nor anybody measured it here."""
-        if self.seconds(candidate) != _UNMEASURED:
-            return False
-        return not candidate.is_proven_on(self.architecture)
+        """Say whether neither its author has run it on such a device, nor anybody measured it."""
+        proven = candidate.is_proven_on(self.architecture)
+        return not proven and self.seconds(candidate) == _UNMEASURED
 
     def preference(self, candidate: Candidate) -> int:
         """Return the position of the first preference that is met, or one past the last.
@@ -190,9 +186,7 @@ class _Ranking:
         assert self.measured is not None
         return duration(self.measured.seconds[candidate.qualified_name])
 
-    def differ(
-        self, one: Candidate, other: Candidate
-    ) -> Literal["wish", "time", "proof", "score", "name"]:
+    def differ(self, one: Candidate, other: Candidate) -> _Rule:
         """Return the first rule that tells two candidates apart."""
         if self.preference(one) != self.preference(other):
             return "wish"
@@ -261,10 +255,8 @@ class _Ranking:
         if extra := getattr(chosen.record, "extra_roundings", 0):
             yield f"may be off by {extra} roundings more than the op allows"
         if self.unproven(chosen):
-            yield (
-                f"never measured on this device ({self.architecture}). "
-                "Try: interposer verify, then interposer tune"
-            )
+            mend = "Try: interposer verify, then interposer tune"
+            yield f"never measured on this device ({self.architecture}). {mend}"
 
 
 def _told(

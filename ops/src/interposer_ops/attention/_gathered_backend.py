@@ -65,9 +65,8 @@ class GatheredBackend(AttentionBackend):
             lengths = batch.query_starts.diff()
         else:
             total = int(windowed(host, self.spec.window_tokens)[1].sum())
-            read = read_slots(
-                batch.page_table, firsts, lengths, self.spec.page_size, num_tokens=total
-            )
+            size = self.spec.page_size
+            read = read_slots(batch.page_table, firsts, lengths, size, num_tokens=total)
         starts = batch.query_starts.to(torch.int32), cumulated(lengths)
         most = max(batch.max_seq_tokens, batch.max_query_tokens)
         return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, most)

@@ -42,11 +42,8 @@ def judge_graphs(
         return Verdict.refuse("Config(graphs='off') says so") if provided else None
     if not provided:
         return provided
-    captured = (
-        choice
-        for choice, prefixes in resolver.choices.values()
-        if not (choice.idle or all(prefix in outside for prefix in prefixes))
-    )
+    made = resolver.choices.values()
+    captured = (choice for choice, at in made if not (choice.idle or outside.issuperset(at)))
     return judge_choices(captured, resolver.accepted)
 
 
@@ -55,48 +52,40 @@ def judge_choices(
 ) -> Verdict:
     """Refuse if anything that is chosen does not promise to work in a graph.
 
-    Kernels and backends promise ``graph_safe``. A layer that replaces a standard one has to promise
-    it, too: it may wait for the host in code of its own.
+    Kernels, backends and layers that replace standard ones have to promise ``graph_safe``.
 
     Args:
-        accepted: returns the candidates that accept a request; with it the reason says which could
-            be taken instead.
+        accepted: returns what accepts a request; with it is said where nothing else is safe.
     """
     unsafe: dict[str, str] = {}
     replaced: dict[str, str] = {}
-    stuck: list[str] = []
+    stuck: dict[str, None] = {}
     for choice in choices:
-        chosen, name = choice.chosen, choice.request.name
+        chosen, request = choice.chosen, choice.request
+        who = f"{chosen.name} of {chosen.provider}"
         if _SAFE in chosen.properties:
             continue
-        if choice.request.kind in _RUNNING:
-            said = f"{chosen.name} of {chosen.provider}"
-            if accepted is not None:
-                safe = [c.name for c in accepted(choice.request) if _SAFE in c.properties]
-                if not safe:
-                    stuck.append(name)
-            unsafe[said] = name
+        if request.kind in _RUNNING:
+            unsafe[who] = request.name
+            if accepted and not any(_SAFE in other.properties for other in accepted(request)):
+                stuck[repr(request.name)] = None
         elif isinstance(chosen.record, LayerEntry) and chosen.record.name != _STANDARD:
-            replaced[f"{chosen.name} of {chosen.provider}"] = name
-    if not (unsafe or replaced):
-        return Verdict.accept()
+            replaced[who] = request.name
     parts, settings = [], []
     if unsafe:
         verb = "does" if len(unsafe) == 1 else "do"
-        parts.append(f"{_listed(unsafe)} {verb} not promise to be {_SAFE}")
-        if len(stuck) < len(unsafe):
-            settings.append(f"require={{{_SAFE!r}}}")
+        parts.append(f"{_listed(unsafe)} {verb} not promise to be graph_safe")
+        settings.append(f"require={{{_SAFE!r}}}")
     if replaced:
         rules = ", ".join(f"{name!r}: 'standard'" for name in dict.fromkeys(replaced.values()))
-        parts.append(
-            f"the layer {_listed(replaced)} has code of its own, which does not promise to be "
-            f"{_SAFE}"
-        )
+        own = "has code of its own, which does not promise to be graph_safe"
+        parts.append(f"the layer {_listed(replaced)} {own}")
         settings.append(f"layers={{{rules}}}")
+    if not parts:
+        return Verdict.accept()
     mend = f"Config({', '.join(settings)})"
     if stuck:
-        kinds = " and ".join(repr(name) for name in dict.fromkeys(stuck))
-        mend = f"a plugin with a {_SAFE} candidate for {kinds}: there is none here"
+        mend = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
     return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
 
 
