@@ -262,18 +262,18 @@ class AttentionBackend(ABC):
         """
 
     def plan_fixed(self, batch: AttentionBatch) -> Any:
-        """Return a plan for a graph: whatever it holds stays at its address when it is updated.
+        """Return a plan for a graph; what it holds keeps its address when it is updated.
 
         Args:
             batch: of one token per sequence, in the memory that the graph reads, which is written
                 anew before each update; shapes and both numbers stay as they are.
-        Raises: MissingMemberError: unless it is overridden.
+        Raises: MissingMemberError: unless it is overridden, with ``plans_on_host``.
         """
-        raise _no_fixed_plan(self, "plan_fixed")
+        raise _lacking(self, "plans on the host", "plan_fixed")
 
     def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
         """Make ``plan``, of ``plan_fixed``, that of ``batch``, before each replay; see there."""
-        raise _no_fixed_plan(self, "update_plan")
+        raise _lacking(self, "plans on the host", "update_plan")
 
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what ``forward_quantized`` wants of the scales of one layer.
@@ -297,10 +297,7 @@ class AttentionBackend(ABC):
             scales: of ``prepare_scales``.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a cache of {self.spec.cache_dtype} but has no "
-            "forward_quantized. Try: refuse such specs in accepts, or override it"
-        )
+        raise _lacking(self, f"accepted a cache of {self.spec.cache_dtype}", "forward_quantized")
 
     def forward_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
@@ -313,10 +310,7 @@ class AttentionBackend(ABC):
             sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a spec with sinks but has no forward_with_sinks. "
-            "Try: refuse such specs in accepts, or override it"
-        )
+        raise _lacking(self, "accepted a spec with sinks", "forward_with_sinks")
 
     def forward_quantized_with_sinks(
         self,
@@ -337,15 +331,10 @@ class AttentionBackend(ABC):
             sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a spec with sinks and a cache of "
-            f"{self.spec.cache_dtype} but has no forward_quantized_with_sinks. "
-            "Try: refuse such specs in accepts, or override it"
-        )
+        accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
+        raise _lacking(self, accepted, "forward_quantized_with_sinks")
 
 
-def _no_fixed_plan(backend: AttentionBackend, member: str) -> MissingMemberError:
-    mend = "Try: override it, or do not promise graph_safe"
-    return MissingMemberError(
-        f"{type(backend).__name__} plans on the host but has no {member}. {mend}"
-    )
+def _lacking(backend: AttentionBackend, said: str, member: str) -> MissingMemberError:
+    text = f"{type(backend).__name__} {said} but has no {member}. Try: override it, or refuse such "
+    return MissingMemberError(f"{text}specs in accepts, or do not promise graph_safe")
