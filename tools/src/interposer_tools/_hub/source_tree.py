@@ -151,8 +151,7 @@ def _without_declarations(source: SourceModule, statement: Binding) -> str:
     if not isinstance(statement, ast.FunctionDef) or not _only_declares(source, statement):
         return text
     dropped: Callable[[int], bool] = lambda line: any(
-        each.lineno <= line <= (each.end_lineno or each.lineno)
-        for each in statement.decorator_list
+        each.lineno <= line <= (each.end_lineno or each.lineno) for each in statement.decorator_list
     )
     last = statement.end_lineno or statement.lineno
     first = last - len(text.splitlines()) + 1
