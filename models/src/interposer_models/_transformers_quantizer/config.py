@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -38,7 +38,8 @@ class InterposerConfig(QuantizationConfigMixin):
             raise ConfigError(f"{sorted(reserved)} is set twice")
         wanted = {"quant_method": method, **settings}
         quantization_settings(wanted, None, current_registry(), "")
-        self.quant_method = TRANSFORMERS_METHOD
+        # A string where transformers has an enumeration of its own methods, as it takes both.
+        self.quant_method = cast("Any", TRANSFORMERS_METHOD)
         self.method = str(method)
         self.__dict__.update(settings)
 

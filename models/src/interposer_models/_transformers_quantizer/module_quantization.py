@@ -35,21 +35,28 @@ def quantize_modules(model: Any, resolver: Resolver) -> list[str]:
         CheckpointError: a weight holds what is no finite number.
     """
     names = {id(module): name for name, module in model.named_modules()}
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for key, child in parent.named_children():
+            holders.setdefault(id(child), []).append((parent, key))
     head, table = model.get_output_embeddings(), _input_embeddings(model)
     replaced = dict[str, QuantizedModule]()
-    tied = isinstance(head, nn.Linear) and table is not None and head.weight is table.weight
-    if tied:
+    shared = None
+    if isinstance(head, nn.Linear) and table is not None and head.weight is table.weight:
+        shared = head
         replaced |= _tied(resolver, head, names[id(head)], table, names[id(table)])
-    for name, module in list(model.named_modules()):
+        for name, both in replaced.items():
+            _put(holders[id(model.get_submodule(name))], both)
+        del table
+    for name in [*names.values()]:
+        module = model.get_submodule(name)
         # A subclass may compute something else with its weight.
-        if type(module) is not nn.Linear or (tied and module is head):
+        if type(module) is not nn.Linear or module is shared:
             continue
         quantized = _linear(resolver, module, name, is_head=module is head)
         if quantized is not None:
-            _put(model, name, quantized)
+            _put(holders[id(module)], quantized)  # at once, so that its plain weight goes
             replaced[name] = quantized
-    for name, quantized in replaced.items():
-        _put(model, name, quantized)
     if not replaced:
         raise ConfigError(
             f"{type(model).__name__} has no torch.nn.Linear that quantization_config quantizes. "
@@ -88,11 +95,12 @@ def _tied(
     if isinstance(layer.method, PlainEmbedding):
         return {}
     _fill(layer, weight=table.weight)
-    assert layer.lookup is not None and layer.product is not None, "finalize sets them"
-    kernel, operands = layer.product
+    lookup, product = layer.lookup, layer.product
+    assert lookup is not None, "finalize sets it"
+    assert product is not None, "there is a head"
     return {
-        table_name: QuantizedEmbedding(table_name, table, layer.lookup, *layer.constants),
-        head_name: QuantizedLinear(head_name, head, kernel, *operands),
+        table_name: QuantizedEmbedding(table_name, table, lookup, *layer.constants),
+        head_name: QuantizedLinear(head_name, head, product[0], *product[1]),
     }
 
 
@@ -118,7 +126,8 @@ def _input_embeddings(model: Any) -> nn.Embedding | None:
     return found if type(found) is nn.Embedding else None
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    # The mode of a part is that of the model; transformers calls eval() at the end.
-    setattr(model.get_submodule(parent), last, nn.Module.train(module, mode=False))
+def _put(holders: list[tuple[nn.Module, str]], module: nn.Module) -> None:
+    """Put a module wherever the plain one stands; some models share a module."""
+    nn.Module.train(module, mode=False)  # as transformers leaves a model that it loads
+    for parent, key in holders:
+        setattr(parent, key, module)

@@ -7,7 +7,7 @@ Dimensions: V vocabulary, H hidden size, I input features, O output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -84,22 +84,23 @@ class _WeightFacts(Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, int], module: QuantizedModule) -> _WeightFacts:
-        facts: _WeightFacts = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        facts: _WeightFacts = Tensor._make_wrapper_subclass(
             cls, shape, dtype=module.dtype, device=module.device, requires_grad=False
         )
         facts.place = module.place
         return facts
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    # torch's own stubs say less of these two than it asks for.
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"the weight of {self.place}, {tuple(self.shape)}, {self.dtype}, quantized"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> NoReturn:
         """Refuse to compute with it."""
         places = [each.place for each in args if isinstance(each, cls)]
@@ -150,7 +151,7 @@ class QuantizedEmbedding(QuantizedModule):
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``."""
         rows = self._kernel(input.reshape(-1), *self._operands)
-        return rows.unflatten(0, input.shape)
+        return rows.reshape(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""

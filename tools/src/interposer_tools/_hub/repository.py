@@ -170,7 +170,7 @@ class HubRepository:
         layers = "from . import layers\n" if "layers" in names else ""
         listed = "\n".join(f'    "{name}",' for name in names)
         return (
-            f'"""Functions of ops and layers made of them: kernels in Triton, and torch on CPUs."""\n\n'
+            f'"""Functions of ops, and layers made of them: in Triton, and in torch on CPUs."""\n\n'
             f"{layers}from .functions import (\n{functions}\n)\n\n__all__ = [\n{listed}\n]\n"
         )
 

@@ -8,7 +8,7 @@ Decorators that only declare a function, and what nothing uses, are left out.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from types import FunctionType
@@ -150,13 +150,13 @@ def _without_declarations(source: SourceModule, statement: Binding) -> str:
     text = source.text_of(statement)
     if not isinstance(statement, ast.FunctionDef) or not _only_declares(source, statement):
         return text
-    dropped: Callable[[int], bool] = lambda line: any(
-        each.lineno <= line <= (each.end_lineno or each.lineno) for each in statement.decorator_list
-    )
+    dropped = set[int]()
+    for each in statement.decorator_list:
+        dropped.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
     last = statement.end_lineno or statement.lineno
     first = last - len(text.splitlines()) + 1
     numbered = enumerate(text.splitlines(), first)
-    return "\n".join(line for number, line in numbered if not dropped(number))
+    return "\n".join(line for number, line in numbered if number not in dropped)
 
 
 def _data_beside(source: SourceModule, place: PurePosixPath) -> dict[PurePosixPath, str]:
