@@ -1,7 +1,7 @@
 """Check functions of a repository of the hub in the cases of their ops; prints JSON.
 
-Called with a build and how many cases of each op, by ``test_hub_kernels``. With ``TRITON_INTERPRET``
-it checks the Triton kernels, on the processor.
+Called with a build and how many cases of each op, by ``test_hub_kernels``. It checks the Triton
+kernels, on the processor, with ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class HubRepository:
             ops: names of ops.
             name: of the repository.
         Raises:
-            UnknownNameError: the distribution has no such op, or no kernel for it.
+            UnknownNameError: the distribution has no ops, not this one, or no kernel for it.
             ConfigError: the name is none, or a kernel needs more than its arguments.
         """
         if not _NAME.fullmatch(name):
@@ -91,9 +91,14 @@ class HubRepository:
         self.name = name
         self.license = metadata(provider)["License-Expression"] or "other"
         self.package = name.replace("-", "_")
+        providers = {plugin.distribution for plugin, _ in registry.records(OpEntry)}
+        if provider not in providers:
+            raise UnknownNameError("distribution with ops", provider, sorted(providers))
         entries = {e.name: e for p, e in registry.records(OpEntry) if p.distribution == provider}
         kernels = [k for p, k in registry.records(Kernel) if p.distribution == provider]
-        compiled = {k.op: k for k in kernels if k.requires.features == {"triton"}}
+        of_triton = [k for k in kernels if k.requires.features == {"triton"}]
+        # Of several for an op, one that can be called with its arguments alone comes last.
+        compiled = {k.op: k for k in sorted(of_triton, key=lambda k: not _needs(k))}
         package = next((e.target.partition(".")[0] for e in entries.values()), _CORE)
         self._tree = SourceTree({_CORE, package})
         self.functions = []
@@ -106,10 +111,10 @@ class HubRepository:
             self.functions.append(self._function(entries[op], compiled[op], kernels))
 
     def _function(self, entry: OpEntry, kernel: Kernel, kernels: list[Kernel]) -> HubFunction:
-        if kernel.prepare:
+        if _needs(kernel):
             raise ConfigError(
-                f"{kernel.name} takes constants that another function has prepared, which a "
-                "function of the hub cannot. Try: leave the op out"
+                f"{kernel.name} cannot be called with any arguments of its op, as a function of "
+                f"the hub is: {_needs(kernel)}. Try: leave the op out"
             )
         general = [
             k
@@ -241,6 +246,13 @@ def _layers(ops: set[str]) -> tuple[str, list[str]]:
                 dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 3))
     kept = [line for number, line in enumerate(lines, 1) if number not in dropped]
     return "\n".join(kept).rstrip() + "\n", names
+
+
+def _needs(kernel: Kernel) -> str:
+    """Return what a kernel asks for besides its arguments; nothing where it takes any."""
+    if kernel.prepare:
+        return "it takes constants that another function has prepared"
+    return f"it is for some {', '.join(kernel.requires.dims)} only" if kernel.requires.dims else ""
 
 
 def _split(target: str) -> Definition:
