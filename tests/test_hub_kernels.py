@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from transformers.activations import GELUActivation
 from transformers.models.qwen3 import modeling_qwen3
 
 from interposer_ops import norms
-from interposer_tools._cli import main
 
 FUNCTIONS = Path(__file__).with_name("hub_functions.py")
 USE_KERNELS = Path(__file__).with_name("hub_use_kernels.py")
@@ -53,7 +53,7 @@ def write(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(sys, "argv", ["interposer", "hub-kernels", *map(str, arguments)])
         code: Any = 0
         try:
-            main()
+            runpy.run_module("interposer_tools", run_name="__main__")
         except SystemExit as end:
             code = end.code or 0
         return (code, *capsys.readouterr())
