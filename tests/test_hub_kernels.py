@@ -212,10 +212,15 @@ def test_a_model_of_transformers_runs_layers(repository: Path, dtype: torch.dtyp
         expected = model(IDS).logits
         kernelized(model, repository, RMSNorm=modeling_qwen3.Qwen3RMSNorm)
         bound = [m for m in model.modules() if isinstance(m, modeling_qwen3.Qwen3RMSNorm)]
-        calls = []
+        calls: list[str] = []
         functions = kernels.get_local_kernel(repository).functions
         original = functions._chosen
-        functions._chosen = lambda op, x: (calls.append(op), original(op, x))[1]
+
+        def chosen(op: str, operand: torch.Tensor) -> Any:
+            calls.append(op)
+            return original(op, operand)
+
+        functions._chosen = chosen
         try:
             found = model(IDS).logits
         finally:
@@ -228,7 +233,7 @@ def test_a_model_of_transformers_runs_layers(repository: Path, dtype: torch.dtyp
 
 def test_an_encoder_runs_activations(repository: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModel.from_config(BertConfig(**sizes, intermediate_size=96, vocab_size=64)).eval()
     with torch.no_grad():
         expected = model(IDS).last_hidden_state

@@ -204,7 +204,7 @@ def test_a_quantized_model_is_not_quantized_again(folder: Path, tmp_path: Path) 
 def test_encoders_and_encoder_decoders(tmp_path: Path) -> None:
     """Families that ``load`` does not know: every projection of torch's own type."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     bert = BertConfig(**sizes, intermediate_size=96, vocab_size=128)
     t5 = T5Config(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=128)
     for label, config in (("bert", bert), ("t5", t5)):
