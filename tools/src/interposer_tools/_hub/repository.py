@@ -31,6 +31,8 @@ argument decides at each call."""
 _TEMPLATES = Path(__file__).parents[1] / "templates" / "hub-kernels"
 _NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _CORE = "interposer"
+# What ops may be written with: it is not there where a repository is loaded, so it is copied.
+_BELOW = (_CORE, "interposer_sandbox", "interposer_testing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class HubRepository:
         # Of several for an op, one that can be called with its arguments alone comes last.
         compiled = {k.op: k for k in sorted(of_triton, key=lambda k: not _needs(k))}
         package = next((e.target.partition(".")[0] for e in entries.values()), _CORE)
-        self._tree = SourceTree({_CORE, package})
+        self._tree = SourceTree({*_BELOW, package})
         self.functions = []
         for op in ops:
             known = sorted(compiled.keys() & entries.keys())
