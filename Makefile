@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets bench clean
+.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -38,6 +38,9 @@ test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels o
 
 test-torch: $(INSTALLED) ## Install every version of torch that is declared, one by one, and run what was built once.
 	$(BIN)/python -m pytest tests/test_torch_versions.py -s
+
+test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
+	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
 
 test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s
