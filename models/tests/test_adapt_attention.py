@@ -177,7 +177,7 @@ class TwinCaches:
         model = windowed(window) if window else llama()
         self.ours: Any = adapt_model(model).new_cache()
         self.theirs: Any = DynamicCache(config=self.config)
-        self.caches = (self.ours, self.theirs)
+        self.caches: tuple[Any, Any] = (self.ours, self.theirs)
         self.batch = 2
 
     def update(self, length: int) -> None:
