@@ -210,14 +210,9 @@ class LoadsKernel(Loads):
         if self._described or not isinstance(record, Kernel):
             self.loaded = (self._op.reference, None, None)
             return _ACCEPTED
-        function = self._registry.load(candidate, record.target)
-        self.loaded = (
-            function,
-            *(
-                self._registry.load(candidate, target) if target else None
-                for target in (record.prepare, record.restore)
-            ),
-        )
+        load, others = self._registry.load, (record.prepare, record.restore)
+        held = (load(candidate, target) if target else None for target in others)
+        self.loaded = (load(candidate, record.target), *held)
         return _ACCEPTED
 
 
