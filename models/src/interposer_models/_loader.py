@@ -24,12 +24,15 @@ from interposer import (
     place,
 )
 from interposer.errors import ConfigError, UnknownNameError
+from interposer.tooling import default_store
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.config import DecoderConfig
 from interposer_models._decoder.decoder import CausalLM, attention_layers
 from interposer_models._dequantization.decision import dequantize_once
+from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
+from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
@@ -53,6 +56,7 @@ class Plan:
         decoder: sizes and options of the model.
         page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
+        compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
     """
 
     checkpoint: Checkpoint | CheckpointFile
@@ -65,6 +69,7 @@ class Plan:
     model: CausalLM
     sampler: Sampler
     graphs: Verdict | None
+    compiled: Verdict | None
 
     @property
     def path(self) -> Path:
@@ -126,6 +131,7 @@ def plan(
         model,
         sampler,
         graphs,
+        judge_compiler(config, placement),
     )
 
 
@@ -161,8 +167,8 @@ def load(
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, the cache exceeds the free memory, a
-            quantized checkpoint is to be quantized by another method, or graphs are asked for
-            that cannot be.
+            quantized checkpoint is to be quantized by another method, or graphs or compilation
+            are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     if cache_tokens is not None:
@@ -179,6 +185,7 @@ def load(
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+    compiled = None if planned.compiled is None else _compiler(planned)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
@@ -211,6 +218,7 @@ def load(
         graphs_required=required,
         numerics=planned.numerics,
         seed=policy.seed,
+        compiled=compiled,
     )
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
@@ -221,6 +229,18 @@ def load(
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
     return LanguageModel(engine, tokenizer, planned, weights)
+
+
+def _compiler(planned: Plan) -> Callable[[CausalLM, list[torch.Tensor]], CompiledModel]:
+    """Return what compiles the model of a plan, once it is loaded.
+
+    Raises: ConfigError: there is no such backend.
+    """
+    resolver, sizes = planned.resolver, planned.checkpoint.config
+    backend = backend_name(resolver.config, planned.placement)
+    key = artifacts_key(resolver, backend, {"config": sizes, "dtype": str(planned.dtype)})
+    artifacts = CompiledArtifacts(default_store(resolver.config), key)
+    return lambda model, caches: CompiledModel(model, caches, backend, resolver, artifacts)
 
 
 def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
