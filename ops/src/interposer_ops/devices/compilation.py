@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def _expose(
     why = ""
     if record.prepare:
         why = "its constants are prepared, so that the reference does not say what it returns"
-    elif not callable(getattr(function, "__call__", None)) or isinstance(function, type):
+    elif not isinstance(function, FunctionType | BuiltinFunctionType):
         why = f"it is a {type(function).__name__}, no function"
     if why:
         raise ConfigError(
