@@ -29,28 +29,49 @@ class CompiledArtifacts:
     def __init__(self, store: Store, key: Mapping[str, Any]) -> None:
         self._store = store
         self._key = dict(key)
+        self._parts = 0
+        self._known: set[str] = set()
 
-    def load(self) -> bool:
-        """Hand what is kept to torch's own cache, and say whether there was something."""
+    def load(self) -> int:
+        """Hand what is kept to torch's own cache, and return of how many parts it was."""
         try:
-            kept = self._store.read(_KIND, self._key)
-            if kept is None:
-                return False
-            info = torch.compiler.load_cache_artifacts(base64.b64decode(str(kept), validate=True))
+            while (kept := self._store.read(_KIND, self._part())) is not None:
+                code = base64.b64decode(str(kept), validate=True)
+                self._known |= _names(torch.compiler.load_cache_artifacts(code))
+                self._parts += 1
         except (StorageError, binascii.Error) as error:
             _log.warning("%s; the model is compiled anew", error)
-            return False
-        return info is not None
+        return self._parts
 
     def save(self) -> None:
-        """Keep all that torch's compiler made in this process."""
+        """Keep what torch's compiler made in this process and is not kept yet, as another part.
+
+        Of everything that is saved in several turns, torch reads what came last alone, so that each
+        turn is a part of its own.
+        """
         made = torch.compiler.save_cache_artifacts()
         if made is None:  # by a backend that keeps nothing
             return
+        code, info = made
+        new = _names(info) - self._known
+        if not new:
+            return
         try:
-            self._store.write(_KIND, self._key, base64.b64encode(made[0]).decode("ascii"))
+            self._store.write(_KIND, self._part(), base64.b64encode(code).decode("ascii"))
         except StorageError as error:
             _log.warning("%s; later processes compile again", error)
+            return
+        self._known |= new
+        self._parts += 1
+
+    def _part(self) -> dict[str, Any]:
+        return {**self._key, "part": self._parts}
+
+
+def _names(info: Any) -> set[str]:
+    """Return the names of what torch read or made, each a digest of all that it depends on."""
+    kinds = ("inductor_artifacts", "autotune_artifacts", "aot_autograd_artifacts")
+    return {name for kind in kinds for name in getattr(info, kind, ())}
 
 
 def artifacts_key(resolver: Resolver, backend: str, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def expose_kernels(resolver: Resolver) -> tuple[str, ...]:
     """
     if resolver.described:
         return ()
-    names = {}
+    names: dict[str, None] = {}
     for choice, _ in resolver.choices.values():
         chosen = choice.chosen
         if isinstance(chosen.record, Kernel) and "traceable" not in chosen.properties:

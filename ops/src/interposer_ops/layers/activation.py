@@ -65,5 +65,6 @@ class GatedActivation(PluggableLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[..., I]`` of ``x`` ``[..., 2 I]``, or its codes, see ``quantize_for``."""
         if self._receiver:
-            return self._quantize(x, self._receiver[0].operands[0], self._codes)
+            scale: Tensor = self._receiver[0].operands[0]
+            return self._quantize(x, scale, self._codes)
         return self.activate(x, *self.options)
