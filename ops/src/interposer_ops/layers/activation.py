@@ -58,7 +58,7 @@ class GatedActivation(PluggableLayer):
             else bind_quantizing(site, receiver, (silu_and_mul_quantize_fp8, sizes))
         )
         if bound:
-            self._quantize = bound[0].function
+            self._quantize: Callable[..., Tensor] = bound[0].function
             self._receiver = (receiver,)  # in a tuple, so that it is no module of its own
             self._codes = receiver.method.input_codes
 
