@@ -11,14 +11,14 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from interposer._config.config import environment_guard
-from interposer._sandbox.functions import hold, is_same
-from interposer._sandbox.remains import offspring, origin, streams
-from interposer._sandbox.settings import settings
+from interposer_sandbox._functions import hold, is_same
+from interposer_sandbox._host import Host
+from interposer_sandbox._remains import offspring, origin, streams
+from interposer_sandbox._settings import settings
 
 _MOST_NAMED = 5
 _SIGNALS = [
@@ -54,9 +54,9 @@ class SideEffects:
     hooks, signal handlers, standard streams, settings. What the block raises passes.
 
     Args:
-        light: the code is that of a plugin module, which has no reason to print, to start a
-            process, to leave a thread or to hook into the interpreter. Libraries that a target
-            loads may do these; the target's own package may not.
+        light: the code is that of a module which only declares things: it has no reason to print,
+            to start a process, to leave a thread or to hook into the interpreter. Libraries that
+            other code loads may do these; the code's own package may not.
         alone: this process is there for the block only, so that a new thread is one of the
             block's. In any other, what all threads share is compared only while there is but
             one: else changes of the others would be blamed on the block, and undone.
@@ -65,8 +65,15 @@ class SideEffects:
     """
 
     def __init__(
-        self, light: bool = True, alone: bool = True, *, package: str = "", calls: bool = False
+        self,
+        host: Host,
+        *,
+        light: bool = True,
+        alone: bool = True,
+        package: str = "",
+        calls: bool = False,
     ) -> None:
+        self.host = host
         self.light = light
         self.alone = alone
         self.package = package
@@ -83,7 +90,7 @@ class SideEffects:
             # The others call functions. What is given in code is of whoever gives it.
             self._comparisons += [self._functions()] if self.alone or self.package else []
             self._comparisons += [
-                _environment(),
+                _environment(self.host.environment),
                 _modules(),
                 self._planted(),
                 _path(),
@@ -164,7 +171,7 @@ class SideEffects:
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:
-        held = hold()
+        held = hold(self.host.packages)
         yield ""
         names = []
         for place, (space, kept) in held.modules.items():
@@ -231,12 +238,21 @@ def _is_for_all(
     return message is None and module is None and not line and category in _EVERYBODYS
 
 
-def _environment() -> Iterator[str]:
-    with environment_guard() as changed:
-        yield ""
-    names = [name for name in changed if not name.startswith(_TORCHS_OWN)]
-    if names:
-        yield f"changes the environment: {', '.join(names)}"
+def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterator[str]:
+    before = dict(environment())
+    yield ""
+    variables = environment()
+    after = dict(variables)
+    names = sorted(before.keys() | after.keys()) if after != before else ()
+    names = [name for name in names if before.get(name) != after.get(name)]
+    for name in names:
+        if name in before:
+            variables[name] = before[name]
+        else:
+            del variables[name]
+    told = [name for name in names if not name.startswith(_TORCHS_OWN)]
+    if told:
+        yield f"changes the environment: {', '.join(told)}"
 
 
 def _modules() -> Iterator[str]:

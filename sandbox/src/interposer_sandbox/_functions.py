@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 # Packages of Python, and modules and classes of torch, whose functions everybody calls. A fork
-# that looks at all there are spends longer on copies of its parent's memory than on the plugin.
+# that looks at all there are spends longer on copies of its parent's memory than on the code.
 _PYTHONS = frozenset(
     {
         *("abc", "asyncio", "atexit", "collections", "concurrent", "contextlib", "copy"),
@@ -33,9 +33,10 @@ _TORCH_CLASSES = ("Tensor", "nn.Module", "nn.Linear", "nn.Embedding", "Generator
 class _Held(NamedTuple):
     """The modules and classes whose functions others rely on, by name, each with what it held.
 
-    ``seen`` are the modules that were looked at.
+    ``packages`` are those of the host; ``seen`` are the modules that were looked at.
     """
 
+    packages: tuple[str, ...]
     modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     classes: dict[str, tuple[type, dict[str, Any]]]
     seen: set[str]
@@ -54,40 +55,48 @@ class _Held(NamedTuple):
         for name in [*(sys.modules.keys() - self.seen)]:
             self.seen.add(name)
             held = getattr(sys.modules.get(name), "__dict__", None)
-            if _is_watched(name) and isinstance(held, dict):
+            if self._is_watched(name) and isinstance(held, dict):
                 self.modules[name] = (held, dict(held))
-                if name.startswith("interposer."):
+                if _root(name) in self.packages:
                     own = (v for v in [*held.values()] if isinstance(v, type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
         torch = sys.modules.get("torch")
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
 
+    def _is_watched(self, name: str) -> bool:
+        root = _root(name)
+        return root in _PYTHONS or root.startswith(self.packages) or name in _TORCH_MODULES
+
     def _add(self, classes: Mapping[str, type]) -> None:
         self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
 
 
-_held = _Held({}, {}, set())
+_helds: dict[tuple[str, ...], _Held] = {}
 _forked = False
 
 
-def hold_for_forks() -> None:
+def hold_for_forks(packages: tuple[str, ...]) -> None:
     """Note what functions mean, in a process that forks for each task."""
     global _forked
     _forked = False
-    _held.refresh()
+    hold(packages)
     _forked = True
 
 
-def hold() -> _Held:
-    """Return what functions mean now; a fork copies only what was imported since it was forked."""
-    _held.refresh()
-    return _held
+def hold(packages: tuple[str, ...]) -> _Held:
+    """Return what functions mean now; a fork copies only what was imported since it was forked.
+
+    Args:
+        packages: those of the host.
+    """
+    held = _helds.setdefault(packages, _Held(packages, {}, {}, set()))
+    held.refresh()
+    return held
 
 
-def _is_watched(name: str) -> bool:
-    root = name.partition(".")[0]
-    return root in _PYTHONS or root.startswith("interposer") or name in _TORCH_MODULES
+def _root(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
