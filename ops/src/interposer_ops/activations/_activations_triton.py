@@ -165,21 +165,22 @@ def _clamped(value, limit):
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
 
 
-BUILDS = tuple(
-    Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
-    for op, label, *options in (
-        ("gelu", "erf", "none"),
-        ("quick_gelu", "plain"),
-        ("relu2", "plain"),
-        ("silu_and_mul", "plain"),
-        ("gelu_and_mul", "tanh", "tanh"),
-        ("mul_and_silu", "plain"),
-        ("relu2_and_mul", "plain"),
-        ("fatrelu_and_mul", "plain", 0.01),
-        ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
-        ("swiglu_clamped_and_mul", "plain", 10.0),
-    )
-) + (
+BUILDS = (
+    *(
+        Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
+        for op, label, *options in (
+            ("gelu", "erf", "none"),
+            ("quick_gelu", "plain"),
+            ("relu2", "plain"),
+            ("silu_and_mul", "plain"),
+            ("gelu_and_mul", "tanh", "tanh"),
+            ("mul_and_silu", "plain"),
+            ("relu2_and_mul", "plain"),
+            ("fatrelu_and_mul", "plain", 0.01),
+            ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
+            ("swiglu_clamped_and_mul", "plain", 10.0),
+        )
+    ),
     Build(
         "silu_and_mul_quantize_fp8_triton",
         "float8_e4m3fn",
