@@ -28,7 +28,7 @@ def computed(path: Path, cache: Path, compile: str, **kernels: Any) -> dict[str,
     lm = load(path, "float32", config=config, cache_tokens=256, max_sequences=4)
     batch = lm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
     alone = lm.generate(PROMPTS[1:], max_new_tokens=3, ignore_eos=True)
-    norm = lm.engine.model.model.layers[0].input_layernorm
+    blocks: Any = lm.engine.model.model.layers
     return {
         "tokens": [completion.token_ids for completion in (*batch, *alone)],
         "logits": lm.logits(PROMPTS[0]).tolist(),
@@ -38,7 +38,7 @@ def computed(path: Path, cache: Path, compile: str, **kernels: Any) -> dict[str,
             for choice, _ in lm.resolver.choices.values()
             if choice.request.kind == "kernel" and not choice.idle
         ),
-        "bound": getattr(norm.add_norm, "__name__", ""),
+        "bound": getattr(blocks[0].input_layernorm.add_norm, "__name__", ""),
         "notes": str(explain(lm).head),
     }
 
