@@ -5,6 +5,7 @@ from __future__ import annotations
 from interposer.hookspecs import hookimpl
 from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
 from interposer.requires import Dim, Requires
+from interposer_cuda._tables import shipped_tables
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -79,6 +80,7 @@ def interposer_records() -> list[Record]:
         latent,
         PlatformEntry("cuda", "interposer_cuda._platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
+        *shipped_tables(),
     ]
 
 
