@@ -121,6 +121,20 @@ class AgreesWithReference:
         }
 
 
+class BecomesAnOp:
+    """Refuses a kernel that torch.compile can neither trace nor be given as an op."""
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Accept what is traceable, and what takes the arguments that the op's fake kernel does."""
+        prepares = getattr(candidate.record, "prepare", "")
+        if not prepares or "traceable" in candidate.properties:
+            return _ACCEPTED
+        return Verdict.refuse(
+            "is not traceable by torch.compile, and prepares constants, so that the reference does "
+            "not say what it returns for them"
+        )
+
+
 class TakesStoredConstants:
     """Refuses a kernel that wants constants prepared, which a running model no longer has."""
 

@@ -33,6 +33,7 @@ from interposer._contract.verdict import Refusal
 from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.gates import (
     AgreesWithReference,
+    BecomesAnOp,
     Confirms,
     HasNotFailed,
     IsReadByLookup,
@@ -97,6 +98,8 @@ class Resolver:
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
+        if config.compile != "off":
+            self._gates += (BecomesAnOp(),)
         if not described:
             canary = AgreesWithReference(registry, device, config.canary, trusted)
             self._gates += (Confirms(registry), canary)
