@@ -7,8 +7,8 @@
 ``decoder`` is the shape of Qwen3-0.6B in bfloat16: transformers with sdpa, the same model adapted,
 this project's own loader, and, if asked for, transformers compiled with a static cache.
 ``encoders`` are the shapes of MiniLM, of a ViT-B and of the encoder of Whisper small, for one input
-and for a batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights are random;
-every round runs all contenders in a new order, and ratios are medians over the rounds.
+and for a batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights
+are random; every round runs all contenders in a new order, and ratios are medians over the rounds.
 """
 
 from __future__ import annotations
