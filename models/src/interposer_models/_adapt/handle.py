@@ -45,13 +45,17 @@ class Adapted(Generic[M]):
     def resolver(self) -> Resolver:
         """The resolver that made the choices, with a note for every reason of a module."""
         resolver = self._adaptation.resolver
-        resolver.notes[:] = [*notes(self.places)]
+        resolver.notes[:] = [*notes(self.places), *self._adaptation.remarks]
         return resolver
 
     @property
     def places(self) -> tuple[Place, ...]:
         """What became of each module that is bound, or was left for a reason."""
         return tuple(self._adaptation.places.values())
+
+    def remark(self, text: str) -> None:
+        """Add a note about the model to what ``interposer.explain`` says."""
+        self._adaptation.remarks.append(text)
 
     def new_cache(self) -> Any:
         """Return an empty cache that grows in place, to pass as ``past_key_values``.
@@ -75,6 +79,11 @@ class Adapted(Generic[M]):
             )
         self._adaptation.changes.undo()
         return self.model
+
+
+def is_in_force(adapted: Adapted[Any]) -> bool:
+    """Say whether the model is adapted by this handle, so that it was not restored since."""
+    return vars(adapted.model).get(_MARK) is adapted
 
 
 def adapt(
