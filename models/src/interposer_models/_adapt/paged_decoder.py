@@ -37,12 +37,12 @@ class PagedLayer:
 
     def attend(self, asked: Asked, cache: Tensor, plan: object) -> Tensor:
         """Write the keys and values of the step, and return ``[1, T, N, E]``."""
-        rows = [self._rows(each) for each in (asked.query, asked.key, asked.value)]
+        query, key, value = (self._rows(each) for each in (asked.query, asked.key, asked.value))
         if self.spec.sinks:
             sinks = asked.options["s_aux"].to(self.spec.dtype)
-            out = self.backend.forward_with_sinks(*rows, cache, plan, sinks)
+            out = self.backend.forward_with_sinks(query, key, value, cache, plan, sinks)
         else:
-            out = self.backend.forward(*rows, cache, plan)
+            out = self.backend.forward(query, key, value, cache, plan)
         return out[..., : self._value_size].unsqueeze(0)
 
     def _rows(self, states: Tensor) -> Tensor:

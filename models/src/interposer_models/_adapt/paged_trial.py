@@ -141,7 +141,9 @@ def _in_steps(
         mine = (is_other == 0).nonzero()[:, 0]
         plans = {layer.backend: None for layer in paged.attention_layers}
         planned = {backend: backend.plan(batch.attention) for backend in plans}
-        recorded = nullcontext({}) if states is None else _recorded(paged.model, len(owners))
+        recorded: AbstractContextManager[States] = nullcontext({})
+        if states is not None:
+            recorded = _recorded(paged.model, len(owners))
         with recorded as seen:
             logits = paged(
                 batch.token_ids,
