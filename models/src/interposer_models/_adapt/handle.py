@@ -53,10 +53,6 @@ class Adapted(Generic[M]):
         """What became of each module that is bound, or was left for a reason."""
         return tuple(self._adaptation.places.values())
 
-    def remark(self, text: str) -> None:
-        """Add a note about the model to what ``interposer.explain`` says."""
-        self._adaptation.remarks.append(text)
-
     def new_cache(self) -> Any:
         """Return an empty cache that grows in place, to pass as ``past_key_values``.
 
@@ -84,6 +80,13 @@ class Adapted(Generic[M]):
 def is_in_force(adapted: Adapted[Any]) -> bool:
     """Say whether the model is adapted by this handle, so that it was not restored since."""
     return vars(adapted.model).get(_MARK) is adapted
+
+
+def remark(adapted: Adapted[Any], text: str) -> None:
+    """Add a note about the model as a whole to what ``interposer.explain`` says."""
+    resolver = adapted.resolver
+    adapted._adaptation.remarks.append(text)
+    resolver.notes.append(text)
 
 
 def adapt(

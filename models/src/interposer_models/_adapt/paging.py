@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from interposer_models._adapt.attention_names import (
     register_attention,
 )
 from interposer_models._adapt.attention_trace import AttentionTrace, UnservedLayerError
-from interposer_models._adapt.handle import Adapted, is_in_force
+from interposer_models._adapt.handle import Adapted, is_in_force, remark
 from interposer_models._adapt.paged_decoder import DecoderSizes, PagedDecoder
 from interposer_models._adapt.paged_trial import try_paging
 from interposer_models._adapt.visit import visited_by
@@ -86,7 +86,7 @@ def language_model(
     device = plan.placement.device.torch_device
     try:
         paged = _paged(adapted, plan, device, cache_tokens)
-        try_paging(paged, device, plan.numerics)
+        _try(adapted, paged, device, plan)
     except UnservedLayerError as error:
         raise UnsupportedModelError(
             name,
@@ -103,7 +103,7 @@ def language_model(
     else:
         check_cache("language_model", memory.free_bytes, page_bytes, size, cache_tokens)
         budget = CacheBudget(device, cache_tokens, -(-cache_tokens // size) * page_bytes)
-    adapted.remark(str(budget))
+    remark(adapted, str(budget))
     engine = Engine(
         paged,
         Sampler(Site(plan.resolver, _SAMPLER, model.dtype), paged.config.vocab_size),
@@ -170,6 +170,30 @@ def _paged(
         )
     sizes = DecoderSizes(out.logits.shape[-1], context)
     return PagedDecoder(model, trace.layers, plan.resolver, sizes, lambda: is_in_force(adapted))
+
+
+def _try(adapted: Adapted[Any], paged: PagedDecoder, device: str, plan: _Plan) -> None:
+    """Run the trial; where angles are in the way, within the context that they were trained for.
+
+    Some change all angles as soon as one position of a batch is beyond that context.
+    """
+    try:
+        try_paging(paged, device, plan.numerics)
+    except UnservedLayerError as error:
+        text = adapted.model.config.get_text_config(decoder=True)
+        angles = getattr(text, "rope_parameters", None) or {}
+        trained = angles.get("original_max_position_embeddings")
+        trained = trained or getattr(text, "original_max_position_embeddings", None)
+        context = paged.config.max_position_embeddings
+        if not isinstance(trained, int) or trained >= context:
+            raise
+        paged.config = replace(paged.config, max_position_embeddings=trained)
+        try_paging(paged, device, plan.numerics)
+        remark(
+            adapted,
+            f"the context is {trained} of {context} tokens: beyond, {error.layer} computes the "
+            "positions of all sequences of a batch by its longest",
+        )
 
 
 def _tokenizer(given: Any, path: Path) -> TextTokenizer:
