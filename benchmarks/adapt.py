@@ -5,7 +5,8 @@
     python benchmarks/adapt.py cost
 
 ``decoder`` is the shape of Qwen3-0.6B in bfloat16: transformers with sdpa, the same model adapted,
-the adapted model in the engine, this project's own loader, and, if asked for, transformers compiled with a static cache.
+the adapted model in the engine, this project's own loader, and, if asked for, transformers compiled
+with a static cache.
 ``encoders`` are the shapes of MiniLM, of a ViT-B and of the encoder of Whisper small, for one input
 and for a batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights
 are random; every round runs all contenders in a new order, and ratios are medians over the rounds.
@@ -69,7 +70,9 @@ def steps_of(model: Any, context: int, steps: int, cache: Callable[[], Any], cal
 
 
 def own_loader(path: Path, context: int, steps: int, quantization: str | None) -> Run:
-    return in_engine(load(path, quantization=quantization, cache_tokens=4 * context), context, steps)
+    return in_engine(
+        load(path, quantization=quantization, cache_tokens=4 * context), context, steps
+    )
 
 
 def in_engine(lm: LanguageModel, context: int, steps: int) -> Run:

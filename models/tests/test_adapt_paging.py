@@ -103,9 +103,7 @@ STATEFUL: dict[str, Any] = {
         layer_types=["conv", "full_attention", "conv"],
         block_multiple_of=16,
     ),
-    "mamba": lambda: MambaConfig(
-        hidden_size=64, num_hidden_layers=2, vocab_size=128, state_size=8
-    ),
+    "mamba": lambda: MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=128, state_size=8),
     "bert": lambda: BertConfig(**ONE_HEADED),
 }
 PROMPTS = [[5, 9, 3, 7, 2, 11, 40], [6, 2, 3], [77, 12] * 12, [99]]
@@ -254,9 +252,7 @@ def test_angles_that_depend_on_the_longest_of_a_batch_limit_the_context() -> Non
         "long_factor": [4.0] * half,
         "original_max_position_embeddings": 64,
     }
-    config = Phi3Config(
-        **DECODER, rope_parameters=scaling, original_max_position_embeddings=64
-    )
+    config = Phi3Config(**DECODER, rope_parameters=scaling, original_max_position_embeddings=64)
     model = AutoModelForCausalLM.from_config(config).eval()
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     lm = engine_of(model)
@@ -359,6 +355,7 @@ def test_only_what_adapt_returns_is_taken() -> None:
 
 def test_the_default_cache_is_a_part_of_the_free_memory() -> None:
     lm = language_model(adapt(made("llama")), max_sequences=2)
-    assert lm.engine.pool.num_pages * lm.engine.pool.page_size == 2 * DECODER[
-        "max_position_embeddings"
-    ]
+    assert (
+        lm.engine.pool.num_pages * lm.engine.pool.page_size
+        == 2 * DECODER["max_position_embeddings"]
+    )

@@ -340,4 +340,3 @@ def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> 
             f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
             "the size of the cache twice. Try: leave one out"
         )
-

@@ -1,6 +1,6 @@
 """The trace of a forward: which layers attend, in which order, and to what.
 
-Dimensions: B sequences, N heads, K kv heads, D size of a query and key, E size of a value, T tokens.
+Dimensions: B sequences, N heads, D size of a query and key, E size of a value, T tokens.
 """
 
 from __future__ import annotations
