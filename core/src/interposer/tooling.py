@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from interposer._explanation.inventory import Row, Subject, answer, figures, strays
     from interposer._lazy import lazy_attributes
     from interposer._plugins.acceptance import acceptance_of
-    from interposer._plugins.discovery import installed_distributions
+    from interposer._plugins.discovery import entry_points, installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
@@ -36,7 +36,7 @@ __all__ = [
     "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
     "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
     "checksum", "child_environment", "config_sources", "default_store",
-    "figures", "forget_discovery", "installed_distributions",
+    "entry_points", "figures", "forget_discovery", "installed_distributions",
     "lazy_attributes", "lock_path", "parse_rules", "policy_for", "strays", "unless_explicit",
     "variables", "write_text",
 ]
@@ -55,7 +55,7 @@ __getattr__ = lazy_attributes(
         "interposer._explanation.inventory": "Row Subject answer figures strays",
         "interposer._lazy": "lazy_attributes",
         "interposer._plugins.acceptance": "acceptance_of",
-        "interposer._plugins.discovery": "installed_distributions",
+        "interposer._plugins.discovery": "entry_points installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",

@@ -21,7 +21,12 @@ from interposer._sandbox.examiner import examine_all
 from interposer._sandbox.inspection import load_value
 from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
-from interposer._validation.distribution import Distribution, Metadata, read_distribution
+from interposer._validation.distribution import (
+    Distribution,
+    Metadata,
+    metadata_text,
+    read_distribution,
+)
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
 
 _ENTRY_POINTS = "entry_points.txt"
@@ -95,6 +100,18 @@ def installed_distributions() -> list[Distribution]:
     return _distributions(_installed()[0])
 
 
+def entry_points(group: str) -> list[importlib_metadata.EntryPoint]:
+    """Return the entry points of a group, in no order; what cannot be used announces none."""
+    found: list[importlib_metadata.EntryPoint] = []
+    seen: set[str] = set()
+    for distribution in importlib_metadata.distributions():
+        folder = _folder(distribution)
+        if folder not in seen:  # of two of one name the first on the path counts
+            seen.add(folder)
+            found += _entries(distribution, group)[0]
+    return found
+
+
 def _installed() -> tuple[list[Source], dict[Source, str]]:
     """Return all entry points, and what cannot be used of the distributions with the reasons.
 
@@ -121,15 +138,15 @@ def _installed() -> tuple[list[Source], dict[Source, str]]:
     return [sources[place] for place in sorted(sources)], broken
 
 
-def _entries(found: Any) -> tuple[list[Any], str]:
-    """Return the entry points of plugins, or none of them and what is wrong with the file."""
+def _entries(found: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
+    """Return the entry points of a group, or none of them and what is wrong with the file."""
     try:
-        text = found.read_text(_ENTRY_POINTS) or ""
+        text = metadata_text(found, _ENTRY_POINTS)
     except OSError as error:
         return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
     except UnicodeDecodeError:
-        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _may_have_plugins(found) else ""
-    if hookspecs.GROUP not in text:
+        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _names_group(found, group) else ""
+    if group not in text:
         return [], ""
     if len(text) > _MOST_LETTERS:
         return (
@@ -137,7 +154,7 @@ def _entries(found: Any) -> tuple[list[Any], str]:
             f"its {_ENTRY_POINTS} has {len(text):,} characters; {_MOST_LETTERS:,} are allowed",
         )
     try:
-        entries = list(found.entry_points.select(group=hookspecs.GROUP))
+        entries = list(found.entry_points.select(group=group))
     except foreign_errors() as error:
         return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
     if len(entries) > _MOST_PLUGINS:
@@ -179,12 +196,12 @@ def _metadata_folder(found: Metadata) -> Path:
     return Path(str(getattr(found, "_path", id(found))))  # which is no public attribute
 
 
-def _may_have_plugins(found: Metadata) -> bool:
+def _names_group(found: Metadata, group: str) -> bool:
     try:
         text = (_metadata_folder(found) / _ENTRY_POINTS).read_bytes()
     except OSError:
         return False
-    return hookspecs.GROUP.encode() in text
+    return group.encode() in text
 
 
 def _distributions(sources: Iterable[Source]) -> list[Distribution]:

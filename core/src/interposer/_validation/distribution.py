@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from stat import S_ISREG
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -38,6 +39,7 @@ _ADDED = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 _SCRIPTS = frozenset({"bin", "Scripts"})
 _ALGORITHMS = frozenset({"sha256", "sha384", "sha512"})
 _MOST_FILES = 10_000
+_MOST_BYTES = 50_000_000
 
 
 class Metadata(Protocol):
@@ -140,9 +142,30 @@ def read_distribution(found: Metadata) -> Distribution:
     )
 
 
+def metadata_text(found: Metadata, name: str) -> str:
+    """Return the text of a metadata file, empty without one.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is larger than any such file is.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    # A pipe would never end, nor would a device. The attribute is not public.
+    folder = getattr(found, "_path", None)
+    if isinstance(folder, Path):
+        try:
+            stat = (folder / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return found.read_text(name) or ""  # a name in other letters, or a file as the folder
+        if not S_ISREG(stat.st_mode):
+            raise OSError("it is no file")
+        if stat.st_size > _MOST_BYTES:
+            raise OSError(f"it has {stat.st_size:,} bytes; {_MOST_BYTES:,} are allowed")
+    return found.read_text(name) or ""
+
+
 def _text(found: Metadata, name: str) -> str:
     try:
-        return found.read_text(name) or ""
+        return metadata_text(found, name)
     except (OSError, ValueError):  # not readable, or not UTF-8
         return ""
 
