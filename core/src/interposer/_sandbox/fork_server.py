@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from interposer._sandbox import client
@@ -155,6 +156,8 @@ def _do(
         os.setsid()
         if sys.platform == "linux":  # leaves with the examining process, however that ends
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            with suppress(OSError):  # where memory runs out, this process is ended and no other
+                Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         for descriptor in private:
             os.close(descriptor)
         os.dup2(pipes.quiet, 1)

@@ -28,6 +28,16 @@ _TORCH_MODULES = frozenset(
     }
 )
 _TORCH_CLASSES = ("Tensor", "nn.Module", "nn.Linear", "nn.Embedding", "Generator")
+# Packages that this one is built on; of them and of its own the classes as well.
+_BASES = frozenset({"importlib_metadata", "packaging", "pluggy"})
+_CLASSES = {
+    "json": ("JSONDecoder", "JSONEncoder"),
+    "logging": ("Logger",),
+    "pathlib": ("Path", "PurePath"),
+    "pydantic.main": ("BaseModel",),
+    "subprocess": ("Popen",),
+    "threading": ("Thread",),
+}
 
 
 class _Held(NamedTuple):
@@ -56,9 +66,11 @@ class _Held(NamedTuple):
             held = getattr(sys.modules.get(name), "__dict__", None)
             if _is_watched(name) and isinstance(held, dict):
                 self.modules[name] = (held, dict(held))
-                if name.startswith("interposer."):
+                if name.startswith("interposer.") or name.partition(".")[0] in _BASES:
                     own = (v for v in [*held.values()] if isinstance(v, type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
+                elif name in _CLASSES:
+                    self._add({f"{name}.{part}": held[part] for part in _CLASSES[name]})
         torch = sys.modules.get("torch")
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
@@ -87,7 +99,8 @@ def hold() -> _Held:
 
 def _is_watched(name: str) -> bool:
     root = name.partition(".")[0]
-    return root in _PYTHONS or root.startswith("interposer") or name in _TORCH_MODULES
+    known = root in _PYTHONS or root in _BASES or root.startswith("interposer")
+    return known or name in _TORCH_MODULES or name in _CLASSES
 
 
 def is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
