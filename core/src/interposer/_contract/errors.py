@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,15 @@ def foreign_errors() -> tuple[type[BaseException], ...]:
     A plugin may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
     catches these quarantines it. Ctrl-C and the end of a generator are the caller's.
     """
-    passing = (KeyboardInterrupt, GeneratorExit)
-    return () if isinstance(sys.exc_info()[1], passing) else (BaseException,)
+    # By its type alone: the error itself may claim to be of another class, or raise when asked.
+    kind, _, trace = sys.exc_info()
+    if kind is not None and issubclass(kind, GeneratorExit):
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        # Where a generator of ours is ended, it is raised at a line of ours.
+        place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+        return () if place.startswith(_PASSED[0]) else (BaseException,)
+    return () if kind is not None and issubclass(kind, KeyboardInterrupt) else (BaseException,)
 
 
 class InterposerError(Exception):
@@ -152,9 +160,17 @@ class RequestError(InterposerError, ValueError):
 def described(error: BaseException) -> str:
     """Return the ``repr`` of an error, or its type where it has none."""
     try:
-        return repr(error)
+        return "".join([repr(error)])  # which may be of a class of its own
     except foreign_errors():
         return f"{type(error).__name__}(...)"
+
+
+def traced(error: BaseException) -> str:
+    """Return the traceback of an error, or what it is where it does not let itself be shown."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except foreign_errors():
+        return described(error)
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:

@@ -43,11 +43,12 @@ _CLASSES = {
 class _Held(NamedTuple):
     """The modules and classes whose functions others rely on, by name, each with what it held.
 
-    ``seen`` are the modules that were looked at.
+    ``ops`` are the custom ops that are found there, ``seen`` the modules that were looked at.
     """
 
     modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     classes: dict[str, tuple[type, dict[str, Any]]]
+    ops: dict[str, Any]
     seen: set[str]
 
     def refresh(self) -> None:
@@ -66,6 +67,10 @@ class _Held(NamedTuple):
             held = getattr(sys.modules.get(name), "__dict__", None)
             if _is_watched(name) and isinstance(held, dict):
                 self.modules[name] = (held, dict(held))
+                ops = [*held.items()] if name.startswith("interposer_") else ()
+                self.ops.update(
+                    (f"{name}.{k}", v) for k, v in ops if type(v).__name__ == "CustomOp"
+                )
                 if name.startswith("interposer.") or name.partition(".")[0] in _BASES:
                     own = (v for v in [*held.values()] if isinstance(v, type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
@@ -79,7 +84,7 @@ class _Held(NamedTuple):
         self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
 
 
-_held = _Held({}, {}, set())
+_held = _Held({}, {}, {}, set())
 _forked = False
 
 

@@ -115,9 +115,7 @@ def _autocast(torch: Any) -> Setting:
         for device, enabled in zip(devices, state, strict=True):
             torch.set_autocast_enabled(device, enabled)
 
-    return Setting(
-        "torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], put
-    )
+    return Setting("torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], put)
 
 
 def _interceptors(torch: Any) -> Iterator[Setting]:

@@ -196,6 +196,10 @@ class SideEffects:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
+        hold()  # the block may have been the first to import the ops
+        for place, op in held.ops.items() if self.package else ():
+            if origin(op.reference) == self.package != _root(place):
+                names.append(f"{place}.reference")
         if names:
             yield f"replaces {_listed(names)}"
 

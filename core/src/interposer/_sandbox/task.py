@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from interposer._contract.capability import Capability
-from interposer._contract.errors import described
+from interposer._contract.errors import described, traced
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 
@@ -87,8 +86,9 @@ class Finding:
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
         """Return the refusal of code that raised while ``stage``."""
-        trace = "".join(traceback.format_exception(error))
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        trace = traced(error)
+        # By its type: what it says of its class itself may be anything.
+        missing = error.name if issubclass(type(error), ModuleNotFoundError) else None  # type: ignore[attr-defined]
         # A missing part of a package may be the plugin's own; then only another version mends it.
         facts = {"missing": missing} if type(missing) is str and "." not in missing else {}
         return cls.refused(f"{stage} raised {described(error)}", trace, **facts)

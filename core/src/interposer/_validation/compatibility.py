@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
@@ -20,7 +19,13 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from interposer import hookspecs
-from interposer._contract.errors import RecordError, described, foreign_errors, nearest_first
+from interposer._contract.errors import (
+    RecordError,
+    described,
+    foreign_errors,
+    nearest_first,
+    traced,
+)
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
 from interposer._validation.records import MOST_RECORDS
@@ -66,7 +71,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
         torch = getattr(plugin, "INTERPOSER_TORCH", None)
     except foreign_errors() as error:
         reason = f"reading its INTERPOSER_API raised {described(error)}"
-        return Verdict.refuse(reason, traceback.format_exc())
+        return Verdict.refuse(reason, traced(error))
     if api is None and not in_code:
         return Verdict.refuse(
             "it does not state the API that it was built for: "
