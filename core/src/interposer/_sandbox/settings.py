@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,22 +121,12 @@ def _autocast(torch: Any) -> Setting:
 
 def _interceptors(torch: Any) -> Iterator[Setting]:
     """Yield what torch calls instead of, or besides, what a program calls."""
-    for kind in ("function", "dispatch"):
+    for kind, given in (("function", ()), ("dispatch", (None,))):  # any mode of the stack
         depth = getattr(torch._C, f"_len_torch_{kind}_stack")
-
-        # The one is asked for a mode of its own, of which there is none.
-        given = (None,) if kind == "dispatch" else ()
-
-        def leave(
-            before: int,
-            depth: Callable[[], int] = depth,
-            pop: Callable[..., object] = getattr(torch._C, f"_pop_torch_{kind}_stack"),
-            given: tuple[None, ...] = given,
-        ) -> None:
-            while depth() > before:
-                pop(*given)
-
-        yield Setting(f"torch's stack of {kind} modes", depth, leave)
+        pop = getattr(torch._C, f"_pop_torch_{kind}_stack")
+        yield Setting(
+            f"torch's stack of {kind} modes", depth, partial(_shorten, depth, partial(pop, *given))
+        )
     hooks = [hooks for name, hooks in vars(torch.nn.modules.module).items() if _is_hooks(name)]
 
     def put_hooks(state: list[dict[Any, Any]]) -> None:
@@ -155,6 +146,11 @@ def _interceptors(torch: Any) -> Iterator[Setting]:
         }
 
     yield Setting("torch's kernels of aten", kernels, lambda before: None)
+
+
+def _shorten(depth: Callable[[], int], pop: Callable[[], object], before: int) -> None:
+    while depth() > before:
+        pop()
 
 
 def _is_hooks(name: str) -> bool:
