@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.hostile.case import Hostile, plugin, provides
-from tests.hostile.parts import KERNELS
 
 __all__ = ["CASES"]
 
@@ -41,7 +40,7 @@ def _pages(name: str, pages: str) -> Hostile:
         f"page_sizes={pages})"
     )
     files = {"plugin.py": provides(record), "attention.py": BACKEND}
-    return Hostile(name, files, ("page_sizes that are no tuple of ints",))
+    return Hostile(name, files, ("page_sizes that are no tuple of at most 64 ints",))
 
 
 CASES = (
@@ -95,7 +94,7 @@ CASES = (
         "INTERPOSER_API = Text('>=1.0')\n",
         "INTERPOSER_API is of type Text",
     ),
-    _module("api-huge", "INTERPOSER_API = '>=1.0,' * 1_000_000 + '<2'", "INTERPOSER_API"),
+    _module("api-huge", "INTERPOSER_API = '>=1.0,' * 1_000_000 + '<2'", "INTERPOSER_API has 6,"),
     _records(
         "record-of-subclass",
         "class Other(Kernel):\n        __slots__ = ()\n"
@@ -164,21 +163,6 @@ CASES = (
     _pages("pages-range", "range(1, 10**12)"),
     _pages("pages-float", "(16.0,)"),
     _pages("pages-bool", "(True,)"),
-    Hostile(
-        "own-predicate-error",
-        {
-            "plugin.py": provides(
-                'Kernel("rms_norm", "rms_norm_$name", "$package.kernels:rms_norm", '
-                'score=1000.0, predicate="$package.predicate:judge")'
-            ),
-            "kernels.py": KERNELS,
-            # Well in the other process, where it is asked first.
-            "predicate.py": "import sys\nfrom interposer import Verdict\n\n\n"
-            "class Own(BaseException):\n    pass\n\n\ndef judge(request):\n"
-            "    if 'interposer._sandbox.fork_server' not in sys.modules:\n"
-            "        raise Own('later')\n    return Verdict.accept()\n",
-        },
-        ("its own code failed: Own('later')",),
-        "kernel",
-    ),
+    _pages("pages-huge", "(10**12,)"),
+    _pages("pages-many", "tuple(range(1, 1000))"),
 )

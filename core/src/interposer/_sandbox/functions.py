@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from interposer._sandbox.remains import origin
+
 # Packages of Python, and modules and classes of torch, whose functions everybody calls. A fork
 # that looks at all there are spends longer on copies of its parent's memory than on the plugin.
 _PYTHONS = frozenset(
@@ -100,6 +102,15 @@ def hold() -> _Held:
     """Return what functions mean now; a fork copies only what was imported since it was forked."""
     _held.refresh()
     return _held
+
+
+def is_foreign(place: str, value: object) -> bool:
+    """Say whether a module of those that this package is built on has a value from elsewhere.
+
+    Some import what they need where they first use it.
+    """
+    root = place.partition(".")[0]
+    return root in _BASES and origin(value) != root
 
 
 def _is_watched(name: str) -> bool:

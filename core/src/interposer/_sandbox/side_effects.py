@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from interposer._config.config import environment_guard
-from interposer._sandbox.functions import hold, is_same
+from interposer._sandbox.functions import hold, is_foreign, is_same
 from interposer._sandbox.remains import offspring, origin, streams
 from interposer._sandbox.settings import settings
 
@@ -179,7 +179,7 @@ class SideEffects:
                 continue
             for name in _changed(space, kept) if _root(place) != self.package else ():
                 path, value = f"{place}.{name}", kept[name]
-                if not (callable(value) or _is_constant(path, value)):
+                if is_foreign(place, value) or not (callable(value) or _is_constant(path, value)):
                     continue
                 if self.light or not self._is_a_librarys(path, space, name):
                     names.append(path)

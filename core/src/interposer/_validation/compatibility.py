@@ -30,6 +30,8 @@ from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
 from interposer._validation.records import MOST_RECORDS
 
+_RANGE_LIMIT = 300
+
 API_VERSION = "1.0"
 """The version of what plugins see: records, hooks and base classes.
 
@@ -90,6 +92,8 @@ def _check_range(label: str, stated: object, subject: str, version: str | None) 
     if type(stated) is not str:  # nor a subclass: what it does when printed is the plugin's code
         kind = type(stated).__name__
         return Verdict.refuse(f"its {label} is of type {kind}, must be {example}")
+    if len(stated) > _RANGE_LIMIT:
+        return Verdict.refuse(f"its {label} has {len(stated):,} characters, must be {example}")
     try:
         specifiers = SpecifierSet(stated)
     except InvalidSpecifier:
