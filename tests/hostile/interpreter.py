@@ -109,7 +109,7 @@ CASES = (
     _changes(
         "hide-the-rest",
         "import importlib_metadata; importlib_metadata.distributions = lambda **options: []",
-        "replaces importlib_metadata.distributions",
+        "importlib_metadata.distributions",
     ),
     _changes(
         "logger-class",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from interposer._sandbox.remains import origin
@@ -74,7 +75,8 @@ class _Held(NamedTuple):
                     (f"{name}.{k}", v) for k, v in ops if type(v).__name__ == "CustomOp"
                 )
                 if name.startswith("interposer.") or name.partition(".")[0] in _BASES:
-                    own = (v for v in [*held.values()] if isinstance(v, type))
+                    # What stands for a module that is not imported yet is no type, unless it is asked.
+                    own = (v for v in [*held.values()] if issubclass(type(v), type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
                 elif name in _CLASSES:
                     self._add({f"{name}.{part}": held[part] for part in _CLASSES[name]})
@@ -107,10 +109,11 @@ def hold() -> _Held:
 def is_foreign(place: str, value: object) -> bool:
     """Say whether a module of those that this package is built on has a value from elsewhere.
 
-    Some import what they need where they first use it.
+    One imports what it needs where it first uses it, and replaces what stood for that.
     """
     root = place.partition(".")[0]
-    return root in _BASES and origin(value) != root
+    own = issubclass(type(value), FunctionType | type) and origin(value) == root
+    return root in _BASES and not own
 
 
 def _is_watched(name: str) -> bool:

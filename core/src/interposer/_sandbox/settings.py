@@ -136,16 +136,23 @@ def _interceptors(torch: Any) -> Iterator[Setting]:
 
     yield Setting("torch's hooks of all modules", lambda: [dict(kept) for kept in hooks], put_hooks)
     # One of these cannot be taken back but by whoever holds its library.
-    registered = torch.library._impls
+    yield Setting("torch's kernels of aten", _Overrides(torch.library._impls), lambda before: None)
 
-    def kernels() -> set[str]:
-        return {
-            name
-            for name in registered
-            if name.startswith("aten/") and name.rpartition("/")[2].startswith(_DEVICE_KEYS)
-        }
 
-    yield Setting("torch's kernels of aten", kernels, lambda before: None)
+class _Overrides:
+    """Returns the kernels of aten that Python registered for devices; thousands are for none."""
+
+    kept: tuple[int, frozenset[str]] = (0, frozenset())
+
+    def __init__(self, registered: set[str]) -> None:
+        self._registered = registered
+
+    def __call__(self) -> frozenset[str]:
+        if len(self._registered) != self.kept[0]:
+            names = (name for name in self._registered if name.startswith("aten/"))
+            found = {name for name in names if name.rpartition("/")[2].startswith(_DEVICE_KEYS)}
+            _Overrides.kept = len(self._registered), frozenset(found)
+        return self.kept[1]
 
 
 def _shorten(depth: Callable[[], int], pop: Callable[[], object], before: int) -> None:
