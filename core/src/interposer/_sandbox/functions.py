@@ -75,7 +75,7 @@ class _Held(NamedTuple):
                     (f"{name}.{k}", v) for k, v in ops if type(v).__name__ == "CustomOp"
                 )
                 if name.startswith("interposer.") or name.partition(".")[0] in _BASES:
-                    # What stands for a module that is not imported yet is no type, unless it is asked.
+                    # What stands for a module that is not imported yet is asked nothing.
                     own = (v for v in [*held.values()] if issubclass(type(v), type))
                     self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
                 elif name in _CLASSES:
