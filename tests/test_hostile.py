@@ -274,7 +274,7 @@ def test_all_at_once(site: Path, folder: Path, visits: list[Visits]) -> None:
 
 COMMANDS = {
     "explain": ("explain", "MODEL"),
-    "run": ("run", "MODEL", "def read(", "--max-new-tokens", "2"),
+    "run": ("run", "MODEL", "--prompt", "def read(", "--max-new-tokens", "2"),
 }
 
 
