@@ -291,7 +291,7 @@ def test_no_vendor_is_named(folder: str) -> None:
 
 
 # The most modules and lines of the distributions that everybody reads.
-SIZES = {"core": (63, 10_600), "ops": (176, 24_400)}
+SIZES = {"core": (63, 10_850), "ops": (176, 24_400)}
 
 
 @pytest.mark.parametrize("folder", SIZES)
