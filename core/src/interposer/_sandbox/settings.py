@@ -31,7 +31,8 @@ _RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapEff", "CapBnd", 
 # Signals 32 and 33, which it catches once there is a thread.
 _OF_LIBC = 3 << 31
 _ERROR_HANDLERS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape")
-_DEVICE_KEYS = ("CPU", "CUDA", "XPU", "Autograd", "CompositeExplicit", "CompositeImplicit")
+# Kernels for no device, of which torch registers more as it goes, and for one that is not torch's.
+_OTHERS_KEYS = ("Meta", "PrivateUse", "AutogradPrivateUse")
 
 
 class Setting(NamedTuple):
@@ -110,7 +111,8 @@ def _generator(torch: Any) -> Setting:
 
 
 def _autocast(torch: Any) -> Setting:
-    devices = ("cpu", "cuda", "xpu")
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
 
     def put(state: list[bool]) -> None:
         for device, enabled in zip(devices, state, strict=True):
@@ -150,7 +152,7 @@ class _Overrides:
     def __call__(self) -> frozenset[str]:
         if len(self._registered) != self.kept[0]:
             names = (name for name in self._registered if name.startswith("aten/"))
-            found = {name for name in names if name.rpartition("/")[2].startswith(_DEVICE_KEYS)}
+            found = {name for name in names if not name.rpartition("/")[2].startswith(_OTHERS_KEYS)}
             _Overrides.kept = len(self._registered), frozenset(found)
         return self.kept[1]
 
