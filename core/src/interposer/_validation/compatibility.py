@@ -13,7 +13,7 @@ from typing import Any
 import importlib_metadata
 import pluggy
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
@@ -116,7 +116,7 @@ def _check_requirement(text: str) -> Verdict:
     try:
         requirement = _parsed(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    except (InvalidRequirement, UndefinedEnvironmentName, UndefinedComparison, InvalidVersion):
+    except (UndefinedEnvironmentName, UndefinedComparison, ValueError, RecursionError):
         return Verdict.refuse(f"its metadata requires {text!r:.100}, which cannot be understood")
     if not applies:
         return Verdict.accept()

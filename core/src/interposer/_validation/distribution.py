@@ -17,7 +17,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from interposer._config.storage import checksum
 
@@ -205,8 +205,8 @@ def _identity(found: Metadata, headers: list[tuple[str, str]]) -> tuple[str, str
         name = canonicalize_name(names[0])
     try:
         version = str(Version(*versions))
-    except (InvalidVersion, TypeError):
-        problems.append(f"the version {', '.join(versions)!r}")
+    except (ValueError, TypeError):  # among them that of a number with thousands of digits
+        problems.append(f"the version {', '.join(versions)!r:.100}")
     return name, version, f"its metadata states {' and '.join(problems)}" if problems else ""
 
 
