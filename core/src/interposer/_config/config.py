@@ -7,7 +7,7 @@ it was examined is put back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -277,35 +277,14 @@ def _own_errors() -> Iterator[None]:
         raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
 
 
-def variables() -> Mapping[str, str]:
-    """Return the variables of the environment by name."""
+def variables() -> MutableMapping[str, str]:
+    """Return the variables of the environment by name; the sandbox alone puts some back."""
     return os.environ
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
     """Return the environment for a child process, with ``defaults`` where it sets nothing."""
     return {**defaults, **os.environ}
-
-
-@contextmanager
-def environment_guard() -> Iterator[list[str]]:
-    """Put back every variable of the environment that changes inside a ``with`` block.
-
-    The list that is yielded holds the names of those variables once the block has ended.
-    """
-    before = dict(os.environ)
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        after = dict(os.environ)
-        names = sorted(before.keys() | after.keys()) if after != before else ()
-        changed += [name for name in names if before.get(name) != after.get(name)]
-        for name in changed:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
 
 
 def _checked(config: object) -> Config:

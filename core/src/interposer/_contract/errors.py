@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-import traceback
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+# Offered here with the rest of what errors take.
+from interposer_sandbox import described as described
+from interposer_sandbox import foreign_errors as foreign_errors
+from interposer_sandbox import nearest_first as nearest_first
+from interposer_sandbox import traced as traced
 
 if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal
@@ -16,23 +20,6 @@ if TYPE_CHECKING:
 _PUBLIC = "interposer.errors"
 # Modules that a warning is not about: the SDK, and what its calls go through.
 _PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
-
-
-def foreign_errors() -> tuple[type[BaseException], ...]:
-    """Return what an ``except`` clause around a plugin's code catches: nearly everything.
-
-    A plugin may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
-    catches these quarantines it. Ctrl-C and the end of a generator are the caller's.
-    """
-    # By its type alone: the error itself may claim to be of another class, or raise when asked.
-    kind, _, trace = sys.exc_info()
-    if kind is not None and issubclass(kind, GeneratorExit):
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        # Where a generator of ours is ended, it is raised at a line of ours.
-        place = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-        return () if place.startswith(_PASSED[0]) else (BaseException,)
-    return () if kind is not None and issubclass(kind, KeyboardInterrupt) else (BaseException,)
 
 
 class InterposerError(Exception):
@@ -155,32 +142,6 @@ class StorageError(_FileError):
 
 class RequestError(InterposerError, ValueError):
     """A generation request holds an unusable prompt or parameter."""
-
-
-def described(error: BaseException) -> str:
-    """Return the ``repr`` of an error, or its type where it has none."""
-    try:
-        return "".join([repr(error)])  # which may be of a class of its own
-    except foreign_errors():
-        return f"{type(error).__name__}(...)"
-
-
-def traced(error: BaseException) -> str:
-    """Return the traceback of an error, or what it is where it does not let itself be shown."""
-    try:
-        return "".join(traceback.format_exception(error))
-    except foreign_errors():
-        return described(error)
-
-
-def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return ``known`` sorted by likeness to ``name``, then by name."""
-
-    def distance(candidate: str) -> tuple[float, str]:
-        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        return -ratio, candidate
-
-    return sorted(set(known), key=distance)
 
 
 def warn(text: str, category: type[Warning]) -> None:

@@ -14,9 +14,9 @@ from interposer._contract.op import CustomOp
 from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
+from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugin, Source
 from interposer._plugins.registry import Registry
-from interposer._sandbox.task import Task
 
 _STRIKES = 3
 _ACCEPTED = Verdict.accept()

@@ -25,7 +25,7 @@ from interposer._contract.errors import (
     nearest_first,
 )
 from interposer._contract.layer import BoundKernel, PluggableLayer, Site
-from interposer._contract.op import CustomOp
+from interposer._contract.op import CustomOp, Dims
 from interposer._contract.platform import Placement
 from interposer._contract.quantization import QuantizationScheme
 from interposer._contract.request import Kind, Request
@@ -55,7 +55,6 @@ R = TypeVar("R")
 Q = ParamSpec("Q")
 S = TypeVar("S")
 L = TypeVar("L", bound=PluggableLayer)
-Dims = Mapping[str, int | float | str | bool]
 
 
 class Resolver:

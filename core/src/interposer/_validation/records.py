@@ -29,7 +29,7 @@ from interposer._contract.records import (
     resource_path,
 )
 from interposer._contract.requires import Dim, Requires
-from interposer._validation.import_string import check_import_string, is_loaded
+from interposer_sandbox import check_import_string, is_loaded
 
 if TYPE_CHECKING:
     from interposer._contract.layer import PluggableLayer

@@ -1,4 +1,4 @@
-"""The tasks of the sandbox, step by step; the same in the examining process and in this one."""
+"""The tasks of an examination, step by step; the same in a fork and in this process."""
 
 from __future__ import annotations
 
@@ -11,41 +11,50 @@ from typing import Any
 import pluggy
 
 from interposer import hookspecs
+from interposer._config.config import variables
 from interposer._contract.capability import Capability
 from interposer._contract.errors import RecordError, foreign_errors
 from interposer._contract.records import Kernel, PlatformEntry, Record, load_target
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
-from interposer._sandbox.side_effects import SideEffects
-from interposer._sandbox.task import Finding, Reporter, Task, TaskName, read_request
+from interposer._examination.task import Task, TaskName
 from interposer._validation.compatibility import check_api, declared_records, register_hooks
 from interposer._validation.records import check_classes, check_records
+from interposer_sandbox import (
+    Finding,
+    Function,
+    Guarded,
+    Host,
+    RefusedError,
+    Reporter,
+    SideEffects,
+    run_here,
+)
 
 # The conformance kit stands above the core, so it is named here and imported when it is needed.
 COMPARISON = "interposer_testing._canary"
 
+HOST = Host(
+    environment=variables,
+    guarded=Guarded(
+        packages=("interposer", "interposer_sandbox"),
+        bases=("importlib_metadata", "packaging", "pluggy"),
+        classes=("pydantic.main:BaseModel",),
+        members=("CustomOp.reference",),
+    ),
+    modules=(__name__,),
+    slow_modules=("torch", "interposer._contract.layer", "interposer._contract.platform"),
+)
+
 Arguments = Mapping[str, Any]
 
 
-class _RefusedError(Exception):
-    """A stage of a task is refused; the text says why."""
-
-
-def perform(task: Task, reporter: Reporter | None = None) -> Finding:
+def perform(task: Task) -> Finding:
     """Do a task in this process and return what was found.
 
     What the code under examination raises becomes a refusal; a crash or a hang does not.
     """
-    reporter = reporter or Reporter()
-    if task.name != "plugin":  # which has no reason to print while it is imported and asked
-        reporter.unmute()
-    try:
-        finding = Finding(_TASKS[task.name](task.arguments, reporter))
-    except _RefusedError as error:
-        finding = Finding.refused(str(error))
-    except foreign_errors() as error:
-        finding = Finding.raised(reporter.stage, error)
-    return replace(finding, facts={**reporter.facts, **finding.facts})
+    return run_here(FUNCTIONS[task.name], task.arguments)
 
 
 def load_value(value: str) -> Any:
@@ -79,7 +88,7 @@ def check_plugin(
     if faults:
         return (), [f"its hooks are not valid: {'; '.join(faults)}"]
     reporter.begin("calling interposer_records")
-    with SideEffects(alone=reporter.alone, package=_package(value)) as side_effects:
+    with _watch(value, reporter) as side_effects:
         records = declared_records(manager, name)
     if side_effects.effects:
         return (), [f"calling interposer_records {effect}" for effect in side_effects.effects]
@@ -88,32 +97,35 @@ def check_plugin(
     return (() if faults else tuple(records)), faults
 
 
-def _examine_plugin(arguments: Arguments, reporter: Reporter) -> Verdict:
+def examine_plugin(arguments: Arguments, reporter: Reporter) -> Finding:
+    """Import a plugin, take its records and check them and what they name."""
     value, name = str(arguments["value"]), str(arguments["name"])
     stage = f"importing {value.partition(':')[0].strip()}"
-    watch = SideEffects(alone=reporter.alone, package=_package(value))
-    plugin = _run(reporter, stage, watch, load_value, value)
+    plugin = reporter.run(stage, _watch(value, reporter), load_value, value)
     records, faults = check_plugin(plugin, name, value, reporter=reporter)
     if faults:
-        return Verdict.refuse("; ".join(faults))
+        return Finding.refuse("; ".join(faults))
     platforms = [record for record in records if isinstance(record, PlatformEntry)]
     reporter.note(platforms=[{"name": entry.name, "score": entry.score} for entry in platforms])
     reporter.unmute()
-    stage = "checking its classes"
-    watch = SideEffects(light=False, alone=reporter.alone, package=_package(value))
-    faults = _run(reporter, stage, watch, check_classes, records, load_target, reporter.begin)
-    return Verdict.refuse("; ".join(faults)) if faults else Verdict.accept()
+    watch = _watch(value, reporter, light=False)
+    faults = reporter.run(
+        "checking its classes", watch, check_classes, records, load_target, reporter.begin
+    )
+    return Finding.refuse("; ".join(faults)) if faults else Finding.accept()
 
 
-def _examine_targets(arguments: Arguments, reporter: Reporter) -> Verdict:
+def examine_targets(arguments: Arguments, reporter: Reporter) -> Finding:
+    """Load import strings."""
     _load(arguments["targets"], reporter)
-    return Verdict.accept()
+    return Finding.accept()
 
 
-def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
+def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
+    """Probe with a platform, and list its devices if it is there."""
     target = str(arguments["target"])
     (platform,) = _load([target], reporter)
-    watch = SideEffects(light=False, alone=reporter.alone, package=_package(target))
+    watch = _watch(target, reporter, light=False)
     if _verdict(reporter, f"probing {target}", watch, lambda: platform.probe()):
         reporter.begin(f"listing the devices of {target}")
         # What it raises is met again, and told of, by whoever chooses it.
@@ -121,36 +133,39 @@ def _examine_platform(arguments: Arguments, reporter: Reporter) -> Verdict:
             platform().devices()
         except foreign_errors():
             pass
-    return Verdict.accept()
+    return Finding.accept()
 
 
-def _examine_predicate(arguments: Arguments, reporter: Reporter) -> Verdict:
+def examine_predicate(arguments: Arguments, reporter: Reporter) -> Finding:
     """Ask once, so that what never comes back is found; the answer itself is not kept."""
     target, member = str(arguments["target"]), str(arguments["member"])
     (loaded,) = _load([target], reporter)
     asked = getattr(loaded, member) if member else loaded
     request = read_request(arguments["request"])
     given = (request,) if request.detail is None else (request.detail, request.capability)
-    _verdict(reporter, f"asking {target}", _calls(target, reporter), asked, *given)
-    return Verdict.accept()
+    watch = _watch(target, reporter, light=False, calls=True)
+    _verdict(reporter, f"asking {target}", watch, asked, *given)
+    return Finding.accept()
 
 
-def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
+def examine_kernel(arguments: Arguments, reporter: Reporter) -> Finding:
+    """Compare a kernel with the reference of its op on cases that it takes."""
+    reporter.unmute()
     target = str(arguments["target"])
     reporter.begin(f"loading the op {arguments['op']}")
     op = load_target(arguments["op"]).allowing(arguments.get("extra_roundings", 0))
     try:
         compare = load_target(f"{COMPARISON}:compare")
     except ModuleNotFoundError as error:
-        reporter.note(missing=error.name or "")
-        return Verdict.refuse(
+        return Finding.refuse(
             f"cannot be compared with the reference of {op.name!r}: {error}. "
-            "Try: pip install interposer-testing, or Config(canary='off')"
+            "Try: pip install interposer-testing, or Config(canary='off')",
+            missing=error.name or "",
         )
     # Before the kernel is there, which may change what reading the record relies on.
     takes = _acceptance(arguments, reporter)
     function, *prepare = _load([target, *filter(None, [arguments.get("prepare")])], reporter)
-    with _calls(target, reporter) as side_effects:
+    with _watch(target, reporter, light=False, calls=True) as side_effects:
         compared = compare(
             op,
             function,
@@ -165,13 +180,13 @@ def _examine_kernel(arguments: Arguments, reporter: Reporter) -> Verdict:
         )
     if compared.faults:
         reason = f"departs from the reference of {op.name!r}: {'; '.join(compared.faults)}"
-        return Verdict.refuse(reason, compared.traceback)
+        return Finding.refuse(reason, compared.traceback)
     if side_effects.effects:
-        return Verdict.refuse(f"running {target} {', '.join(side_effects.effects)}")
+        return Finding.refuse(f"running {target} {', '.join(side_effects.effects)}")
     if not compared.num_cases:
-        return Verdict.accept(f"no case of {op.name!r} is one that it takes")
+        return Finding.accept(f"no case of {op.name!r} is one that it takes")
     num_cases = compared.num_cases
-    return Verdict.accept(f"agrees with the reference of {op.name!r} on {num_cases} case(s)")
+    return Finding.accept(f"agrees with the reference of {op.name!r} on {num_cases} case(s)")
 
 
 def _acceptance(arguments: Arguments, reporter: Reporter) -> Callable[[Arguments], bool]:
@@ -212,23 +227,33 @@ def _record(arguments: Arguments, reporter: Reporter) -> Kernel:
     raise RecordError("; ".join(faults) or f"{value!r} declares no kernel {name!r} at {target!r}")
 
 
+def read_request(value: Mapping[str, Any]) -> Request:
+    """Return the request that ``Request.to_json`` was called on."""
+    capability, detail = Capability.from_json(value["capability"]), value["detail"]
+    if detail is not None:
+        # Imported here, as it needs torch, which few requests do.
+        from interposer._contract.attention import AttentionSpec
+
+        detail = AttentionSpec.from_json(detail)
+    return Request(**{**value, "capability": capability, "detail": detail})
+
+
 def _load(targets: Iterable[str], reporter: Reporter) -> list[Any]:
     """Return what import strings name, each loaded as a stage of its own."""
+    reporter.unmute()  # a plugin's module alone has no reason to print
     loaded = []
     for target in targets:
-        watch = SideEffects(light=False, alone=reporter.alone, package=_package(target))
-        loaded.append(_run(reporter, f"loading {target}", watch, load_target, target))
+        watch = _watch(target, reporter, light=False)
+        loaded.append(reporter.run(f"loading {target}", watch, load_target, target))
     return loaded
 
 
-def _calls(target: str, reporter: Reporter) -> SideEffects:
-    """Return the watch over calls of what was loaded before."""
-    return SideEffects(light=False, alone=reporter.alone, package=_package(target), calls=True)
-
-
-def _package(value: str) -> str:
-    """Return the top-level package of what an import string or an entry point names."""
-    return value.partition(":")[0].partition(".")[0].strip()
+def _watch(
+    value: str, reporter: Reporter, *, light: bool = True, calls: bool = False
+) -> SideEffects:
+    """Return the watch over code of what an import string or an entry point names."""
+    package = value.partition(":")[0].partition(".")[0].strip()
+    return SideEffects(HOST, light=light, alone=reporter.alone, package=package, calls=calls)
 
 
 def _verdict(
@@ -236,33 +261,18 @@ def _verdict(
 ) -> Verdict:
     """Return the verdict of a stage.
 
-    Raises: _RefusedError: it did something beside its work, or returned something else.
+    Raises: RefusedError: it did something beside its work, or returned something else.
     """
-    returned = _run(reporter, stage, watch, action, *given)
+    returned = reporter.run(stage, watch, action, *given)
     if isinstance(returned, Verdict):
         return returned
-    raise _RefusedError(f"{stage} returned {returned!r:.100}, not a Verdict")
+    raise RefusedError(f"{stage} returned {returned!r:.100}, not a Verdict")
 
 
-def _run(
-    reporter: Reporter, stage: str, watch: SideEffects, action: Callable[..., Any], *given: Any
-) -> Any:
-    """Return what ``action`` returns, as a stage of a task; what it raises is passed on.
-
-    Raises: _RefusedError: it did something beside its work.
-    """
-    reporter.begin(stage)
-    with watch:
-        returned = action(*given)
-    if watch.effects:
-        raise _RefusedError("; ".join(f"{stage} {effect}" for effect in watch.effects))
-    return returned
-
-
-_TASKS: dict[TaskName, Callable[[Arguments, Reporter], Verdict]] = {
-    "plugin": _examine_plugin,
-    "target": _examine_targets,
-    "platform": _examine_platform,
-    "predicate": _examine_predicate,
-    "kernel": _examine_kernel,
+FUNCTIONS: Mapping[TaskName, Function] = {
+    "plugin": examine_plugin,
+    "target": examine_targets,
+    "platform": examine_platform,
+    "predicate": examine_predicate,
+    "kernel": examine_kernel,
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from interposer._contract.errors import nearest_first
+from interposer_sandbox._foreign import nearest_first
 
 # A module that uses one of these may define names that its source does not show.
 _DYNAMIC = frozenset(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from interposer._sandbox.task import Finding
+from interposer_sandbox._task import Finding
 
 FAILED_CODE = 70
 """The exit code of a child process that could not tell anything."""
@@ -64,7 +64,7 @@ class Watch:
 
     Args:
         seconds: limit every stage of its task.
-        token: is in every line that it tells, and in none that a plugin writes there.
+        token: is in every line that it tells, and in none that foreign code writes there.
     """
 
     def __init__(self, pid: int, pipes: Pipes, seconds: float, token: str) -> None:
@@ -77,7 +77,7 @@ class Watch:
             os.set_blocking(descriptor, False)
         self._finding: Finding | None = None
         self._facts: dict[str, Any] = {}
-        self._wants_torch = False
+        self._wants_imports = False
         self._unread = b""
         self._head = b""
         self._tail = b""
@@ -87,7 +87,7 @@ class Watch:
         self._begin("starting", 1.0)
 
     def follow(self, asking: int, answering: int) -> Finding | None:
-        """Return what the process found, or how it ended; None if it wants torch imported first.
+        """Return what the process found, or how it ended; None if it wants modules imported first.
 
         Args:
             asking: ends when nobody wants the answer any more.
@@ -101,22 +101,22 @@ class Watch:
         finally:
             self._kill()
         self._read()
-        if self._wants_torch:
+        if self._wants_imports:
             return None
         if self._finding is None:
             # With the end of what it printed.
             text = self._tail.decode(errors="backslashreplace")
             printed = text.partition("\nExtension modules:")[0].strip()
-            return Finding.refused(f"{ending} while {self._stage}", printed, **self._facts, **facts)
-        if self._finding.verdict and self._head:
+            return Finding.refuse(f"{ending} while {self._stage}", printed, **self._facts, **facts)
+        if self._finding and self._head:
             printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
             reason = f"prints {printed!r} while it is imported and asked"
-            return Finding.refused(reason, **self._finding.facts)
+            return Finding.refuse(reason, **self._finding.facts)
         return self._finding
 
     @property
     def _told(self) -> bool:
-        return self._finding is not None or self._wants_torch
+        return self._finding is not None or self._wants_imports
 
     @property
     def _gone(self) -> bool:
@@ -218,7 +218,7 @@ class Watch:
     def _take(self, chunk: bytes) -> None:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
-            with suppress(ValueError, TypeError, RecursionError):  # the plugin wrote it
+            with suppress(ValueError, TypeError, RecursionError):  # foreign code wrote it
                 self._understand(json.loads(line))
         if len(self._unread) > _LINE_BYTES:
             self._open.discard(self._pipes.lines)
@@ -234,7 +234,7 @@ class Watch:
             case {"note": dict(facts)}:
                 self._facts |= facts
             case {"warm": True}:
-                self._wants_torch = True
+                self._wants_imports = True
             case {"finding": found} if self._finding is None:
                 self._finding = Finding.from_json(found)
 

@@ -1,4 +1,4 @@
-"""The settings of a process that no plugin has reason to change, with how each is put back."""
+"""The settings of a process that foreign code has no reason to change, and how to restore them."""
 
 from __future__ import annotations
 

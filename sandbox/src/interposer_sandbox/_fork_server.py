@@ -1,7 +1,7 @@
-"""The examining process: does one task at a time, each in a fork of itself.
+"""The process that forks: runs one function at a time, each in a fork of itself.
 
-It runs no plugin's code itself, so that nothing one plugin does is still there for the next. A
-fork tells in lines of JSON with a token, on a pipe that only it has. The process ends when nobody
+It runs no foreign code itself, so that nothing that one does is still there for the next. A fork
+tells in lines of JSON with a token, on a pipe that only it has. The process ends when nobody
 is left to ask, or after a minute of silence.
 """
 
@@ -27,12 +27,12 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from interposer._sandbox import client
-from interposer._sandbox.functions import hold_for_forks
-from interposer._sandbox.inspection import COMPARISON, perform
-from interposer._sandbox.supervisor import (
+from interposer_sandbox._client import NestedError, forbid
+from interposer_sandbox._functions import hold_for_forks
+from interposer_sandbox._host import Guarded
+from interposer_sandbox._supervisor import (
     DEATH_SECONDS,
     DUMP_SIGNAL,
     FAILED_CODE,
@@ -41,24 +41,32 @@ from interposer._sandbox.supervisor import (
     Watch,
     children_of,
 )
-from interposer._sandbox.task import Finding, Reporter, Task
+from interposer_sandbox._task import Finding, Reporter, run_here
 
 _IDLE_SECONDS = 60.0
 _WARM_SECONDS = 120
-# Imported once here instead of in each fork, but only when they are needed.
-_TORCH = ("torch", "interposer._contract.layer", "interposer._contract.platform")
-# Fake tensors import torch's compiler.
-_TORCH_FOR_KERNELS = (*_TORCH, COMPARISON, "torch._dynamo")
-# Taken before a plugin can replace them.
+# Taken before foreign code can replace them.
 _exit, _write, _getpid, _dumps = os._exit, os.write, os.getpid, json.dumps
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BEAT_SECONDS = 0.05
 
 
-def main() -> NoReturn:
+class _Host(NamedTuple):
+    """The names that this process is given of its host, see ``Host``."""
+
+    guarded: Guarded
+    slow_modules: tuple[str, ...]
+
+
+def main(
+    guarded: Iterable[Iterable[str]], modules: Iterable[str], slow_modules: Iterable[str]
+) -> NoReturn:
     """Answer requests on descriptor 0 with lines on descriptor 1 until there are no more."""
     try:
+        host = _Host(Guarded(*map(tuple, guarded)), tuple(slow_modules))
+        for module in modules:
+            importlib.import_module(module)
         if os.fork():
             _exit(0)  # so init reaps the other, who may end when nobody minds it any more
         # A process that ignores or blocks these hands that down.
@@ -77,9 +85,9 @@ def main() -> NoReturn:
         warnings.filterwarnings("ignore", message=".*")
         if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        hold_for_forks()
+        hold_for_forks(host.guarded)
         gc.freeze()
-        _serve(asking, answering)
+        _serve(asking, answering, host)
         _exit(0)
     except (Ended, BrokenPipeError):
         _exit(0)
@@ -87,25 +95,26 @@ def main() -> NoReturn:
         _exit(1)
 
 
-def _serve(asking: int, answering: int) -> None:
+def _serve(asking: int, answering: int, host: _Host) -> None:
     warm = False
     questions = os.fdopen(asking, "rb")
     while select.select([asking], [], [], _IDLE_SECONDS)[0] and (line := questions.readline()):
         request = json.loads(line)
-        if request["task"]["name"] == "kernel":
-            warm = _import(_TORCH_FOR_KERNELS)
-        while (finding := _examine(request, asking, answering, warm)) is None:
-            warm = _import(_TORCH)
+        if request["modules"]:
+            warm = _import(host, request["modules"])
+        awaited = "" if warm else "".join(host.slow_modules[:1])
+        while (finding := _examine(request, asking, answering, awaited)) is None:
+            warm, awaited = _import(host), ""
         os.write(answering, json.dumps(finding.to_json()).encode() + b"\n")
 
 
-def _examine(request: dict[str, Any], asking: int, answering: int, warm: bool) -> Finding | None:
-    """Return what a fork found, or None if it wants torch to be imported first."""
+def _examine(request: dict[str, Any], asking: int, answering: int, awaited: str) -> Finding | None:
+    """Return what a fork found, or None if it wants the slow modules to be imported first."""
     token = secrets.token_hex(16)
     readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
     pid = os.fork()
     if pid == 0:
-        _do(request, token, Pipes(*writers), [asking, answering, *readers], warm)
+        _do(request, token, Pipes(*writers), [asking, answering, *readers], awaited)
     for descriptor in writers:
         os.close(descriptor)
     try:
@@ -118,7 +127,7 @@ def _examine(request: dict[str, Any], asking: int, answering: int, warm: bool) -
 
 
 def _end_orphans() -> None:
-    """End the processes that a task left behind, in whatever group they are."""
+    """End the processes that a function left behind, in whatever group they are."""
     deadline = time.monotonic() + DEATH_SECONDS
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -129,8 +138,9 @@ def _end_orphans() -> None:
                 time.sleep(0.001)
 
 
-def _import(modules: Iterable[str]) -> bool:
+def _import(host: _Host, more: Iterable[str] = ()) -> bool:
     """Import what is trusted, once; a module that fails is met again, and told of, in a fork."""
+    modules = (*host.slow_modules, *more)
     if not all(module in sys.modules for module in modules):
         # Whoever hangs here hangs in the process that asks as well.
         signal.alarm(_WARM_SECONDS)
@@ -138,23 +148,23 @@ def _import(modules: Iterable[str]) -> bool:
             with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
-        hold_for_forks()
+        hold_for_forks(host.guarded)
         gc.freeze()
     return True
 
 
 def _do(
-    request: dict[str, Any], token: str, pipes: Pipes, private: list[int], warm: bool
+    request: dict[str, Any], token: str, pipes: Pipes, private: list[int], awaited: str
 ) -> NoReturn:
-    """Do a task in this freshly forked process, tell what was found and leave.
+    """Run a function in this freshly forked process, tell what it found and leave.
 
     Args:
-        private: descriptors of the examining process, which are closed.
-        warm: torch is imported, or cannot be.
+        private: descriptors of the process that forks, which are closed.
+        awaited: the slow module that is not imported yet; empty if it is, or cannot be.
     """
     try:
         os.setsid()
-        if sys.platform == "linux":  # leaves with the examining process, however that ends
+        if sys.platform == "linux":  # leaves with the process that forks, however that ends
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             with suppress(OSError):  # where memory runs out, this process is ended and no other
                 Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -166,30 +176,32 @@ def _do(
         output = _hidden(pipes.output)
         faulthandler.enable(output, all_threads=False)
         faulthandler.register(DUMP_SIGNAL, output, all_threads=True)
-        client.forbid()
+        forbid(NestedError("foreign code asks for more of it to be run"))
         teller = _Teller(_hidden(pipes.lines), output, token)
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
         with suppress(OSError):
             os.chdir(request["cwd"])
-        if not warm:
-            sys.meta_path.insert(0, _TorchFinder(teller))
-        atexit._clear()  # so that those of the task alone are called
+        if awaited:
+            sys.meta_path.insert(0, _SlowFinder(awaited, teller))
+        atexit._clear()  # so that those of the function alone are called
         try:
-            finding = perform(Task(**request["task"]), teller)
-            if finding.verdict:
+            module, _, name = request["function"].partition(":")
+            function = getattr(importlib.import_module(module), name)
+            finding = run_here(function, request["arguments"], teller)
+            if finding:
                 teller.begin("ending the process")
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
             teller.end(finding)
-        except BaseException as error:  # noqa: BLE001 - a plugin may raise its own
+        except BaseException as error:  # noqa: BLE001 - code may raise its own
             teller.end(Finding.raised(teller.stage, error))
     finally:
         _exit(FAILED_CODE)
 
 
 def _hidden(descriptor: int) -> int:
-    """Move a descriptor to a number that plugins don't close by the way."""
+    """Move a descriptor to a number that code doesn't close by the way."""
     hidden = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 100 + secrets.randbelow(100))
     os.close(descriptor)
     return hidden
@@ -238,28 +250,26 @@ class _Teller(Reporter):
         _exit(0)
 
     def tell(self, **message: Any) -> None:
-        if _getpid() != self._pid:  # the plugin forked, and one of the two tells
+        if _getpid() != self._pid:  # the code forked, and one of the two tells
             _exit(0)
         line = memoryview(_dumps({"token": self._token, **message}).encode() + b"\n")
         try:
             with self._lock:
                 while line:
                     line = line[_write(self._lines, line) :]
-        except OSError:  # the plugin closed what is not its own
+        except OSError:  # the code closed what is not its own
             _exit(FAILED_CODE)
 
 
-class _TorchFinder:
-    """Leaves at the first import of torch, to be done again by a process that has torch.
+class _SlowFinder:
+    """Leaves at the first import of a slow module, to be forked again by a process that has it."""
 
-    The import takes longer than a plugin may.
-    """
-
-    def __init__(self, teller: _Teller) -> None:
+    def __init__(self, awaited: str, teller: _Teller) -> None:
+        self._awaited = awaited
         self._teller = teller
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "torch":
+        if name == self._awaited:
             self._teller.tell(warm=True)
             _exit(0)
 

@@ -11,14 +11,14 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from interposer._config.config import environment_guard
-from interposer._sandbox.functions import hold, is_foreign, is_same
-from interposer._sandbox.remains import offspring, origin, streams
-from interposer._sandbox.settings import settings
+from interposer_sandbox._functions import hold, is_same
+from interposer_sandbox._host import Host
+from interposer_sandbox._remains import offspring, origin, streams
+from interposer_sandbox._settings import settings
 
 _MOST_NAMED = 5
 _SIGNALS = [
@@ -59,9 +59,9 @@ class SideEffects:
     hooks, signal handlers, standard streams, settings. What the block raises passes.
 
     Args:
-        light: the code is that of a plugin module, which has no reason to print, to start a
-            process, to leave a thread or to hook into the interpreter. Libraries that a target
-            loads may do these; the target's own package may not.
+        light: the code is that of a module which only declares things: it has no reason to print,
+            to start a process, to leave a thread or to hook into the interpreter. Libraries that
+            other code loads may do these; the code's own package may not.
         alone: this process is there for the block only, so that a new thread is one of the
             block's. In any other, what all threads share is compared only while there is but
             one: else changes of the others would be blamed on the block, and undone.
@@ -70,8 +70,15 @@ class SideEffects:
     """
 
     def __init__(
-        self, light: bool = True, alone: bool = True, *, package: str = "", calls: bool = False
+        self,
+        host: Host,
+        *,
+        light: bool = True,
+        alone: bool = True,
+        package: str = "",
+        calls: bool = False,
     ) -> None:
+        self.host = host
         self.light = light
         self.alone = alone
         self.package = package
@@ -89,7 +96,7 @@ class SideEffects:
             self._comparisons += [_anchors()]  # before those who go by what these hold
             self._comparisons += [self._functions()] if self.alone or self.package else []
             self._comparisons += [
-                _environment(),
+                _environment(self.host.environment),
                 _modules(),
                 self._planted(),
                 _path(),
@@ -171,7 +178,7 @@ class SideEffects:
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:
-        held = hold()
+        held = hold(self.host.guarded)
         yield ""
         names = []
         for place, (space, kept) in held.modules.items():
@@ -179,7 +186,9 @@ class SideEffects:
                 continue
             for name in _changed(space, kept) if _root(place) != self.package else ():
                 path, value = f"{place}.{name}", kept[name]
-                if is_foreign(place, value) or not (callable(value) or _is_constant(path, value)):
+                if held.is_foreign(place, value) or not (
+                    callable(value) or _is_constant(path, value)
+                ):
                     continue
                 if self.light or not self._is_a_librarys(path, space, name):
                     names.append(path)
@@ -196,10 +205,10 @@ class SideEffects:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
-        hold()  # the block may have been the first to import the ops
-        for place, op in held.ops.items() if self.package else ():
-            if origin(op.reference) == self.package != _root(place):
-                names.append(f"{place}.reference")
+        held = hold(self.host.guarded)  # the block may have imported further members
+        for place, (owner, part) in held.members.items() if self.package else ():
+            if origin(getattr(owner, part)) == self.package != _root(place):
+                names.append(place)
         if names:
             yield f"replaces {_listed(names)}"
 
@@ -261,12 +270,21 @@ def _anchors() -> Iterator[str]:
             yield f"replaces {owner.__name__}.{name}"
 
 
-def _environment() -> Iterator[str]:
-    with environment_guard() as changed:
-        yield ""
-    names = [name for name in changed if not name.startswith(_TORCHS_OWN)]
-    if names:
-        yield f"changes the environment: {', '.join(names)}"
+def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterator[str]:
+    before = dict(environment())
+    yield ""
+    variables = environment()
+    after = dict(variables)
+    names = sorted(before.keys() | after.keys()) if after != before else ()
+    names = [name for name in names if before.get(name) != after.get(name)]
+    for name in names:
+        if name in before:
+            variables[name] = before[name]
+        else:
+            del variables[name]
+    told = [name for name in names if not name.startswith(_TORCHS_OWN)]
+    if told:
+        yield f"changes the environment: {', '.join(told)}"
 
 
 def _modules() -> Iterator[str]:

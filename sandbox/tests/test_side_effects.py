@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from interposer import hookimpl, register
-from interposer._sandbox.side_effects import SideEffects
-from interposer.records import Record
+from interposer_sandbox import Host, SideEffects
+
+HOST = Host(environment=lambda: os.environ)
 
 
 def effects_of(action: Callable[[], object], *, light: bool = True) -> list[str]:
-    with SideEffects(light) as side_effects:
+    with SideEffects(HOST, light=light) as side_effects:
         action()
     return side_effects.effects
 
@@ -146,19 +148,15 @@ def test_changes_of_other_threads_are_neither_blamed_nor_undone(
         torch.set_float32_matmul_precision("medium")
         done.set()
 
-    class Plugin:
-        @hookimpl
-        def interposer_records(self) -> list[Record]:
-            start.set()
-            assert done.wait(60)
-            return []
-
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        with register(Plugin(), name="acme"):
-            assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
-            assert torch.get_float32_matmul_precision() == "medium"
+        with SideEffects(HOST, alone=False, package="acme") as side_effects:
+            start.set()
+            assert done.wait(60)
+        assert side_effects.effects == []
+        assert (os.environ["ACME_APP"], sys.path[-1], Path.cwd()) == ("1", "/acme", Path("/"))
+        assert torch.get_float32_matmul_precision() == "medium"
     finally:
         thread.join()
         torch.set_float32_matmul_precision(precision)
@@ -170,7 +168,7 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     effects = []
 
     def overlapped() -> None:
-        with SideEffects(alone=False) as side_effects:
+        with SideEffects(HOST, alone=False) as side_effects:
             first.set()
             assert second.wait(60)
         effects.extend(side_effects.effects)
@@ -178,7 +176,7 @@ def test_blocks_of_several_threads_may_overlap() -> None:
     thread = threading.Thread(target=overlapped)
     thread.start()
     assert first.wait(60)
-    with SideEffects(alone=False) as side_effects:  # begins and ends after the other
+    with SideEffects(HOST, alone=False) as side_effects:  # begins and ends after the other
         second.set()
         thread.join()
     assert effects == side_effects.effects == []
@@ -188,7 +186,7 @@ def test_blocks_of_several_threads_may_overlap() -> None:
 def test_a_stream_that_was_kept_works_afterwards() -> None:
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        with SideEffects() as side_effects:
+        with SideEffects(HOST) as side_effects:
             handler = logging.StreamHandler(sys.stderr)
         handler.emit(logging.makeLogRecord({"msg": "later"}))
     assert side_effects.effects == []
@@ -216,7 +214,7 @@ def test_a_thread_is_told_unless_it_ended() -> None:
 
 
 def test_what_is_raised_passes_and_is_effects_of() -> None:
-    side_effects = SideEffects()
+    side_effects = SideEffects(HOST)
 
     def change_and_raise() -> None:
         with side_effects:
@@ -236,3 +234,34 @@ def test_a_new_module_may_replace_itself(tmp_path: Path, monkeypatch: pytest.Mon
     )
     assert effects_of(lambda: __import__("acme_lazy")) == []
     del sys.modules["acme_lazy"]
+
+
+NAMES = st.sampled_from(["GUARD_A", "GUARD_B", "GUARD_C"])
+
+
+@given(
+    st.dictionaries(NAMES, st.sampled_from(["", "1", "2"])),
+    st.lists(st.tuples(NAMES, st.sampled_from([None, "", "1", "2"]))),
+)
+def test_variables_are_put_back_and_those_that_changed_named(
+    before: dict[str, str], changes: list[tuple[str, str | None]]
+) -> None:
+    variables, after = {"OTHER": "1", **before}, dict[str, str | None]()
+    with SideEffects(Host(lambda: variables), alone=False) as side_effects:
+        for name, change in changes:
+            after[name] = change
+            if change is None:
+                variables.pop(name, None)
+            else:
+                variables[name] = change
+    changed = sorted(name for name, value in after.items() if value != before.get(name))
+    told = [f"changes the environment: {', '.join(changed)}"] if changed else []
+    assert side_effects.effects == told
+    assert variables == {"OTHER": "1", **before}
+
+
+def test_a_host_without_variables_lets_them_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SideEffects(Host()) as side_effects:
+        monkeypatch.setenv("ACME", "1")
+    assert side_effects.effects == []
+    assert os.environ["ACME"] == "1"
