@@ -24,6 +24,7 @@ from interposer.errors import InterposerError, described, foreign_errors
 from interposer.tooling import STANDARD, entry_points
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
+from interposer_tools._commands.hub_kernels import hub_kernels
 from interposer_tools._commands.lock import lock
 from interposer_tools._commands.new import new
 from interposer_tools._commands.ops import ops
@@ -36,6 +37,7 @@ _UNWRITTEN = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", err
 _OWN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
+    "hub-kernels": hub_kernels,
     "lock": lock,
     "new": new,
     "ops": ops,

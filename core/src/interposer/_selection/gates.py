@@ -55,7 +55,8 @@ class AgreesWithReference:
     A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
     costs a refusal. The part of the SDK that defines the op and the distribution that provides the
     platform in force are trusted unless the policy says ``all``: the one says what is right, and
-    whoever drives the device is in the process anyway.
+    whoever drives the device is in the process anyway. A kernel that is not proven on the device is
+    not trusted, whoever provides it.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class AgreesWithReference:
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
-        if self._scope == "third_party" and provider in self._trusted:
-            return _ACCEPTED
         definer = self._definer(record.op).source
         defines = definer.standard and definer.distribution == provider
-        if self._scope == "third_party" and defines:
+        trusted = provider in self._trusted or defines
+        proven = candidate.is_proven_on(request.capability.architecture)
+        if self._scope == "third_party" and trusted and proven:
             return _ACCEPTED
         known = self._registry.blame(candidate).departures
         key = (candidate.qualified_name, request.dtype)

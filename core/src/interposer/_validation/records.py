@@ -184,6 +184,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a score that is not a finite number",
     ),
     "properties": (_texts(frozenset), "properties that are no frozenset of texts"),
+    "proven_on": (
+        lambda value: value is None or _texts(frozenset)(value),
+        "proven_on that is neither None nor a frozenset of texts",
+    ),
     "instead_of": (_texts(frozenset), "instead_of that are no frozenset of texts"),
     "driver_files": (_texts(tuple), "driver_files that are no tuple of texts"),
     "extra_roundings": (

@@ -17,7 +17,7 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._engine.batch import StepBatch
-from interposer_models._engine.decode_graphs import Capture, DecodeGraphs
+from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sampling_params import SamplingParams
@@ -87,12 +87,13 @@ class Engine:
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             spare_pages = range(num_pages, num_pages + num_spare)
             self.graphs = DecodeGraphs(
-                lambda batch: self.forward(batch, None),
+                lambda batch, plans: self.forward(batch, None, plans),
                 capture,
                 buckets,
                 page_size=page_size,
                 spare_pages=spare_pages,
                 device=device,
+                backends=self.backends,
                 model=model,
                 required=graphs_required,
             )
@@ -180,20 +181,29 @@ class Engine:
         finally:
             self.pool.release(sequence.pages)
 
-    def forward(self, batch: StepBatch, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return the model's logits for ``batch``; layers that share a backend share its plan."""
+    def forward(
+        self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None
+    ) -> torch.Tensor:
+        """Return the model's logits for ``batch``; layers that share a backend share its plan.
+
+        Args:
+            planned: plans of the batch that were made before, by backend.
+        """
         decoder = self.model.model
         # A graph has room for whole pages, of which the last may reach beyond the context.
         needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
         if needed > len(decoder.cos):
             decoder.reserve_positions(needed, self.device)
         with self.numerics():
-            plans = {id(b): b.plan(batch.attention) for b in dict.fromkeys(self.backends)}
+            plans = dict(planned or {})
+            for backend in self.backends:
+                if backend not in plans:
+                    plans[backend] = backend.plan(batch.attention)
             return self.model(  # type: ignore[no-any-return]
                 batch.token_ids,
                 batch.positions,
                 self.caches,
-                [plans[id(backend)] for backend in self.backends],
+                [plans[backend] for backend in self.backends],
                 rows,
             )
 
