@@ -21,17 +21,11 @@ from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
 from interposer._validation.compatibility import check_api, check_requirements
-from interposer._validation.distribution import (
-    Distribution,
-    Metadata,
-    metadata_text,
-    read_distribution,
-)
+from interposer._validation.distribution import Distribution, read_distribution
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
-from interposer_sandbox import Finding
+from interposer_sandbox import Finding, Metadata, metadata_folder
+from interposer_sandbox import entry_points as announced
 
-_ENTRY_POINTS = "entry_points.txt"
-_MOST_LETTERS = 100_000
 _MOST_PLUGINS = 100
 
 
@@ -141,26 +135,10 @@ def _installed() -> tuple[list[Source], dict[Source, str]]:
 
 def _entries(found: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
     """Return the entry points of a group, or none of them and what is wrong with the file."""
-    try:
-        text = metadata_text(found, _ENTRY_POINTS)
-    except OSError as error:
-        return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
-    except UnicodeDecodeError:
-        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _names_group(found, group) else ""
-    if group not in text:
-        return [], ""
-    if len(text) > _MOST_LETTERS:
-        return (
-            [],
-            f"its {_ENTRY_POINTS} has {len(text):,} characters; {_MOST_LETTERS:,} are allowed",
-        )
-    try:
-        entries = list(found.entry_points.select(group=group))
-    except foreign_errors() as error:
-        return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
+    entries, fault = announced(found, group)
     if len(entries) > _MOST_PLUGINS:
         return [], f"it announces {len(entries):,} plugins; {_MOST_PLUGINS} are allowed"
-    return entries, ""
+    return entries, fault
 
 
 def _is_beside(first: Metadata, other: Metadata) -> bool:
@@ -168,7 +146,7 @@ def _is_beside(first: Metadata, other: Metadata) -> bool:
 
     Build tools leave metadata there besides those of the installation.
     """
-    one, two = _metadata_folder(first).resolve(), _metadata_folder(other).resolve()
+    one, two = metadata_folder(first).resolve(), metadata_folder(other).resolve()
     editable = two.suffix == ".egg-info" and read_distribution(first).editable
     return one == two or (editable and Path(read_distribution(first).location) == two.parent)
 
@@ -190,19 +168,7 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
 def _folder(found: Metadata) -> str:
     """Return what tells distributions apart: the name that they are installed as."""
     # Reading the name from the metadata takes ten times as long.
-    return canonicalize_name(_metadata_folder(found).stem.partition("-")[0])
-
-
-def _metadata_folder(found: Metadata) -> Path:
-    return Path(str(getattr(found, "_path", id(found))))  # which is no public attribute
-
-
-def _names_group(found: Metadata, group: str) -> bool:
-    try:
-        text = (_metadata_folder(found) / _ENTRY_POINTS).read_bytes()
-    except OSError:
-        return False
-    return group.encode() in text
+    return canonicalize_name(metadata_folder(found).stem.partition("-")[0])
 
 
 def _distributions(sources: Iterable[Source]) -> list[Distribution]:
