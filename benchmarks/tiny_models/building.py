@@ -1,0 +1,130 @@
+"""Tiny random models, and the inputs that they run on."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import configuration_auto, modeling_auto
+
+from tiny_models.configurations import tiny
+from tiny_models.exceptions import CHANGES
+from tiny_models.inputs import Inputs, Maker
+from tiny_models.numerics import run
+
+# More weights than this are no tiny model: one thread has to run it in a second.
+MOST_WEIGHTS = 60_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model with inputs that it runs on.
+
+    Attributes:
+        widths: whether its widths shrank, or only its depth.
+        call: the inputs in words.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    class_name: str
+    widths: bool
+    call: str
+
+
+class NotBuiltError(Exception):
+    """No model of a type could be built, or none ran; the text has each attempt."""
+
+
+def model_classes() -> dict[str, str]:
+    """Return a class for every model type: the base model, or else the first with a head."""
+    mappings = [
+        value
+        for name, value in vars(modeling_auto).items()
+        if name.endswith("_MAPPING_NAMES") and isinstance(value, dict)
+    ]
+    mappings.sort(key=lambda mapping: mapping is not modeling_auto.MODEL_MAPPING_NAMES)
+    found: dict[str, str] = {}
+    for mapping in mappings:
+        for model_type, names in mapping.items():
+            if model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+                found.setdefault(model_type, names if isinstance(names, str) else names[0])
+    return found
+
+
+def build(model_type: str, class_name: str, dtype: torch.dtype = torch.float32) -> Built:
+    """Return a tiny model of a type with random weights, the same ones every time.
+
+    Raises: NotBuiltError.
+    """
+    failures = []
+    for widths in (True, False):
+        try:
+            model = make(model_type, class_name, widths).to(dtype)
+        except Exception as error:  # noqa: BLE001  whatever it raises is the row's reason
+            failures.append(f"building: {where(error)}")
+            continue
+        for call, make_inputs in Maker(model).candidates():
+            try:
+                inputs = {
+                    name: value.to(dtype) if getattr(value, "is_floating_point", bool)() else value
+                    for name, value in make_inputs().items()
+                }
+                outputs = run(model, inputs)
+            except Exception as error:  # noqa: BLE001
+                failures.append(f"{call}: {where(error)}")
+                continue
+            if not any(value.is_floating_point() for value in outputs.values()):
+                failures.append(f"{call}: no float tensor comes out")
+                continue
+            return Built(model, inputs, class_name, widths, call)
+    raise NotBuiltError("\n".join(dict.fromkeys(failures)))
+
+
+def make(model_type: str, class_name: str, widths: bool) -> nn.Module:
+    """Return a tiny model of a type in evaluation mode."""
+    config = tiny(model_type, widths, **CHANGES.get(model_type, {}))
+    cls: Any = getattr(transformers, class_name)
+    with torch.device("meta"):
+        sketch = cls(config)
+    if (size := sum(weight.numel() for weight in sketch.parameters())) > MOST_WEIGHTS:
+        raise ValueError(f"{size / 1e6:.0f} million weights are not tiny")
+    del sketch
+    config = tiny(model_type, widths, **CHANGES.get(model_type, {}))
+    torch.manual_seed(0)
+    model: nn.Module = cls(config).eval()
+    randomize(model)
+    return model
+
+
+def randomize(model: nn.Module) -> None:
+    """Give every parameter numbers that matter: biases that are not 0, norms that are not 1."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point() or not parameter.numel():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if not parameter.isfinite().all() or parameter.abs().max() > 1e6:  # nobody initialised it
+                parameter.copy_(0.02 * noise)
+            elif parameter.dim() == 1:
+                parameter.add_(0.1 * noise)
+            elif parameter.numel() > 1 and parameter.std() == 0:
+                parameter.add_(0.02 * noise)
+
+
+def where(error: BaseException) -> str:
+    """Return an error with the line that raised it, short."""
+    frames = list(_frames(error))
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text} ({frames[-1] if frames else ''})"
+
+
+def _frames(error: BaseException) -> Iterator[str]:
+    for frame in traceback.extract_tb(error.__traceback__):
+        yield f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
