@@ -19,6 +19,13 @@ from tiny_models.numerics import run
 
 # More weights than this are no tiny model: one thread has to run it in a second.
 MOST_WEIGHTS = 60_000_000
+# Tried in this order: the smallest model first. Whether widths and images shrink.
+SHRUNK = {
+    "widths and images": (True, True),
+    "widths": (True, False),
+    "images": (False, True),
+    "nothing": (False, False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +33,14 @@ class Built:
     """A model with inputs that it runs on.
 
     Attributes:
-        widths: whether its widths shrank, or only its depth.
+        shrunk: what of it shrank besides its depth and vocabulary.
         call: the inputs in words.
     """
 
     model: nn.Module
     inputs: Inputs
     class_name: str
-    widths: bool
+    shrunk: str
     call: str
 
 
@@ -63,9 +70,9 @@ def build(model_type: str, class_name: str, dtype: torch.dtype = torch.float32) 
     Raises: NotBuiltError.
     """
     failures = []
-    for widths in (True, False):
+    for shrunk, (widths, images) in SHRUNK.items():
         try:
-            model = make(model_type, class_name, widths).to(dtype)
+            model = make(model_type, class_name, widths, images).to(dtype)
         except Exception as error:  # noqa: BLE001  whatever it raises is the row's reason
             failures.append(f"building: {where(error)}")
             continue
@@ -82,20 +89,22 @@ def build(model_type: str, class_name: str, dtype: torch.dtype = torch.float32) 
             if not any(value.is_floating_point() for value in outputs.values()):
                 failures.append(f"{call}: no float tensor comes out")
                 continue
-            return Built(model, inputs, class_name, widths, call)
+            return Built(model, inputs, class_name, shrunk, call)
     raise NotBuiltError("\n".join(dict.fromkeys(failures)))
 
 
-def make(model_type: str, class_name: str, widths: bool) -> nn.Module:
+def make(
+    model_type: str, class_name: str, widths: bool = True, images: bool = True
+) -> nn.Module:
     """Return a tiny model of a type in evaluation mode."""
-    config = tiny(model_type, widths, **CHANGES.get(model_type, {}))
+    config = tiny(model_type, widths, images, **CHANGES.get(model_type, {}))
     cls: Any = getattr(transformers, class_name)
     with torch.device("meta"):
         sketch = cls(config)
     if (size := sum(weight.numel() for weight in sketch.parameters())) > MOST_WEIGHTS:
         raise ValueError(f"{size / 1e6:.0f} million weights are not tiny")
     del sketch
-    config = tiny(model_type, widths, **CHANGES.get(model_type, {}))
+    config = tiny(model_type, widths, images, **CHANGES.get(model_type, {}))
     torch.manual_seed(0)
     model: nn.Module = cls(config).eval()
     randomize(model)

@@ -27,6 +27,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r".*layers_per.*|.*(layer|layers)_(interval|frequency|period|offset|index|id|type).*", None),
     (r".*vocab_size.*|codebook_size|num_embeddings|vocab_offset|max_2d_position_embeddings", VOCAB),
     (r"max_source_positions|image_token_num", FRAMES),
+    (r"(.*_)?num_queries|two_stage_num_proposals", HEADS),
     (r"qk_head_dim", 2 * HEAD_DIM),
     (r"rotary_dim", HEAD_DIM // 2),
     (r".*(kv|q|o)_lora_rank|.*_rank|.*lowrank", 2 * HEAD_DIM),
@@ -55,7 +56,7 @@ TOKEN = re.compile(r".*(token_id|token_index|_token|token_ids)$")
 # Such a field says that widths grow from stage to stage: widths are left as they are then.
 STAGES = re.compile(
     r"depths|hidden_sizes|.*_per_stage|stage_.*|channel_multiplier|.*_ratios|conv_dim|embed_dims"
-    r"|encoder_hidden_sizes|num_block_repeats|layer_list_out_channels|strides"
+    r"|encoder_hidden_sizes|.*_?in_channels|num_block_repeats|layer_list_out_channels|strides"
 )
 WIDTHS = {HIDDEN, INTERMEDIATE, HEAD_DIM, 2 * HEAD_DIM, EXPERT}
 
@@ -64,11 +65,12 @@ class Shrinking:
     """One configuration and what was decided for it, so that equal tokens stay equal.
 
     Args:
-        widths: whether hidden sizes and heads shrink, or only depths, vocabularies and images.
+        widths: whether hidden sizes and heads shrink, or only depths and vocabularies.
+        images: whether images shrink.
     """
 
-    def __init__(self, widths: bool = True) -> None:
-        self.widths = widths
+    def __init__(self, widths: bool = True, images: bool = True) -> None:
+        self.widths, self.images = widths, images
         self._tokens: dict[int, int] = {}
 
     def of(self, config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
@@ -83,6 +85,7 @@ class Shrinking:
         own = {field.name: field.default for field in fields(type(config))}  # type: ignore[arg-type]
         # Not through attributes: what differs from layer to layer refuses to be read as one value.
         values = {name: vars(config).get(name) for name in own}
+        fresh = vars(type(config)())
         base = {field.name for field in fields(PreTrainedConfig)}  # type: ignore[arg-type]
         shrunk: dict[str, Any] = {}
         widths = self.widths and not any(
@@ -102,18 +105,30 @@ class Shrinking:
             shrunk.pop("num_key_value_heads", None)
             if own.get("num_key_value_heads") is not None:
                 shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
-        shrunk.update(self._image(values))
+        shrunk.update(self._image(values) if self.images else {})
         shrunk.update(self._layers(values, shrunk, own))
         shrunk.update(self._depths(values))
-        shrunk.update(changes)
-        unchanged = [
-            name
+        shrunk.update(self._sections(values) if widths else {})
+        # What a parent gave stays; what a rule left as it is may follow from what another changed.
+        given = {
+            name: value
+            for name, value in values.items()
+            if name not in base and value is not None and value != fresh.get(name)
+        }
+        for name in ("out_features", "out_indices"):  # a property of backbones
+            if hasattr(config, name) and getattr(config, name) != fresh.get(f"_{name}"):
+                given[name] = getattr(config, name)
+        moved = {
+            name: value
             for name, value in shrunk.items()
-            if not isinstance(value, PreTrainedConfig) and value == values.get(name)
-        ]
-        for name in unchanged:
-            if name not in changes:
-                del shrunk[name]
+            if isinstance(value, PreTrainedConfig) or value != values.get(name)
+        }
+        shrunk = {**given, **moved, **changes}
+        if "out_indices" in given and "num_hidden_layers" in moved:  # one layer for each output
+            places = range(1, len(given["out_indices"]) + 1)
+            shrunk["num_hidden_layers"] = max(LAYERS, len(places))
+            shrunk["out_indices"] = list(places)
+            shrunk.pop("out_features", None)
         return type(config)(**shrunk)
 
     def _size(self, name: str, value: int, widths: bool) -> int:
@@ -157,6 +172,16 @@ class Shrinking:
         }
 
     @staticmethod
+    def _sections(values: dict[str, Any]) -> dict[str, Any]:
+        """Return rotary parameters whose sections fill half of a small head."""
+        rope = values.get("rope_parameters")
+        if not isinstance(rope, dict) or len(rope.get("mrope_section") or ()) != 3:
+            return {}
+        half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+        small = half // 3
+        return {"rope_parameters": {**rope, "mrope_section": [half - 2 * small, small, small]}}
+
+    @staticmethod
     def _layers(
         values: dict[str, Any], shrunk: dict[str, Any], own: dict[str, Any]
     ) -> dict[str, Any]:
@@ -182,6 +207,8 @@ class Shrinking:
         return {name: len(chosen), **{k: [v[at] for at in chosen] for k, v in listed.items()}}
 
 
-def tiny(model_type: str, widths: bool = True, **changes: Any) -> PreTrainedConfig:
+def tiny(
+    model_type: str, widths: bool = True, images: bool = True, **changes: Any
+) -> PreTrainedConfig:
     """Return the tiny configuration of a model type."""
-    return Shrinking(widths).of(CONFIG_MAPPING[model_type](), **changes)
+    return Shrinking(widths, images).of(CONFIG_MAPPING[model_type](), **changes)

@@ -37,7 +37,7 @@ class Row:
     status: str = "not run"
     reason: str = ""
     call: str = ""
-    widths: bool = True
+    shrunk: str = ""
     weights: int = 0
     seconds: float = 0.0
     deviation: float = 0.0
@@ -63,7 +63,7 @@ def judge(
         row.reason = str(error)
         return row
     model, inputs = built.model, built.inputs
-    row.call, row.widths = built.call, built.widths
+    row.call, row.shrunk = built.call, built.shrunk
     row.weights = sum(weight.numel() for weight in model.parameters())
     plain = run(model, inputs)
     if any(deviation(run(model, inputs), plain).values()):
