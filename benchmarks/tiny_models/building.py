@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
 from tiny_models.configurations import tiny
@@ -97,16 +98,21 @@ def make(
     model_type: str, class_name: str, widths: bool = True, images: bool = True
 ) -> nn.Module:
     """Return a tiny model of a type in evaluation mode."""
-    config = tiny(model_type, widths, images, **CHANGES.get(model_type, {}))
     cls: Any = getattr(transformers, class_name)
+
+    def config() -> PreTrainedConfig:
+        whole = tiny(model_type, widths, images, **CHANGES.get(model_type, {}))
+        # The base model of some is that of a configuration within.
+        inner = [each for each in vars(whole).values() if type(each) is cls.config_class]
+        return whole if type(whole) is cls.config_class or not inner else inner[0]
+
     with torch.device("meta"):
-        sketch = cls(config)
+        sketch = cls(config())
     if (size := sum(weight.numel() for weight in sketch.parameters())) > MOST_WEIGHTS:
         raise ValueError(f"{size / 1e6:.0f} million weights are not tiny")
     del sketch
-    config = tiny(model_type, widths, images, **CHANGES.get(model_type, {}))
     torch.manual_seed(0)
-    model: nn.Module = cls(config).eval()
+    model: nn.Module = cls(config()).eval()
     randomize(model)
     return model
 

@@ -113,7 +113,10 @@ class Shrinking:
         given = {
             name: value
             for name, value in values.items()
-            if name not in base and value is not None and value != fresh.get(name)
+            if name not in base
+            and value is not None
+            and not isinstance(value, PreTrainedConfig)
+            and value != fresh.get(name)
         }
         for name in ("out_features", "out_indices"):  # a property of backbones
             if hasattr(config, name) and getattr(config, name) != fresh.get(f"_{name}"):
