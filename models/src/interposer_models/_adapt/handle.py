@@ -10,6 +10,8 @@ from torch import nn
 from interposer import Config, Placement, Resolver, effective_config, place
 from interposer.errors import ConfigError
 from interposer_models._adapt.adaptation import Adaptation
+from interposer_models._adapt.attention_names import bind_attention
+from interposer_models._adapt.generation import bind_generation
 from interposer_models._adapt.modules import bind_leaves, bind_tables, head_ids
 from interposer_models._adapt.place import Place, notes
 from interposer_models._online_quantization import quantization_settings
@@ -45,6 +47,16 @@ class Adapted(Generic[M]):
     def places(self) -> tuple[Place, ...]:
         """What became of each module that is bound, or was left for a reason."""
         return tuple(self._adaptation.places.values())
+
+    def new_cache(self) -> Any:
+        """Return an empty cache that grows in place, to pass as ``past_key_values``.
+
+        ``generate`` passes one by itself.
+        """
+        from interposer_models._adapt.cache import new_cache
+
+        config: Any = self.model.config
+        return new_cache(config)
 
     def restore(self) -> M:
         """Give the model back as it was, bit for bit; this handle is of no use afterwards.
@@ -104,6 +116,8 @@ def adapt(
         try:
             bind_tables(adaptation)
             bind_leaves(adaptation, heads)
+            bind_attention(adaptation)
+            bind_generation(adaptation)
         except BaseException:
             adaptation.changes.undo()
             raise

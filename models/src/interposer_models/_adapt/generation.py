@@ -1,0 +1,51 @@
+"""The method ``generate`` of an adapted model, which takes a cache that grows in place."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import wraps
+from typing import Any
+
+from interposer_models._adapt.adaptation import Adaptation
+
+_CACHE = "past_key_values"
+_DYNAMIC = (None, "dynamic")
+
+
+def bind_generation(adaptation: Adaptation) -> None:
+    """Let ``generate`` of this instance pass a cache of rows where nobody asks for another."""
+    model: Any = adaptation.model
+    if "transformers" not in sys.modules:
+        return
+    from transformers import GenerationMixin
+
+    if not isinstance(model, GenerationMixin) or "generate" in vars(model):
+        return
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    if supports is None or not supports():
+        return
+    from interposer_models._adapt.cache import new_cache
+
+    original = model.generate
+    parameters = inspect.signature(original).parameters
+
+    @wraps(original)
+    def generate(*args: Any, **named: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | named
+        settings = given.get("generation_config") or model.generation_config
+
+        def setting(name: str) -> Any:
+            found = given.get(name)
+            return getattr(settings, name, None) if found is None else found
+
+        if (
+            given.get(_CACHE) is None
+            and given.get("custom_generate") is None
+            and setting("cache_implementation") in _DYNAMIC
+            and setting("use_cache") is not False
+        ):
+            named = {**named, "cache_implementation": None, _CACHE: new_cache(model.config)}
+        return original(*args, **named)
+
+    adaptation.changes.set(model, "generate", generate)
