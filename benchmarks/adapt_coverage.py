@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models.building import build, model_classes
+from tiny_models.building import model_classes
 from tiny_models.judge import Row, judge
 
 SECONDS = 60
@@ -28,6 +28,8 @@ class Unchanged:
 
     def __init__(self, model: torch.nn.Module) -> None:
         pass
+
+    places = ()
 
     def restore(self) -> None:
         pass
@@ -76,7 +78,8 @@ def main() -> None:
         adapt: Any = Unchanged
     else:
         from interposer_models import adapt
-    build("llama", classes["llama"])  # imports what every family does
+    for model_type in ("llama", "bert"):  # imports and asks what every family does
+        judge(model_type, classes[model_type], adapt)
     rows = []
     out = chosen.json.open("w") if chosen.json else None
     for model_type in chosen.model_type or classes:

@@ -51,4 +51,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4, "context_length": 8},
     "informer": {"prediction_length": 4, "context_length": 8},
     "time_series_transformer": {"prediction_length": 4, "context_length": 8},
+    # Tokens of images that the defaults leave out.
+    "blip-2": {"image_token_index": 500},
+    "instructblip": {"image_token_index": 500},
+    "instructblipvideo": {"video_token_index": 500},
+    # Rotations are at least 32 wide.
+    "clvp": {
+        "text_config.num_attention_heads": 2,
+        "speech_config.num_attention_heads": 2,
+        "decoder_config.num_attention_heads": 2,
+    },
+    # Queries, half as wide as values, are rounded up to 64.
+    "xlstm": {"hidden_size": 128},
+    "blt": {"encoder_hash_byte_group_vocab": 512},
 }

@@ -66,6 +66,8 @@ class Maker:
 
     def candidates(self) -> Iterator[tuple[str, Callable[[], Inputs]]]:
         """Yield ways to call the model, the fullest first."""
+        if special := SPECIAL.get(self.config.model_type):
+            yield "inputs of its own", lambda: special(self)
         has = self.parameters.__contains__
         text = has("input_ids")
         grid = next((n for n in ("image_grid_thw", "grid_thw", "target_sizes") if has(n)), None)
@@ -88,7 +90,7 @@ class Maker:
                     f"image {len(shape)}d",
                     lambda shape=shape: self.image(pixels, shape) | self.targets(),
                 )
-        names = ("input_features", "input_values", "audio_values", "audio_spectrogram", "spectrogram")
+        names = ("input_features", "input_values", "audio_values", "audio_spectrogram", "spectrogram", "audio_mel")
         for sound in [name for name in names if has(name)]:
             for shape in self.sounds(sound):
                 for words in (True, False) if text else (False,):
@@ -100,6 +102,8 @@ class Maker:
                             | self.targets()
                         ),
                     )
+        if has("past_values"):
+            yield from self.series()
         if has("input_ids"):
             yield "text", lambda: self.text() | self.targets() | self.required()
             yield "text alone", lambda: {"input_ids": self.ids(TOKENS)}
@@ -114,6 +118,29 @@ class Maker:
                         lambda name=name, shape=shape: self.required() | {name: self.draw(shape)},
                     )
         yield "what is required", lambda: self.required()
+
+    def series(self) -> Iterator[tuple[str, Callable[[], Inputs]]]:
+        """Yield ways to pass time series."""
+        config = self.config
+        length = find(config, "context_length") or 64
+        channels = find(config, "num_input_channels") or 1
+        lags = max(find(config, "lags_sequence") or [0])
+        shapes: list[tuple[int, ...]] = [(BATCH, length, channels), (BATCH, length)]
+        for shape in shapes:
+            yield f"series {len(shape)}d", lambda shape=shape: {"past_values": self.draw(shape)}
+        past, future = length + lags, find(config, "prediction_length") or 1
+
+        def with_future() -> Inputs:
+            features = len(find(config, "lags_sequence") or ()) * 0 + 1
+            return {
+                "past_values": self.draw((BATCH, past)),
+                "past_time_features": self.draw((BATCH, past, features)),
+                "past_observed_mask": torch.ones(BATCH, past),
+                "future_values": self.draw((BATCH, future)),
+                "future_time_features": self.draw((BATCH, future, features)),
+            }
+
+        yield "series with time", with_future
 
     def required(self) -> Inputs:
         """Return what has no default, by the names that these arguments have everywhere."""
@@ -196,6 +223,9 @@ class Maker:
                 side = int(shape[1] ** 0.5)
                 at = torch.arange(shape[1])
                 inputs[key] = torch.stack((at % side, at // side), -1).expand(shape[0], -1, -1)
+        if "spatial_shapes" in self.parameters and len(shape) == 3:
+            inputs["spatial_shapes"] = torch.tensor([[4, 4]] * shape[0])
+            inputs["pixel_attention_mask"] = torch.ones(shape[:2], dtype=torch.int64)
         if "qformer_input_ids" in self.parameters:
             inputs["qformer_input_ids"] = self.ids(TOKENS)
         return inputs
@@ -264,7 +294,7 @@ class Maker:
     def sound(self, name: str, shape: tuple[int, ...]) -> Inputs:
         """Return sound of a shape, with the masks that have no default."""
         inputs: Inputs = {name: self.draw(shape)}
-        for mask in ("input_features_mask", "attention_mask", "padding_mask"):
+        for mask in ("input_features_mask", "attention_mask", "padding_mask", "audio_mel_mask"):
             parameter = self.parameters.get(mask)
             if parameter and (parameter.default is inspect.Parameter.empty or "features" in mask):
                 inputs[mask] = torch.ones(shape[0], max(shape[1:]), dtype=torch.int64)
@@ -274,15 +304,16 @@ class Maker:
         """Yield shapes of sound that the model may want."""
         config = audio_of(self.config)
         bins = find(
-            config, "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "n_mel_bins",
+            config, "feature_projection_input_dim", "num_mel_bins", "n_mels", "feature_size", "input_feat_per_channel", "n_mel_bins",
             "mel_dim", "input_dim", "input_size", "num_mels", "model_in_dim",
         )
         positions = find(config, "max_source_positions")
         frames = 2 * positions if isinstance(positions, int) and positions <= 64 else 64
         bins = bins if isinstance(bins, int) else 80
-        if name == "input_features":
-            yield (BATCH, bins, frames)
-            yield (BATCH, frames, bins)
+        if name in ("input_features", "audio_mel"):
+            for each in dict.fromkeys((bins, 80, 128, 160)):
+                yield (BATCH, each, frames)
+                yield (BATCH, frames, each)
             yield (BATCH, 1, frames, bins)
         yield (BATCH, 4000)
         yield (BATCH, 1, 4000)
@@ -292,3 +323,32 @@ class Maker:
             yield (BATCH, bins, frames)
             yield (BATCH, frames, bins)
             yield (BATCH, 1024, 128)
+
+
+# Families whose arguments are no one else's.
+SPECIAL: dict[str, Callable[[Maker], Inputs]] = {
+    "decision_transformer": lambda maker: {
+        "states": maker.draw((BATCH, TARGETS, maker.config.state_dim)),
+        "actions": maker.draw((BATCH, TARGETS, maker.config.act_dim)),
+        "rewards": maker.draw((BATCH, TARGETS, 1)),
+        "returns_to_go": maker.draw((BATCH, TARGETS, 1)),
+        "timesteps": torch.arange(TARGETS).expand(BATCH, -1),
+        "attention_mask": torch.ones(BATCH, TARGETS, dtype=torch.int64),
+    },
+    "lxmert": lambda maker: (
+        maker.text()
+        | {
+            "visual_feats": maker.draw((BATCH, 5, maker.config.visual_feat_dim)),
+            "visual_pos": maker.draw((BATCH, 5, maker.config.visual_pos_dim)),
+        }
+    ),
+    "oneformer": lambda maker: (
+        maker.image("pixel_values", (BATCH, 3, 64, 64))
+        | {"task_inputs": maker.ids(maker.config.task_seq_len)}
+    ),
+    # Its base model begins after what turns sound or text into hidden states.
+    "speecht5": lambda maker: {
+        "input_values": maker.draw((BATCH, TOKENS, maker.config.hidden_size)),
+        "decoder_input_values": maker.draw((BATCH, TARGETS, maker.config.hidden_size)),
+    },
+}

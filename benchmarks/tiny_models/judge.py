@@ -88,13 +88,17 @@ def judge(
 
 
 def _count(row: Row, adapted: Any, kinds: list[tuple[str, str, nn.Module]]) -> None:
+    """Count the modules that run on a kernel: the adapter says so, and their forward is another."""
+    places = {place.name: place for place in adapted.places}
     reasons: Counter[str] = Counter()
     row.bound_modules = dict.fromkeys(KINDS, 0)
     for kind, name, module in kinds:
-        if "forward" in vars(module):
+        place = places.get(name)
+        if place is not None and place.is_bound and "forward" in vars(module):
             row.bound_modules[kind] += 1
         else:
-            reasons[f"{kind} {type(module).__name__}: no reason"] += 1
+            reason = (place and place.reason) or "nothing is said of it"
+            reasons[f"{kind} ({type(module).__name__}): {reason}"] += 1
     row.unbound = dict(reasons.most_common())
 
 

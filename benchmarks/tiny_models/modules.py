@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 KINDS = ("Linear", "LayerNorm", "RMSNorm")
 # A norm divides by its rows' length to the precision of float32 at least; what else a module may do
@@ -15,9 +16,12 @@ RESOLUTION = 1e-4
 
 
 def counted(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield kind, name and module of every module that is counted, each once."""
+    """Yield kind, name and module of every module that is counted, each once.
+
+    A ``Conv1D`` of transformers is a linear whose weight is transposed.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, Conv1D)):
             yield "Linear", name, module
         elif isinstance(module, nn.LayerNorm):
             yield "LayerNorm", name, module
