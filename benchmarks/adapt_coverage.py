@@ -1,95 +1,68 @@
 """Adapt a tiny random model of every architecture of transformers, and write the table of it.
 
-python benchmarks/adapt_coverage.py [MODEL_TYPE ...] [--json FILE]
+python benchmarks/adapt_coverage.py [MODEL_TYPE ...] [--dtype bfloat16] [--rows FILE] [--table FILE]
+
+Each architecture is judged in a process of its own. With --rows, rows are kept as they come, and
+those that a file holds already are not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import warnings
-from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+
+from interposer_models import adapt
 from tiny_models.building import model_classes
 from tiny_models.judge import Row, judge
+from tiny_models.processes import judge_apart
+from tiny_models.table import Summary, render
 
-SECONDS = 60
-
-
-class Unchanged:
-    """Stands for an adapted model that is the model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        pass
-
-    places = ()
-
-    def restore(self) -> None:
-        pass
+WARMING = ("llama", "bert")
 
 
-def forked(model_type: str, class_name: str, adapt: Any, dtype: torch.dtype) -> Row:
-    """Return the row of an architecture that is judged in a process of its own."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(read)
-        signal.alarm(SECONDS)
-        status = 1
-        try:
-            row = judge(model_type, class_name, adapt, dtype)
-            with os.fdopen(write, "w") as pipe:
-                json.dump(row.as_dict(), pipe)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if text:
-        return Row(**json.loads(text))
-    row = Row(model_type, class_name, str(dtype).removeprefix("torch."))
-    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    row.status = "timed out" if ended == signal.SIGALRM else "crashed"
-    row.reason = f"{SECONDS} s" if ended == signal.SIGALRM else f"status {status}"
-    return row
+def rows(types: list[str], dtype: torch.dtype, kept: dict[str, Row]) -> Iterator[Row]:
+    """Yield the row of each type, without another trial of those that are kept."""
+    classes = model_classes()
+    for model_type in WARMING:  # imports what all of them do, and has plugins examined, once
+        judge(model_type, classes[model_type], adapt)
+    for model_type in types or classes:
+        if model_type not in kept:
+            yield judge_apart(model_type, classes[model_type], adapt, dtype)
 
 
 def main() -> None:
+    """Print a row a line, unless they go into a file, and the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_type", nargs="*")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--identity", action="store_true")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--table", type=Path)
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    classes = model_classes()
-    if chosen.identity:
-        adapt: Any = Unchanged
-    else:
-        from interposer_models import adapt
-    for model_type in ("llama", "bert"):  # imports and asks what every family does
-        judge(model_type, classes[model_type], adapt)
-    rows = []
-    out = chosen.json.open("w") if chosen.json else None
-    for model_type in chosen.model_type or classes:
-        row = forked(model_type, classes[model_type], adapt, getattr(torch, chosen.dtype))
-        rows.append(row)
-        if out:
-            print(json.dumps(row.as_dict()), file=out, flush=True)
-        else:
-            print(row, flush=True)
-    print(Counter(row.status for row in rows), file=sys.stderr)
+    kept: dict[str, Row] = {}
+    if chosen.rows and chosen.rows.exists():
+        lines = chosen.rows.read_text(encoding="utf-8").splitlines()
+        kept = {row.model_type: row for row in (Row(**json.loads(line)) for line in lines)}
+    out = chosen.rows.open("a", encoding="utf-8") if chosen.rows else sys.stdout
+    for row in rows(chosen.model_type, getattr(torch, chosen.dtype), kept):
+        print(json.dumps(row.as_dict()), file=out, flush=True)
+        kept[row.model_type] = row
+    for line in Summary.of(kept.values()).lines():
+        print(line, file=sys.stderr)
+    if chosen.table:
+        names = ("transformers", "torch", "interposer-models")
+        versions = {name: version(name) for name in names} | {"dtype": chosen.dtype}
+        chosen.table.write_text(render(kept.values(), versions), encoding="utf-8")
 
 
 if __name__ == "__main__":

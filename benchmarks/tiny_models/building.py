@@ -94,9 +94,7 @@ def build(model_type: str, class_name: str, dtype: torch.dtype = torch.float32) 
     raise NotBuiltError("\n".join(dict.fromkeys(failures)))
 
 
-def make(
-    model_type: str, class_name: str, widths: bool = True, images: bool = True
-) -> nn.Module:
+def make(model_type: str, class_name: str, widths: bool = True, images: bool = True) -> nn.Module:
     """Return a tiny model of a type in evaluation mode."""
     cls: Any = getattr(transformers, class_name)
 
@@ -125,7 +123,9 @@ def randomize(model: nn.Module) -> None:
             if not parameter.is_floating_point() or not parameter.numel():
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
-            if not parameter.isfinite().all() or parameter.abs().max() > 1e6:  # nobody initialised it
+            if (
+                not parameter.isfinite().all() or parameter.abs().max() > 1e6
+            ):  # nobody initialised it
                 parameter.copy_(0.02 * noise)
             elif parameter.dim() == 1:
                 parameter.add_(0.1 * noise)

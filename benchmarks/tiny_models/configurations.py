@@ -41,7 +41,10 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(num_|n_)?(local_|routed_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
     (r"n_groups?|topk_group|num_expert_group", 1),
     (r"(.*_)?(moe|expert|experts)(_.*)?(intermediate_size|hidden_size|ffn_dim|_dim)", EXPERT),
-    (r"(.*_)?(intermediate|ffn|ff|mlp|feed_?forward|inner)(_.*)?(size|dim|dims)(_mlp)?", INTERMEDIATE),
+    (
+        r"(.*_)?(intermediate|ffn|ff|mlp|feed_?forward|inner)(_.*)?(size|dim|dims)(_mlp)?",
+        INTERMEDIATE,
+    ),
     (r"d_ff|dim_ff|dff|d_inner|n_inner|(.*_)?dim_feedforward|.*linear_units", INTERMEDIATE),
     (r"(.*_)?(num_|n_)?(.*_)?(layers?|num_blocks|num_hidden_layers)|n_layer|depth", LAYERS),
     (r"(.*_)?(resampler_depth|num_residual_layers|num_lstm_layers)", LAYERS),

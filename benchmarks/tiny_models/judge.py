@@ -112,11 +112,17 @@ def _compare(row: Row, found: dict[str, float], limits: dict[str, float]) -> Non
     row.deviation, row.bound = found[worst], limits.get(worst, 0.0)
     row.status = "adapted"
     if row.deviation > row.bound:
-        row.status, row.reason = "differs", f"{worst or 'output'} differs by {row.deviation:.2e}, {row.bound:.2e} is allowed"
+        row.status, row.reason = (
+            "differs",
+            f"{worst or 'output'} differs by {row.deviation:.2e}, {row.bound:.2e} is allowed",
+        )
 
 
 def _restored(
-    row: Row, model: nn.Module, weights: dict[str, Tensor], plain: dict[str, Tensor],
+    row: Row,
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    plain: dict[str, Tensor],
     again: dict[str, Tensor],
 ) -> None:
     """Compare the model that was given back with the one that was adapted."""

@@ -14,13 +14,22 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from interposer import Case, Tolerance
-from interposer_ops.linear import linear
-from interposer_ops.norms import layer_norm, rms_norm
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+from interposer import Case, Tolerance
+from interposer_ops.linear import linear
+from interposer_ops.norms import layer_norm, rms_norm
+
+PRODUCTS = (
+    nn.Linear,
+    Conv1D,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+)
 """Modules whose outputs are sums of products of their weight and their input."""
 
 
@@ -112,7 +121,10 @@ def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, C
             inner = module.in_features
         terms = magnitude(module, x)
         return linear.tolerance, Case(
-            "", {}, reduction=inner + (bias is not None), magnitude=terms,
+            "",
+            {},
+            reduction=inner + (bias is not None),
+            magnitude=terms,
             rounded=terms if bias is not None else 0.0,
         )
     tolerance = layer_norm.tolerance if isinstance(module, nn.LayerNorm) else rms_norm.tolerance
