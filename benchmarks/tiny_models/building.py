@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tiny_models.configurations import tiny
 from tiny_models.exceptions import CHANGES
@@ -50,17 +52,20 @@ class NotBuiltError(Exception):
 
 
 def model_classes() -> dict[str, str]:
-    """Return a class for every model type: the base model, or else the first with a head."""
+    """Return a class for every model type: the base model, or else the first with a head.
+
+    A type that no automatic class makes a model of describes a part of another's configuration.
+    """
     mappings = [
         value
         for name, value in vars(modeling_auto).items()
-        if name.endswith("_MAPPING_NAMES") and isinstance(value, dict)
+        if re.fullmatch("MODEL_.*MAPPING_NAMES", name)
     ]
     mappings.sort(key=lambda mapping: mapping is not modeling_auto.MODEL_MAPPING_NAMES)
     found: dict[str, str] = {}
     for mapping in mappings:
         for model_type, names in mapping.items():
-            if model_type in configuration_auto.CONFIG_MAPPING_NAMES:
+            if model_type in CONFIG_MAPPING:
                 found.setdefault(model_type, names if isinstance(names, str) else names[0])
     return found
 

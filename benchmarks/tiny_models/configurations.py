@@ -85,11 +85,11 @@ class Shrinking:
         for name in [name for name in changes if "." in name]:
             first, _, rest = name.partition(".")
             nested.setdefault(first, {})[rest] = changes.pop(name)
-        own = {field.name: field.default for field in fields(type(config))}  # type: ignore[arg-type]
+        own = {field.name: field.default for field in fields(type(config))}
         # Not through attributes: what differs from layer to layer refuses to be read as one value.
         values = {name: vars(config).get(name) for name in own}
         fresh = vars(type(config)())
-        base = {field.name for field in fields(PreTrainedConfig)}  # type: ignore[arg-type]
+        base = {field.name for field in fields(PreTrainedConfig)}
         shrunk: dict[str, Any] = {}
         widths = self.widths and not any(
             STAGES.fullmatch(name) and isinstance(value, Sequence) and not isinstance(value, str)

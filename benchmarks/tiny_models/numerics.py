@@ -127,14 +127,13 @@ def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, C
             magnitude=terms,
             rounded=terms if bias is not None else 0.0,
         )
-    tolerance = layer_norm.tolerance if isinstance(module, nn.LayerNorm) else rms_norm.tolerance
-    spread = 1.0
-    if isinstance(module, nn.LayerNorm):  # what is subtracted from a row may be larger than it
-        rows = x.double()
-        spread = peak(rows.abs().amax(-1) / rows.std(-1, correction=0)) or 1.0
-        weight = 1.0 if module.weight is None else peak(module.weight)
-        return tolerance, Case("", {}, reduction=x.shape[-1], magnitude=spread * weight)
-    return tolerance, Case("", {}, reduction=x.shape[-1], magnitude=peak(result))
+    if not isinstance(module, nn.LayerNorm):
+        return rms_norm.tolerance, Case("", {}, reduction=x.shape[-1], magnitude=peak(result))
+    # What is subtracted from a row may be larger than what is left of it.
+    rows = x.double()
+    spread = peak(rows.abs().amax(-1) / rows.std(-1, correction=0))
+    weight = 1.0 if module.weight is None else peak(module.weight)
+    return layer_norm.tolerance, Case("", {}, reduction=x.shape[-1], magnitude=spread * weight)
 
 
 def magnitude(module: nn.Module, x: Tensor) -> float:
