@@ -233,7 +233,7 @@ def test_what_would_make_the_kernels_wrong_raises() -> None:
     adapt(model)
     with pytest.raises(ConfigError, match="cannot be trained"):
         model.train()
-    with pytest.raises(ConfigError, match="cannot become torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"cannot become torch\.bfloat16"):
         model.to(torch.bfloat16)
     with pytest.raises(ConfigError, match="is packed for the kernel"):
         model.lm_head.weight.zero_()
@@ -246,7 +246,7 @@ def test_what_would_make_the_kernels_wrong_raises() -> None:
 def test_only_a_module_in_evaluation_mode_is_adapted() -> None:
     with pytest.raises(ConfigError, match="training mode"):
         adapt(tiny().train())
-    with pytest.raises(ConfigError, match="must be a torch.nn.Module"):
+    with pytest.raises(ConfigError, match=r"must be a torch\.nn\.Module"):
         adapt("model")  # type: ignore[type-var]
 
 

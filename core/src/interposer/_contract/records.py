@@ -63,9 +63,9 @@ class Kernel:
         predicate: import string of ``(Request) -> Verdict`` for what cannot be declared.
         prepare: import string of a function that takes the op's constant tensors by name and
             returns what the kernel wants instead, once, after the weights were loaded.
-        restore: import string of the inverse of ``prepare``, for whoever has to give weights back: it
-            takes what that returned and, as ``into``, empty tensors by name, and fills those of the
-            constants that it can give back bit for bit; the weight is one of them.
+        restore: import string of the inverse of ``prepare``: it takes what that returned and, as
+            ``into``, empty tensors by name, and fills those with the constants, bit for bit; the
+            weight can always be asked for.
         score: the higher wins among accepted kernels; the reference has 0.
         properties: promises, a subset of ``PROPERTIES``.
         form: name of what ``prepare`` returns, where kernels of several ops of one distribution

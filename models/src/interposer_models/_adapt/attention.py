@@ -236,9 +236,7 @@ def _attend(
 _JUDGED = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U
 
 
-def _judge(
-    kernel: Callable[..., Tensor], key: _Key, device: torch.device, sdpa: Attend
-) -> Verdict:
+def _judge(kernel: Callable[..., Tensor], key: _Key, device: torch.device, sdpa: Attend) -> Verdict:
     """Refuse a kernel that disagrees with sdpa on small batches under a mask."""
     window = 3 if key.windowed else None
     for batch, num_queries, num_keys in _JUDGED:

@@ -15,6 +15,7 @@ from interposer_models._adapt.generation import bind_generation
 from interposer_models._adapt.modules import bind_leaves, bind_tables, head_ids
 from interposer_models._adapt.place import Place, notes
 from interposer_models._online_quantization import quantization_settings
+from interposer_ops.devices import host_memory
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_interposer_adapted"
@@ -121,6 +122,8 @@ def adapt(
         except BaseException:
             adaptation.changes.undo()
             raise
+    if placement.device.torch_device == "cpu":
+        host_memory.trim()
     resolver.check_places()
     adapted = Adapted(model, adaptation, quantization)
     adaptation.changes.set(model, _MARK, adapted)

@@ -13,7 +13,7 @@ from interposer_models._adapt.norm_candidates import find_norm
 from interposer_models._adapt.norms import bind_norm, layer_norm_of
 from interposer_models._adapt.packed_weight import PackedWeight
 from interposer_models._adapt.projections import bind_projection
-from interposer_models._adapt.tables import bind_table
+from interposer_models._adapt.tables import Named, bind_table
 
 Holders = dict[int, list[tuple[str, nn.Module, str]]]
 
@@ -21,9 +21,11 @@ Holders = dict[int, list[tuple[str, nn.Module, str]]]
 def bind_tables(adaptation: Adaptation) -> None:
     """Bind embeddings, and projections that share their table."""
     for holders in _matrices(adaptation.model).values():
-        embeddings = [(n, m) for n, m, _ in holders if type(m) is nn.Embedding]
-        projections = [(n, m) for n, m, _ in holders if type(m) is nn.Linear]
-        others = [(n, m) for n, m, _ in holders if type(m) not in (nn.Embedding, nn.Linear)]
+        embeddings: list[Named] = [(n, m) for n, m, _ in holders if type(m) is nn.Embedding]
+        projections: list[Named] = [(n, m) for n, m, _ in holders if type(m) is nn.Linear]
+        others: list[Named] = [
+            (n, m) for n, m, _ in holders if type(m) not in (nn.Embedding, nn.Linear)
+        ]
         tied = bool(projections) and len(holders) > 1
         looks_up = [*embeddings, *((n, m) for n, m in others if isinstance(m, nn.Embedding))]
         if tied and not looks_up:

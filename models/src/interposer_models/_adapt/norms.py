@@ -18,7 +18,6 @@ from interposer_models._adapt.norm_candidates import Norm
 from interposer_ops.norms import layer_norm
 
 _ROWS = (2, 3)
-_LAYER_NORM = Norm(layer_norm, "weight", "bias", "eps")
 
 
 def layer_norm_of(module: nn.LayerNorm) -> Norm | Verdict:
@@ -27,7 +26,8 @@ def layer_norm_of(module: nn.LayerNorm) -> Norm | Verdict:
         shape = tuple(module.normalized_shape)
         return Verdict.refuse(f"it normalises over {len(shape)} dimensions {shape}, kernels over 1")
     names = {name for name, held in module._parameters.items() if held is not None}
-    return Norm(layer_norm, *(n if n in names else "" for n in ("weight", "bias")), "eps")
+    weight, bias = (name if name in names else "" for name in ("weight", "bias"))
+    return Norm(layer_norm, weight, bias, "eps")
 
 
 def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) -> str | Verdict:

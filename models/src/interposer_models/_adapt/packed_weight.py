@@ -44,7 +44,7 @@ class PackedWeight(nn.Parameter):
         lookup: Callable[[Tensor], Tensor] | None = None,
     ) -> PackedWeight:
         """Return a tensor without memory with the facts of ``plain``."""
-        packed: PackedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        packed: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, dtype=plain.dtype, device=plain.device, requires_grad=False
         )
         packed.restore, packed.label, packed.lookup = restore, label, lookup
@@ -78,11 +78,11 @@ class PackedWeight(nn.Parameter):
         # The kernel's memory is constant, so that copies can share it.
         return self
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PackedWeight({self.label!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],

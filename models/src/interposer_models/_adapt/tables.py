@@ -85,7 +85,7 @@ def _bind(
     site = adaptation.site(name, dtype)
     head = adaptation.site(heads[0][0], dtype) if heads else None
     with torch.device("meta"):
-        layer = Embedding(site, *weight.shape, head)
+        layer = Embedding(site, weight.shape[0], weight.shape[1], head)
     fill(layer, weight=weight.data)
     plain = isinstance(layer.method, PlainEmbedding)
     assert layer.lookup is not None
