@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -38,6 +38,7 @@ class Built:
     Attributes:
         shrunk: what of it shrank besides its depth and vocabulary.
         call: the inputs in words.
+        outputs: what comes of the inputs.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Built:
     class_name: str
     shrunk: str
     call: str
+    outputs: dict[str, Tensor]
 
 
 class NotBuiltError(Exception):
@@ -95,7 +97,7 @@ def build(model_type: str, class_name: str, dtype: torch.dtype = torch.float32) 
             if not any(value.is_floating_point() for value in outputs.values()):
                 failures.append(f"{call}: no float tensor comes out")
                 continue
-            return Built(model, inputs, class_name, shrunk, call)
+            return Built(model, inputs, class_name, shrunk, call, outputs)
     raise NotBuiltError("\n".join(dict.fromkeys(failures)))
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiny_models.building import NotBuiltError, build, where
+from tiny_models.building import SHRUNK, NotBuiltError, build, make, where
 from tiny_models.modules import KINDS, counted
-from tiny_models.numerics import allowed, deviation, run
+from tiny_models.numerics import allowed, deviation, equal, run, watching
 
 Adapt = Callable[[nn.Module], Any]
 
@@ -62,33 +62,44 @@ def judge(
     except NotBuiltError as error:
         row.reason = str(error)
         return row
-    model, inputs = built.model, built.inputs
+    model, plain = built.model, built.outputs
     row.call, row.shrunk = built.call, built.shrunk
     row.weights = sum(weight.numel() for weight in model.parameters())
-    plain = run(model, inputs)
-    if any(deviation(run(model, inputs), plain).values()):
-        row.reason = "its outputs differ from one run to the next"
-        return row
     kinds = list(counted(model))
     row.modules = {kind: sum(each == kind for each, *_ in kinds) for kind in KINDS}
-    limits = allowed(model, inputs, {module for kind, _, module in kinds if kind == "RMSNorm"})
+    rms_norms = {module for kind, _, module in kinds if kind == "RMSNorm"}
+    if not equal(run(model, built.inputs), plain):
+        row.reason = "its outputs differ from one run to the next"
+        return row
+    limits = allowed(model, built.inputs, rms_norms, plain)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    # Made as the model was, so of the same weights: whatever happens to those of the model.
+    twin = make(model_type, class_name, *SHRUNK[built.shrunk]).to(dtype)
+    originals = dict(twin.named_modules())
     try:
         adapted = adapt(model)
-        _count(row, adapted, kinds)
-        found = deviation(run(model, inputs), plain)
-        _compare(row, found, limits)
+        bound = _count(row, adapted, kinds)
+        pairs = [(name, module, originals[name]) for name, module in bound]
+        with watching(pairs) as strays:
+            found = deviation(run(model, built.inputs), plain)
+        _compare(row, found, limits, strays)
         adapted.restore()
         if row.status == "adapted":
-            _restored(row, model, weights, plain, run(model, inputs))
+            _restored(row, model, weights, plain, run(model, built.inputs))
     except Exception as error:  # noqa: BLE001  the row says so
         row.status, row.reason = "fails", where(error)
     row.seconds = round(time.process_time() - started, 2)
     return row
 
 
-def _count(row: Row, adapted: Any, kinds: list[tuple[str, str, nn.Module]]) -> None:
-    """Count the modules that run on a kernel: the adapter says so, and their forward is another."""
+def _count(
+    row: Row, adapted: Any, kinds: list[tuple[str, str, nn.Module]]
+) -> list[tuple[str, nn.Module]]:
+    """Count and return the modules that run on a kernel.
+
+    The adapter says so, and their forward is not the one of their class.
+    """
+    bound = []
     places = {place.name: place for place in adapted.places}
     reasons: Counter[str] = Counter()
     row.bound_modules = dict.fromkeys(KINDS, 0)
@@ -96,14 +107,18 @@ def _count(row: Row, adapted: Any, kinds: list[tuple[str, str, nn.Module]]) -> N
         place = places.get(name)
         if place is not None and place.is_bound and "forward" in vars(module):
             row.bound_modules[kind] += 1
+            bound.append((name, module))
         else:
             reason = (place and place.reason) or "nothing is said of it"
             reasons[f"{kind} ({type(module).__name__}): {reason}"] += 1
     row.unbound = dict(reasons.most_common())
+    return bound
 
 
-def _compare(row: Row, found: dict[str, float], limits: dict[str, float]) -> None:
-    """Put the output that comes nearest to its bound into the row."""
+def _compare(
+    row: Row, found: dict[str, float], limits: dict[str, float], strays: dict[str, float]
+) -> None:
+    """Judge the modules, and the output that comes nearest to its bound, which the row shows."""
 
     def share(name: str) -> float:
         return 0.0 if not found[name] else found[name] / (limits.get(name, 0.0) or 1e-300)
@@ -111,7 +126,11 @@ def _compare(row: Row, found: dict[str, float], limits: dict[str, float]) -> Non
     worst = max(found, key=share)
     row.deviation, row.bound = found[worst], limits.get(worst, 0.0)
     row.status = "adapted"
-    if row.deviation > row.bound:
+    if strays:
+        name = max(strays, key=strays.__getitem__)
+        row.status = "differs"
+        row.reason = f"{name} is {strays[name]:.1f} times as far off as its op may be"
+    elif row.deviation > row.bound:
         row.status, row.reason = (
             "differs",
             f"{worst or 'output'} differs by {row.deviation:.2e}, {row.bound:.2e} is allowed",

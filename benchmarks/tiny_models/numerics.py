@@ -9,7 +9,7 @@ model. A model that amplifies errors is allowed more, and its row shows it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,10 +77,13 @@ def equal(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> bool:
 
 
 def allowed(
-    model: nn.Module, inputs: Mapping[str, Any], rms_norms: set[nn.Module], draws: int = 3
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    rms_norms: set[nn.Module],
+    exact: Mapping[str, Tensor],
+    draws: int = 3,
 ) -> dict[str, float]:
-    """Return how far every output gets from its value by errors within the ops' tolerances."""
-    exact = run(model, inputs)
+    """Return how far every output gets from ``exact`` by errors within the ops' tolerances."""
     largest = dict.fromkeys(exact, 0.0)
     for seed in range(draws):
         with noisy(model, rms_norms, seed):
@@ -89,6 +92,39 @@ def allowed(
             return dict.fromkeys([*largest, *found], float("inf"))
         largest = {name: max(largest[name], found[name]) for name in largest}
     return largest
+
+
+@contextmanager
+def watching(
+    pairs: Iterable[tuple[str, nn.Module, nn.Module]],
+) -> Iterator[dict[str, float]]:
+    """Compare what modules return with what their originals do, of the same inputs.
+
+    Yields the names of those that are further apart than two kernels may be, each as far off as
+    its op allows, with how many times as far.
+    """
+    strays: dict[str, float] = {}
+
+    def watch(name: str, original: nn.Module, arguments: Any, result: Any) -> None:
+        expected = original(*arguments)
+        if not isinstance(expected, Tensor) or not expected.is_floating_point():
+            return
+        tolerance, case = error_of(original, arguments[0], expected)
+        bound = 2 * tolerance.bound(expected.double(), expected.dtype, case)
+        apart = (result.double() - expected.double()).abs()
+        times = float((apart / bound).nan_to_num(nan=0.0).max()) if apart.numel() else 0.0
+        if times > 1:
+            strays[name] = max(times, strays.get(name, 0.0))
+
+    with ExitStack() as hooks:
+        for name, module, original in pairs:
+            handle = module.register_forward_hook(
+                lambda _, arguments, result, name=name, original=original: watch(
+                    name, original, arguments, result
+                )
+            )
+            hooks.callback(handle.remove)
+        yield strays
 
 
 @contextmanager

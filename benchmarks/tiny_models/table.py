@@ -87,7 +87,7 @@ def render(rows: Iterable[Row], versions: Mapping[str, str]) -> str:
 def parse(text: str) -> list[dict[str, Any]]:
     """Return the lines of a table: type, class, status, and the counts of what was run."""
     found: list[dict[str, Any]] = []
-    _, _, rest = text.partition("  ".join(("model type",)))
+    _, _, rest = text.partition(f"\n{_COLUMNS[0]}  ")
     table, _, not_run = rest.partition("Not run, with what the last attempt met:")
     for line in table.partition("\n\n")[0].splitlines()[1:]:
         cells = re.split(r"\s{2,}", line)
