@@ -273,7 +273,8 @@ def test_the_noise_is_that_of_the_ops() -> None:
     inputs = {"input": torch.randn(4, 32)}
     exact = numerics.run(model, inputs)
     (largest,) = numerics.allowed(model, inputs, set(), exact, draws=20).values()
-    terms = float((inputs["input"].abs() @ linear.weight.abs().T + linear.bias.abs()).max())
+    weight, bias = linear.weight.detach().abs(), linear.bias.detach().abs()
+    terms = float((inputs["input"].abs() @ weight.T + bias).max())
     single = torch.finfo(torch.float32).eps
     # Two roundings of the product with its bias, and one for each of 33 additions, of u each.
     bound = 2 * single / 2 * terms + 33 * single * terms

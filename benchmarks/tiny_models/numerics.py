@@ -15,21 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from interposer import Case, Tolerance
 from interposer_ops.linear import linear
 from interposer_ops.norms import layer_norm, rms_norm
 
-PRODUCTS = (
-    nn.Linear,
-    Conv1D,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 """Modules whose outputs are sums of products of their weight and their input."""
 
 
@@ -152,9 +146,9 @@ def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, C
     """Return the tolerance of the op that computes ``module``, and what it depends on here."""
     if isinstance(module, PRODUCTS):
         weight, bias = module.weight, module.bias
-        inner = weight.numel() // max(result.shape[1 if x.dim() > 3 else -1], 1)
-        if isinstance(module, nn.Linear):
-            inner = module.in_features
+        sizes = ("out_features", "out_channels", "nf")  # whichever the class calls it
+        outputs = next(getattr(module, name) for name in sizes if hasattr(module, name))
+        inner = weight.numel() // max(outputs, 1)
         terms = magnitude(module, x)
         return linear.tolerance, Case(
             "",
@@ -174,11 +168,17 @@ def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, C
 
 def magnitude(module: nn.Module, x: Tensor) -> float:
     """Return the largest sum of absolute terms behind an output of ``module``."""
-    absolute = {name: value.detach().abs() for name, value in module.named_parameters()}
-    twin = copy.copy(module)
-    twin._forward_hooks = type(module._forward_hooks)()
-    twin._forward_pre_hooks = type(module._forward_pre_hooks)()
-    return peak(torch.func.functional_call(twin, absolute, (x.abs(),)))
+    x, weight = x.detach().abs(), module.weight.detach().abs()
+    bias = None if module.bias is None else module.bias.detach().abs()
+    if isinstance(module, nn.Linear):
+        return peak(functional.linear(x, weight, bias))
+    if isinstance(module, Conv1D):
+        return peak(functional.linear(x, weight.T, bias))
+    if not isinstance(module, TRANSPOSED):
+        return peak(module._conv_forward(x, weight, bias))
+    call = getattr(functional, f"conv_transpose{len(module.kernel_size)}d")
+    place = (module.stride, module.padding, module.output_padding, module.groups, module.dilation)
+    return peak(call(x, weight, bias, *place))
 
 
 def peak(values: Tensor) -> float:
