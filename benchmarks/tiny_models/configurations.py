@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?num_queries|two_stage_num_proposals", HEADS),
     (r"qk_head_dim", 2 * HEAD_DIM),
     (r"rotary_dim", HEAD_DIM // 2),
+    (r"mamba_chunk_size|mamba_d_state|ssm_state_size", HEAD_DIM),
     (r".*(kv|q|o)_lora_rank|.*_rank|.*lowrank", 2 * HEAD_DIM),
     (r"num_(kv|global|cross).*_layers|first_k_dense_replace|num_dense_layers", 1),
     (r"max_window_layers|num_nextn_predict_layers|num_kv_shared_layers", 0),
