@@ -45,7 +45,11 @@ def bind_generation(adaptation: Adaptation) -> None:
             and setting("cache_implementation") in _DYNAMIC
             and setting("use_cache") is not False
         ):
-            named = {**named, "cache_implementation": None, _CACHE: new_cache(model.config)}
+            cache = new_cache(model.config)
+            if setting("is_assistant"):
+                # What it proposes may be taken back, so that windows are not forgotten at once.
+                cache.activate_past_recording()
+            named = {**named, "cache_implementation": None, _CACHE: cache}
         return original(*args, **named)
 
     adaptation.changes.set(model, "generate", generate)

@@ -89,13 +89,13 @@ def _facts(
 
 
 def _runs(padding: Tensor, first: int, length: int) -> tuple[Run, ...] | None:
-    """Return the run of each row, None if some row has none or several."""
+    """Return the run of each row, of no key where all is padding; None if a row has several."""
     rows = padding[:, first : first + length].bool()
     if rows.shape[1] < length:
         rows = torch.nn.functional.pad(rows, (0, length - rows.shape[1]))
     counts = rows.sum(1)
     starts = rows.int().argmax(1)
     ends = length - rows.flip(1).int().argmax(1)
-    if not bool(((counts > 0) & (ends - starts == counts)).all()):
+    if not bool(((counts == 0) | (ends - starts == counts)).all()):
         return None
     return tuple(zip(starts.tolist(), counts.tolist(), strict=True))

@@ -9,6 +9,7 @@ from torch import nn
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation
+from interposer_models._adapt.experts import bind_experts, looks_like_experts
 from interposer_models._adapt.norm_candidates import find_norm
 from interposer_models._adapt.norms import bind_norm, layer_norm_of
 from interposer_models._adapt.packed_weight import PackedWeight
@@ -52,6 +53,8 @@ def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
             _bind_projection(adaptation, module, name, kind is transposed, id(module) in heads)
         elif kind is nn.LayerNorm:
             _bind_norm(adaptation, module, name)
+        elif looks_like_experts(module):
+            _bind_experts(adaptation, module, name)
         elif not module._modules:
             _bind_leaf(adaptation, module, name)
 
@@ -72,6 +75,10 @@ def _bind_norm(adaptation: Adaptation, module: nn.Module, name: str) -> None:
         adaptation.leave(module, name, norm.reason)
         return
     adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
+
+
+def _bind_experts(adaptation: Adaptation, module: nn.Module, name: str) -> None:
+    adaptation.attempt(module, name, lambda: bind_experts(adaptation, module, name))
 
 
 def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:

@@ -178,14 +178,16 @@ def _linear() -> list[Kernel]:
 
 
 def _experts() -> list[Kernel]:
-    def experts(op: str, judge: str = "", dtypes: tuple[str, ...] = _FLOATS) -> Kernel:
-        prepare = f"pack_{op}"
+    def experts(
+        op: str, judge: str = "", dtypes: tuple[str, ...] = _FLOATS, restore: str = ""
+    ) -> Kernel:
         return _native(
-            op, "experts", judge, prepare, score=20.0, dtypes=dtypes, properties=_DETERMINISTIC
-        )
+            op, "experts", judge, f"pack_{op}", score=20.0, dtypes=dtypes,
+            properties=_DETERMINISTIC, restore=restore,
+        )  # fmt: skip
 
     return [
-        experts("fused_experts", dtypes=_WIDE),
+        experts("fused_experts", dtypes=_WIDE, restore="unpack_fused_experts"),
         experts("fused_experts_w4a16", "judge_groups"),
         experts("fused_experts_mxfp4"),
         experts("fused_experts_fp8"),
