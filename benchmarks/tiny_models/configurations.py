@@ -59,7 +59,7 @@ COMPILED = tuple((re.compile(pattern), size) for pattern, size in RULES)
 TOKEN = re.compile(r".*(token_id|token_index|_token|token_ids)$")
 # Such a field says that widths grow from stage to stage: widths are left as they are then.
 STAGES = re.compile(
-    r"depths|hidden_sizes|.*_per_stage|stage_.*|channel_multiplier|.*_ratios|conv_dim|embed_dims"
+    r"depths|hidden_sizes|.*_per_stage|stage_.*|channel_multiplier|.*_ratios|embed_dims"
     r"|encoder_hidden_sizes|.*_?in_channels|num_block_repeats|layer_list_out_channels|strides"
 )
 WIDTHS = {HIDDEN, INTERMEDIATE, HEAD_DIM, 2 * HEAD_DIM, EXPERT}
@@ -112,6 +112,8 @@ class Shrinking:
         shrunk.update(self._image(values) if self.images else {})
         shrunk.update(self._layers(values, shrunk, own))
         shrunk.update(self._depths(values))
+        if widths and isinstance(channels := values.get("conv_dim"), (list, tuple)):
+            shrunk["conv_dim"] = [min(each, HIDDEN) for each in channels]
         shrunk.update(self._sections(values) if widths else {})
         # What a parent gave stays; what a rule left as it is may follow from what another changed.
         given = {

@@ -130,9 +130,9 @@ def noisy(model: nn.Module, rms_norms: set[nn.Module], seed: int) -> Iterator[No
         if not isinstance(result, Tensor) or not arguments or not result.is_floating_point():
             return None
         tolerance, case = error_of(module, arguments[0], result)
-        bound = tolerance.bound(result.double(), result.dtype, case)
-        sign = torch.rand(result.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return (result.double() + sign * bound).to(result.dtype)
+        bound = tolerance.bound(result.float(), result.dtype, case)
+        sign = torch.rand(result.shape, generator=generator) * 2 - 1
+        return result + (sign * bound).to(result.dtype)
 
     with ExitStack() as hooks:
         for module in model.modules():
