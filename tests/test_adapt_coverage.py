@@ -87,6 +87,17 @@ def test_the_table_keeps_what_is_promised(table: dict[str, dict[str, Any]]) -> N
     check(run, table)
 
 
+def test_the_page_has_the_figures_of_the_table(table: dict[str, dict[str, Any]]) -> None:
+    row_of, summary_of = module("tiny_models.judge").Row, module("tiny_models.table").Summary
+    summary = summary_of.of(row_of(**row) for row in table.values())
+    page = (ROOT / "docs" / "adapted-architectures.md").read_text(encoding="utf-8")
+    assert f"Of {summary.types} architectures {summary.run} run" in page
+    assert f"{summary.adapted} of them" in page
+    for kind in module("tiny_models.modules").KINDS:
+        bound, instances = summary.bound[kind], summary.instances[kind]
+        assert f"| {kind} | {bound} | {instances} | {summary.share(kind):.1f} % |" in page
+
+
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_sample_is_adapted(kind: str, table: dict[str, dict[str, Any]]) -> None:
     rows = judged(*SAMPLE[kind].split())
