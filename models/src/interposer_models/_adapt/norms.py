@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import MAGNITUDES, judge_calls, normals
+from interposer_models._adapt.bare_norms import bind_bare_norm
 from interposer_models._adapt.forwards import one_input, own_forward
 from interposer_models._adapt.norm_candidates import Norm
 from interposer_ops.norms import layer_norm
@@ -37,7 +38,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
         return fit
     held = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not held:
-        return Verdict.refuse("it has no weight, so that neither size nor dtype is known")
+        return bind_bare_norm(adaptation, module, name, norm)
     dtype, size = held[0].dtype, held[0].shape[0]
     bound = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
     constants = {
