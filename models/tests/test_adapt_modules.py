@@ -327,3 +327,66 @@ def test_norms_are_known_by_what_they_compute(
     asked = {choice.request.name for choice, _ in adapted.resolver.choices.values()}
     assert op in asked or not op
     assert (model(x) - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+class Gated(nn.Module):
+    """The usual MLP of a decoder, under names of its own."""
+
+    def __init__(self, hidden: int, inner: int, act: nn.Module, biased: bool) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden, inner, bias=biased)
+        self.w3 = nn.Linear(hidden, inner, bias=biased)
+        self.w2 = nn.Linear(inner, hidden, bias=biased)
+        self.act = act
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w3(states) * self.act(self.w1(states)))
+
+
+class Added(Gated):
+    """One that adds where the others multiply."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w3(states) + self.act(self.w1(states)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Tanh()], ids=str)
+@pytest.mark.parametrize("kind", [Gated, Added])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_mlps_are_known_by_their_trace(
+    kind: type[Gated], act: nn.Module, dtype: torch.dtype, biased: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(32, 48, act, biased)).to(dtype).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(2, 3, 32).to(dtype)
+    exact = copy.deepcopy(model).double()(x.double())
+    adapted = adapt(model)
+    places = {place.name: place.is_bound for place in adapted.places}
+    known = kind is Gated and not isinstance(act, nn.Tanh)
+    assert places == {**({"0": True} if known else {}), "0.w1": True, "0.w2": True, "0.w3": True}
+    # Five results on the way are rounded, each by half an epsilon; sums of 48 terms add to it.
+    error = (model(x) - exact).norm() / exact.norm()
+    assert error <= 5 * torch.finfo(dtype).eps
+    assert states_equal(model.state_dict(), before)
+    adapted.restore()
+    assert states_equal(model.state_dict(), before)
+
+
+@torch.no_grad()
+def test_children_of_a_bound_mlp_can_be_replaced_and_watched() -> None:
+    torch.manual_seed(0)
+    model = Gated(32, 48, nn.SiLU(), False).eval()
+    x = torch.randn(3, 32)
+    gate = model.w1(x)
+    adapt(model)
+    assert (model.w1(x) - gate).abs().max() <= 1e-5
+    seen: list[tuple[int, ...]] = []
+    handle = model.w1.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    expected = model(x)
+    assert seen == [(3, 48)]
+    handle.remove()
+    model.w1 = nn.Linear(32, 48, bias=False)
+    assert (model(x) - expected).abs().max() > 1e-3

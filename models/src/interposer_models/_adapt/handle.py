@@ -12,7 +12,7 @@ from interposer.errors import ConfigError
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.attention_names import bind_attention
 from interposer_models._adapt.generation import bind_generation
-from interposer_models._adapt.modules import bind_leaves, bind_tables, head_ids
+from interposer_models._adapt.modules import bind_composites, bind_leaves, bind_tables, head_ids
 from interposer_models._adapt.place import Place, notes
 from interposer_models._online_quantization import quantization_settings
 from interposer_ops.devices import host_memory
@@ -116,6 +116,7 @@ def adapt(
     with placement.platform.numerics(config.numerics):
         try:
             bind_tables(adaptation)
+            bind_composites(adaptation)
             bind_leaves(adaptation, heads)
             bind_attention(adaptation)
             bind_generation(adaptation)

@@ -10,6 +10,8 @@ from torch import nn
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.experts import bind_experts, looks_like_experts
+from interposer_models._adapt.gated_mlp import bind_gated_mlp
+from interposer_models._adapt.gated_trace import GatedParts, find_gated
 from interposer_models._adapt.norm_candidates import find_norm
 from interposer_models._adapt.norms import bind_norm, layer_norm_of
 from interposer_models._adapt.packed_weight import PackedWeight
@@ -40,6 +42,33 @@ def bind_tables(adaptation: Adaptation) -> None:
                 if any(isinstance(held, PackedWeight) for held in module._parameters.values()):
                     reason = "its own forward reads the table that a head holds packed"
                     adaptation.leave(module, name, reason)
+
+
+def bind_composites(adaptation: Adaptation) -> None:
+    """Bind modules that compute with several children what one layer does at once."""
+    shared = {
+        id(module)
+        for holders in _matrices(adaptation.model).values()
+        if len(holders) > 1
+        for _, module, _ in holders
+    }
+    for name, module in adaptation.model.named_modules():
+        if id(module) in adaptation.done or not module._modules:
+            continue
+        if any(id(child) in shared for child in module.children()):
+            continue
+        parts = find_gated(module)
+        if parts is not None:
+            _bind_gated(adaptation, module, name, parts)
+
+
+def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts) -> None:
+    before = dict(adaptation.places), set(adaptation.done)
+    if not adaptation.attempt(
+        module, name, lambda: bind_gated_mlp(adaptation, module, name, parts)
+    ):
+        # Its children are bound one by one, and say for themselves what they are left for.
+        adaptation.places, adaptation.done = before
 
 
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
