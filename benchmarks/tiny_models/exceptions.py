@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "chameleon": {"vocabulary_map": {"<image>": 300, **{f"IMGIMG{n}Z": 310 + n for n in range(9)}}},
-    # Gates of the cell keep the sizes that come of the full head.
+    # How far they look ahead is left to the checkpoint.
     "autoformer": {"prediction_length": 4, "context_length": 8},
     "informer": {"prediction_length": 4, "context_length": 8},
     "time_series_transformer": {"prediction_length": 4, "context_length": 8},
@@ -64,4 +64,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     # Queries, half as wide as values, are rounded up to 64.
     "xlstm": {"hidden_size": 128},
     "blt": {"encoder_hash_byte_group_vocab": 512},
+    # 64 frames are thousands of patches.
+    "vjepa2": {"frames_per_clip": 4},
 }

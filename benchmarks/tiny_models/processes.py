@@ -46,7 +46,7 @@ def _answer(write: int, model_type: str, class_name: str, adapt: Adapt, dtype: t
     """Write the row into a pipe, and end this process."""
     status = 1
     try:
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.alarm(SECONDS)
         row = judge(model_type, class_name, adapt, dtype)
