@@ -66,4 +66,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 512},
     # 64 frames are thousands of patches.
     "vjepa2": {"frames_per_clip": 4},
+    # Random weights speak for minutes.
+    "vits": {"speaking_rate": 100.0},
 }
