@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-spirv test-gpu lint format docs triton-targets adapt-coverage bench clean
+.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -39,11 +39,25 @@ test-foreign: $(INSTALLED) ## Build llama.cpp and compare with it; run kernels o
 test-torch: $(INSTALLED) ## Install every version of torch that is declared, one by one, and run what was built once.
 	$(BIN)/python -m pytest tests/test_torch_versions.py -s
 
+test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
+	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
+
 test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s
 
 test-gpu: $(INSTALLED) ## Run the suite on an accelerator, which the platform's plugin has to be there for.
 	$(BIN)/python -m pytest -m gpu
+
+# What travels to a machine with an accelerator that has no network, see CONTRIBUTING.md.
+gpu-bundle: $(INSTALLED) ## Build wheels for a machine with an accelerator and no network, into .gpu_bundle/.
+	$(BIN)/python benchmarks/gpu_bundle.py .gpu_bundle
+
+# There is nothing but a Python with torch, so neither .venv nor pip from a network has a part.
+gpu-evidence: ## There: install the bundle and take evidence in stages, into .gpu_evidence/.
+	$(PYTHON) benchmarks/gpu_evidence.py --bundle .gpu_bundle --out .gpu_evidence --archive .gpu_evidence.tar.gz
+
+gpu-rehearsal: $(INSTALLED) ## Rehearse both without an accelerator, in another Python without a network. 3 GB, half an hour.
+	$(BIN)/python -m pytest -m versions tests/test_gpu_rehearsal.py -s
 
 lint: $(INSTALLED) ## Check style, types and who imports whom.
 	$(BIN)/ruff check

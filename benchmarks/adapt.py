@@ -5,10 +5,10 @@
     python benchmarks/adapt.py cost
 
 ``decoder`` is the shape of Qwen3-0.6B in bfloat16: transformers with sdpa, the same model adapted,
-this project's own loader, and, if asked for, transformers compiled with a static cache. ``encoders``
-are the shapes of MiniLM, of a ViT-B and of the encoder of Whisper small, for one input and for a
-batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights are random;
-every round runs all contenders in a new order, and ratios are medians over the rounds.
+this project's own loader, and, if asked for, transformers compiled with a static cache.
+``encoders`` are the shapes of MiniLM, of a ViT-B and of the encoder of Whisper small, for one input
+and for a batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights
+are random; every round runs all contenders in a new order, and ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def compare(title: str, runs: dict[str, Run], rounds: int, base: str) -> None:
         if not times[base][0][part]:
             continue
         cells = []
-        for name, found in times.items():
-            pairs = zip(times[base], found, strict=True)
+        for name, taken in times.items():
+            pairs = zip(times[base], taken, strict=True)
             ratio = statistics.median(b[part] / f[part] for b, f in pairs)
-            cells.append(f"{name} {1e3 * statistics.median(f[part] for f in found):.1f} ms")
+            cells.append(f"{name} {1e3 * statistics.median(f[part] for f in taken):.1f} ms")
             cells.append(f"x{ratio:.2f}")
         print(f"{title:28s} {label:6s} " + "  ".join(cells), flush=True)
 
@@ -174,15 +174,16 @@ def cost(arguments: argparse.Namespace) -> None:
     gc.collect()
     size = sum(parameter.nbytes for parameter in model.parameters())
     before = _resident()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     handle = adapt(model, quantization=arguments.quantization)
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, time.process_time() - used
     gc.collect()
     after = _resident()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     bound = sum(place.is_bound for place in handle.places)
     print(
-        f"adapted {bound} of {len(handle.places)} modules in {seconds:.1f} s; weights "
+        f"adapted {bound} of {len(handle.places)} modules in {seconds:.1f} s, "
+        f"{used:.1f} s of processors; weights "
         f"{size / 2**20:.0f} MiB, resident {before / 2**20:.0f} MiB before, "
         f"{after / 2**20:.0f} after (x{1 + (after - before) / size:.2f} of the weights), "
         f"{peak / 2**20:.0f} at most"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -10,7 +12,17 @@ import torch
 
 from interposer import Config, Placement, place
 
-__all__ = ["Call", "Clock", "Roofs", "accelerator_placement", "measured_roofs"]
+__all__ = [
+    "Call",
+    "Clock",
+    "EventClock",
+    "HostClock",
+    "Roofs",
+    "accelerator_placement",
+    "clock_of",
+    "measured_roofs",
+    "placement_of",
+]
 
 Call = Callable[[], object]
 
@@ -50,28 +62,43 @@ def accelerator_placement(platform: str = "") -> Placement:
     return placement
 
 
-class Clock:
-    """Times calls by the device's own events; before each, the caches are filled with others."""
+def placement_of(platform: str, tiny: bool) -> Placement:
+    """Return the device to measure on; a rehearsal takes whatever platform is named or in force."""
+    if tiny:
+        return place(Config(platform=platform) if platform else None)
+    return accelerator_placement(platform)
 
-    def __init__(self, device: str, rounds: int = 30) -> None:
+
+class Clock(ABC):
+    """Times calls; before each, the caches are filled with other numbers."""
+
+    def __init__(self, device: str, rounds: int = 30, flush_numbers: int = _FLUSH_NUMBERS) -> None:
         self.device = torch.device(device)
         self.rounds = rounds
-        self._flush = torch.zeros(_FLUSH_NUMBERS, dtype=torch.int32, device=device)
+        self._flush = torch.zeros(flush_numbers, dtype=torch.int32, device=device)
 
     def time(self, calls: list[Call]) -> list[float]:
         """Return the median seconds of each call; they take turns."""
         for call in calls:
-            for _ in range(3):
+            for _ in range(min(3, self.rounds)):
                 call()
         taken: list[list[float]] = [[] for _ in calls]
         for turn in range(self.rounds):
             for turned in range(len(calls)):
                 number = (turn + turned) % len(calls)
+                self._flush.add_(1)
                 taken[number].append(self._once(calls[number]))
         return [median(seconds) for seconds in taken]
 
+    @abstractmethod
     def _once(self, call: Call) -> float:
-        self._flush.add_(1)
+        """Return the seconds that the device takes for a call."""
+
+
+class EventClock(Clock):
+    """Times by the device's own events."""
+
+    def _once(self, call: Call) -> float:
         begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         begin.record()
         call()
@@ -80,11 +107,28 @@ class Clock:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def measured_roofs(clock: Clock) -> Roofs:
+class HostClock(Clock):
+    """Times by the host's clock what is done when the call returns."""
+
+    def _once(self, call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+
+def clock_of(device: str, tiny: bool) -> Clock:
+    """Return the clock of a device; that of a rehearsal looks twice."""
+    if torch.device(device).type == "cpu":
+        return HostClock(device, 2 if tiny else 30, 1024 if tiny else _FLUSH_NUMBERS)
+    return EventClock(device, 2 if tiny else 30)
+
+
+def measured_roofs(clock: Clock, tiny: bool = False) -> Roofs:
     """Return the bandwidth of a copy, read and written, and the rate of a large product."""
-    source = torch.ones(_COPIED_BYTES, dtype=torch.int8, device=clock.device)
+    side = 64 if tiny else _MATRIX_SIDE
+    source = torch.ones(side**2 if tiny else _COPIED_BYTES, dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
-    shape = (_MATRIX_SIDE, _MATRIX_SIDE)
+    shape = (side, side)
     left, right = (torch.randn(shape, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
     copied, multiplied = clock.time([lambda: target.copy_(source), lambda: left @ right])
-    return Roofs(2 * source.numel() / copied, 2 * _MATRIX_SIDE**3 / multiplied)
+    return Roofs(2 * source.numel() / copied, 2 * side**3 / multiplied)

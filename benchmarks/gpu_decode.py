@@ -1,14 +1,15 @@
-"""Decode and prefill of a whole model on an accelerator, beside transformers.
+"""Decode and prefill of whole models on an accelerator, beside transformers.
 
-    python benchmarks/random_model.py llama-3-8b DIR
-    python benchmarks/gpu_decode.py DIR [--batch 1] [--context 1024] [--new-tokens 64]
-        [--prefill 8192] [--rounds 5] [--without static] [--json FILE]
+    python benchmarks/gpu_decode.py [MODEL_DIR ...] [--shapes llama-3-8b,qwen3-0.6b]
+        [--precisions bf16,fp8,int4] [--batches 1,8,64,256] [--contenders interposer,static]
+        [--work DIR] [--seconds N] [--json FILE]
 
-Contenders are loaded one after the other, so that each has the memory to itself: interposer with
-graphs and without, transformers, and transformers with a static cache under
-torch.compile(max-autotune). A step ends when the host has its tokens, so that the host's clock
-measures it. Weights and what is read of the cache, over the bandwidth of a copy that was measured
-before, are the least that a decode step can take; figures are medians of the rounds.
+A shape is one of ``random_model.py``, whose weights are drawn on the device once and kept in the
+folder for work. Contenders are loaded one after the other, so that each has the memory to itself:
+interposer, with graphs where it has them (``plain`` without), transformers, and transformers with a
+static cache that it compiles itself (``static``). A step ends when the host has its tokens, so that
+the host's clock measures it. Weights and what is read of the cache, over the bandwidth of a copy
+that was measured before, are the least that a decode step can take; figures are medians of steps.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 
-from gpu_clock import Clock, Roofs, accelerator_placement, measured_roofs
-from interposer import Config, Placement
-from interposer_models import DecoderConfig, SamplingParams, load
+from evidence.record import Deadline, Record, add_step_options
+from gpu_clock import Roofs, clock_of, measured_roofs, placement_of
+from gpu_contenders import Contender, InterposerEngine, TransformersModel
+from interposer import Placement
+from interposer_models import DecoderConfig
+from random_model import SHAPES, write_model
 
-Run = Callable[[list[list[int]], int], tuple[float, float, list[list[int]]]]
-"""Prompts and new tokens to seconds of prefill, seconds of decode, and the new tokens."""
+# Bits of a weight of the blocks, with its scales, and of the head, by precision.
+_BITS = {"bf16": (16.0, 16.0), "fp8": (8.0, 8.0), "int4": (4.0 + 32 / 128, 8.0)}
+_METHODS = {"bf16": None, "fp8": "fp8", "int4": "int4"}
+# A large batch of long contexts would take minutes to prefill.
+_TOKENS_AT_ONCE = 65536
+_LEAST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -47,192 +56,257 @@ class Work:
 class Figure:
     """Medians of one contender; shares are those of the measured roofs."""
 
+    model: str
+    precision: str
     contender: str
+    batch: int
+    context: int
     decode_step_s: float
     decode_share: float
+    prefill_tokens: int
     prefill_s: float
     prefill_share: float
-    tokens: list[list[int]]
+    notes: str = ""
 
 
 def main() -> None:
     options = parsed()
-    placement = accelerator_placement(options.platform)
-    device = placement.device.torch_device
-    clock = Clock(device)
-    roofs = measured_roofs(clock)
+    placement = placement_of(options.platform, options.tiny)
+    record, deadline = Record(options.json), Deadline(options.seconds)
+    clock = clock_of(placement.device.torch_device, options.tiny)
+    roofs = measured_roofs(clock, options.tiny)
     del clock
-    print(f"{placement.device.name}, torch {torch.__version__}; {roofs}", flush=True)
-    work = Work(options.batch, options.context, options.new_tokens, options.prefill)
-    shape = DecoderConfig.parse(
-        json.loads((options.model_dir / "config.json").read_text(encoding="utf-8")),
-        str(options.model_dir),
-    )
-    step_bytes, prefill_flops = least_work(shape, work)
-    makers: dict[str, Callable[[], Run]] = {
-        "graphs": lambda: engine_run(options.model_dir, placement, work, "on"),
-        "plain": lambda: engine_run(options.model_dir, placement, work, "off"),
-        "transformers": lambda: transformers_run(options.model_dir, device, static=False),
-        "static": lambda: transformers_run(options.model_dir, device, static=True),
-    }
-    figures = []
-    for name, make in makers.items():
-        if name not in options.without:
-            figure = measured(name, make(), shape.vocab_size, work, options.rounds)
-            figure.decode_share = step_bytes / roofs.bytes_per_s / figure.decode_step_s
-            figure.prefill_share = prefill_flops / roofs.flops_per_s / figure.prefill_s
-            figures.append(figure)
-            print(line(figure, work), flush=True)
-            gc.collect()
+    record.facts |= {"device": placement.device.name, "torch": torch.__version__}
+    record.facts["roofs"] = asdict(roofs)
+    record.say(f"{placement.device.name}, torch {torch.__version__}; {roofs}")
+    with ExitStack() as folders:
+        work = options.work or Path(folders.enter_context(tempfile.TemporaryDirectory()))
+        paths = [*options.model_dirs]
+        paths += [folder_of(shape, work, placement, record) for shape in options.shapes]
+        decode = Decode(placement, roofs, record, deadline, options)
+        jobs = [
+            (path, precision, contender)
+            for path in paths
+            for contender in options.contenders
+            for precision in options.precisions
+            if precision == "bf16" or contender in InterposerEngine.GRAPHS
+        ]
+        for job in jobs:
+            if not deadline.allows(_LEAST_S):
+                record.skip(f"time was short for {job[0].name} {job[1]} by {job[2]}")
+                continue
+            decode.run(*job)
+    record.headline = headline(decode.figures)
+    record.say(record.headline)
+
+
+def folder_of(shape: str, work: Path, placement: Placement, record: Record) -> Path:
+    """Return the folder with a model of the shape, which is written if it is not there."""
+    path = work / "models" / shape
+    if not (path / "model.safetensors.index.json").is_file():
+        start = time.perf_counter()
+        write_model(shape, path, placement.device.torch_device)
+        record.say(f"{shape} written in {time.perf_counter() - start:.0f} s")
+    return path
+
+
+class Decode:
+    """Measures contenders on one device, one after the other."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        roofs: Roofs,
+        record: Record,
+        deadline: Deadline,
+        options: argparse.Namespace,
+    ) -> None:
+        self.placement = placement
+        self.roofs = roofs
+        self.record = record
+        self.deadline = deadline
+        self.options = options
+        self.figures: list[Figure] = []
+
+    def run(self, path: Path, precision: str, name: str) -> None:
+        """Load one contender and measure it on all batches that there is time for."""
+        with self.record.guarded(f"{path.name} {precision} by {name}"):
+            start = time.perf_counter()
+            contender = self.loaded(path, precision, name)
+            self.record.say(f"{name} has loaded in {time.perf_counter() - start:.0f} s")
+            shape = shape_of(path)
+            named = f"batches of {path.name} {precision} by {name}"
+            for batch in self.record.within(self.options.batches, self.deadline, named, _LEAST_S):
+                with self.record.guarded(f"{path.name} {precision} by {name}, batch {batch}"):
+                    work = work_of(batch, self.options)
+                    figure = measured(contender, shape, work, self.options.rounds)
+                    self.shares(figure, shape, work, precision)
+                    figure.model, figure.precision, figure.contender = path.name, precision, name
+                    self.figures.append(figure)
+                    self.record.row(line(figure), **asdict(figure))
+        # Nothing holds the contender any more but what compiled it.
+        torch.compiler.reset()
+        gc.collect()
+        if self.placement.device.torch_device != "cpu":
             torch.accelerator.empty_cache()
-    report(figures, roofs, work, options.json)
 
-
-def engine_run(path: Path, placement: Placement, work: Work, graphs: Literal["on", "off"]) -> Run:
-    """Return a contender that drives the engine step by step."""
-    longest = max(work.context + work.new_tokens, work.prefill + 1)
-    lm = load(
-        path,
-        dtype="bfloat16",
-        config=Config(platform=placement.platform.name, graphs=graphs),
-        cache_tokens=work.batch * (longest + 16),
-        max_sequences=work.batch,
-        max_step_tokens=max(work.prefill, work.batch * work.context),
-    )
-
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[list[int]]]:
-        params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        start = time.perf_counter()
-        sequences = [lm.engine.add(prompt, params) for prompt in prompts]
-        while not all(sequence.output for sequence in sequences):
-            lm.engine.step()
-        middle = time.perf_counter()
-        while lm.engine.busy:
-            lm.engine.step()
-        end = time.perf_counter()
-        return middle - start, end - middle, [sequence.output for sequence in sequences]
-
-    return run
-
-
-def transformers_run(path: Path, device: str, static: bool) -> Run:
-    """Return a contender that uses ``generate``: prefill alone, then the rest of its time."""
-    from transformers import AutoModelForCausalLM, CompileConfig
-
-    # Any, because the type of generate's self excludes what from_pretrained returns.
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    model = model.to(device).eval()
-    how: dict[str, Any] = {}
-    if static:
-        compiled = CompileConfig(mode="max-autotune", fullgraph=False)
-        how = {"cache_implementation": "static", "compile_config": compiled}
-
-    def generate(prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-        ids = torch.tensor(prompts, device=device)
-        torch.accelerator.synchronize()
-        start = time.perf_counter()
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            pad_token_id=0,
-            **how,
+    def loaded(self, path: Path, precision: str, name: str) -> Contender:
+        if name not in InterposerEngine.GRAPHS:
+            return TransformersModel(path, self.placement.device.torch_device, name == "static")
+        works = [work_of(batch, self.options) for batch in self.options.batches]
+        return InterposerEngine(
+            path,
+            self.placement,
+            _METHODS[precision],
+            name,
+            cache_tokens=max(w.batch * (w.context + w.new_tokens + 16) for w in works)
+            + self.options.prefill,
+            max_sequences=max(work.batch for work in works),
+            max_step_tokens=max(self.options.prefill, 1024),
         )
-        torch.accelerator.synchronize()
-        return time.perf_counter() - start, out[:, ids.shape[1] :].tolist()
 
-    def run(prompts: list[list[int]], new_tokens: int) -> tuple[float, float, list[list[int]]]:
-        prefill, first = generate(prompts, 1)
-        if new_tokens == 1:
-            return prefill, 0.0, first
-        whole, tokens = generate(prompts, new_tokens)
-        return prefill, whole - prefill, tokens
-
-    return run
+    def shares(self, figure: Figure, shape: DecoderConfig, work: Work, precision: str) -> None:
+        step_bytes, flops = least_work(shape, work, _BITS[precision])
+        figure.decode_share = step_bytes / self.roofs.bytes_per_s / figure.decode_step_s
+        figure.prefill_share = flops / self.roofs.flops_per_s / figure.prefill_s
 
 
-def measured(name: str, run: Run, vocab_size: int, work: Work, rounds: int) -> Figure:
+def work_of(batch: int, options: argparse.Namespace) -> Work:
+    context = max(1, min(options.context, _TOKENS_AT_ONCE // batch))
+    return Work(batch, context, options.new_tokens, options.prefill)
+
+
+def shape_of(path: Path) -> DecoderConfig:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return DecoderConfig.parse(config, str(path))
+
+
+def measured(contender: Contender, shape: DecoderConfig, work: Work, rounds: int) -> Figure:
     """Return the medians of a contender; the first round warms up, compiles and captures."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int, length: int) -> list[list[int]]:
         ids: list[list[int]] = torch.randint(
-            vocab_size, (count, length), generator=generator
+            shape.vocab_size, (count, length), generator=generator
         ).tolist()
         return ids
 
     prompts, long = drawn(work.batch, work.context), drawn(1, work.prefill)
-    steps, prefills = [], []
-    tokens: list[list[int]] = []
+    steps: list[float] = []
+    prefills: list[float] = []
     for turn in range(rounds + 1):
-        _, decode, tokens = run(prompts, work.new_tokens)
-        prefill, _, _ = run(long, 1)
+        found = contender.decode(prompts, work.new_tokens)
+        prefill = contender.prefill(long)
         if turn:
-            steps.append(decode / (work.new_tokens - 1))
+            steps += found
             prefills.append(prefill)
-    return Figure(name, statistics.median(steps), 0.0, statistics.median(prefills), 0.0, tokens)
+    return Figure(
+        "",
+        "",
+        "",
+        work.batch,
+        work.context,
+        statistics.median(steps),
+        0.0,
+        work.prefill,
+        statistics.median(prefills),
+        0.0,
+        contender.notes,
+    )
 
 
-def least_work(shape: DecoderConfig, work: Work) -> tuple[int, int]:
-    """Return the bytes that a decode step reads in bfloat16, and the operations of a prefill.
+def least_work(
+    shape: DecoderConfig, work: Work, bits: tuple[float, float] = _BITS["bf16"]
+) -> tuple[int, int]:
+    """Return the bytes that a decode step reads, and the operations of a prefill.
 
-    A step reads all weights but the embedding's, and the keys and values of its contexts, on
-    average those of the middle of the decode. A prefill multiplies every token by all weights of
-    the blocks and the last one by the head; causal attention is half of a square for each of its
-    two products.
+    A step reads all weights but the embedding's, and the keys and values of its contexts in
+    bfloat16, on average those of the middle of the decode. A prefill multiplies every token by all
+    weights of the blocks and the last one by the head; causal attention is half of a square for
+    each of its two products.
+
+    Args:
+        bits: of a weight of the blocks, and of the head.
     """
     hidden, heads, size = shape.hidden_size, shape.num_attention_heads, shape.head_size
     kv_width = shape.num_kv_heads * size
     block = hidden * (2 * heads * size + 2 * kv_width) + 3 * hidden * shape.intermediate_size
     blocks, head = shape.num_hidden_layers * block, hidden * shape.vocab_size
     read = work.batch * (work.context + work.new_tokens // 2)
-    step_bytes = 2 * (blocks + head + 2 * shape.num_hidden_layers * kv_width * read)
+    weights = int(blocks * bits[0] + head * bits[1]) // 8
+    step_bytes = weights + 2 * 2 * shape.num_hidden_layers * kv_width * read
     mixing = 2 * 2 * shape.num_hidden_layers * heads * size * work.prefill**2 // 2
     return step_bytes, 2 * blocks * work.prefill + 2 * head + mixing
 
 
-def line(figure: Figure, work: Work) -> str:
-    rate = work.batch / figure.decode_step_s
+def line(figure: Figure) -> str:
+    rate = figure.batch / figure.decode_step_s
+    notes = f" ({figure.notes})" if figure.notes else ""
     return (
-        f"{figure.contender:14}{1e3 * figure.decode_step_s:>9.3f} ms a step, {rate:>8.1f} tokens/s,"
-        f"{figure.decode_share:>5.0%} of weights over bandwidth; prefill "
-        f"{work.prefill / figure.prefill_s:>9.0f} tokens/s,{figure.prefill_share:>5.0%} of the peak"
+        f"{figure.model:12}{figure.precision:5}{figure.contender:13}batch {figure.batch:>3} "
+        f"{1e3 * figure.decode_step_s:>9.3f} ms a step,{rate:>9.1f} tokens/s,"
+        f"{figure.decode_share:>5.0%} of bandwidth; prefill "
+        f"{figure.prefill_tokens / figure.prefill_s:>9.0f} tokens/s,{figure.prefill_share:>5.0%} "
+        f"of the peak{notes}"
     )
 
 
-def report(figures: list[Figure], roofs: Roofs, work: Work, file: Path | None) -> None:
-    """Print the comparison of contenders, and write all figures to the given file."""
-    by_name = {figure.contender: figure for figure in figures}
-    if {"graphs", "plain"} <= by_name.keys():
-        same = by_name["graphs"].tokens == by_name["plain"].tokens
-        print(f"greedy tokens with and without graphs are {'equal' if same else 'NOT EQUAL'}")
-    if {"graphs", "static"} <= by_name.keys():
-        ratio = by_name["static"].decode_step_s / by_name["graphs"].decode_step_s
-        print(f"{ratio:.2f} times as fast as transformers with static cache and torch.compile")
-    if file is not None:
-        facts = {
-            "torch": torch.__version__,
-            "roofs": asdict(roofs),
-            "work": asdict(work),
-            "figures": [asdict(figure) for figure in figures],
+def comparisons(figures: list[Figure]) -> Iterator[str]:
+    """Yield each figure of ours at the smallest batch, beside what there is to compare with."""
+    by_name = {(f.model, f.precision, f.contender, f.batch): f for f in figures}
+    least = min((figure.batch for figure in figures), default=1)
+    for (model, precision, name, batch), figure in by_name.items():
+        if name != "interposer" or batch != least:
+            continue
+        told = f"{model} {precision} {1e3 * figure.decode_step_s:.2f} ms, {figure.decode_share:.0%}"
+        rivals = {
+            "transformers' static cache": (model, "bf16", "static", batch),
+            "bf16": (model, "bf16", "interposer", batch),
         }
-        file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        for rival, key in rivals.items():
+            if key in by_name and by_name[key] is not figure:
+                told += f", x{by_name[key].decode_step_s / figure.decode_step_s:.2f} of {rival}"
+        yield told
+
+
+def headline(figures: list[Figure]) -> str:
+    return "; ".join(comparisons(figures)) or "nothing was measured"
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--platform", default="", help="the one in force, unless said otherwise")
-    parser.add_argument("--batch", type=int, default=1)
+
+    def names(text: str) -> list[str]:
+        return [name for name in text.split(",") if name]
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in names(text)]
+
+    parser.add_argument("model_dirs", type=Path, nargs="*")
+    add_step_options(parser)
+    parser.add_argument("--shapes", type=names, default=[], help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--precisions", type=names, default=[*_BITS])
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 256])
+    parser.add_argument("--contenders", type=names, default=["interposer", "static"])
+    parser.add_argument("--work", type=Path, help="folder that keeps the models of the shapes")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--prefill", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--without", action="append", default=[], help="a contender to leave out")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    return parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    if options.tiny:
+        options.context, options.new_tokens, options.prefill, options.rounds = 6, 3, 8, 1
+    known = (*InterposerEngine.GRAPHS, "transformers", "static")
+    given = {
+        "--precisions": (options.precisions, _BITS),
+        "--contenders": (options.contenders, known),
+    }
+    given["--shapes"] = (options.shapes, SHAPES)
+    for option, (wanted, all_known) in given.items():
+        for name in wanted:
+            if name not in all_known:
+                parser.error(f"{option} {name!r} is none of {', '.join(all_known)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,19 +1,36 @@
 """Write a model of random weights in a known shape, to measure speed on.
 
-python benchmarks/random_model.py qwen3-0.6b DIR
+    python benchmarks/random_model.py qwen3-0.6b DIR [--device cuda] [--plan]
+
+Weights are drawn on the device, since a processor draws 8 billion numbers in minutes. With
+``--plan`` there are none: enough for whatever plans a model without reading weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+_SHARD_BYTES = 4 << 30
+
 SHAPES: dict[str, Any] = {
+    "tiny": lambda: LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=256,
+        max_position_embeddings=512,
+    ),
     "llama-100m": lambda: LlamaConfig(
         hidden_size=768,
         intermediate_size=2048,
@@ -47,18 +64,71 @@ SHAPES: dict[str, Any] = {
 }
 
 
+def write_model(shape: str, folder: Path, device: str = "cpu", plan: bool = False) -> int:
+    """Write the model in bfloat16, with a tokenizer that is only there to be loaded.
+
+    Args:
+        plan: write no weight, but the empty file that whoever plans wants to see.
+    Returns: the number of its parameters.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[shape]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if plan:
+        (folder / "model.safetensors").touch()
+    else:
+        _write_weights(model, folder, device)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _write_weights(model: Any, folder: Path, device: str) -> None:
+    index: dict[str, str] = {}
+    for number, shard in enumerate(_shards(model, device), 1):
+        file = f"model-{number:05}.safetensors"
+        save_file(shard, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    facts = {"metadata": {}, "weight_map": index}
+    text = json.dumps(facts, indent=1)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _shards(model: Any, device: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights as transformers draws them: norms of ones, all else of a normal law."""
+    generator = torch.Generator(device).manual_seed(0)
+    spread = model.config.initializer_range
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    # A tied weight is one parameter under its first name, which is that of the embedding.
+    for name, parameter in model.named_parameters():
+        weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        if parameter.ndim == 1:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, spread, generator=generator)
+        shard[name] = weight.cpu()
+        size += weight.nbytes
+        if size > _SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
 def main() -> None:
-    """Write the model in bfloat16, with a tokenizer that is only there to be loaded."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("directory", type=Path)
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape](), dtype=torch.bfloat16)
-    model.save_pretrained(arguments.directory)
-    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
-    tokenizer.save(str(arguments.directory / "tokenizer.json"))
-    print(f"{sum(p.numel() for p in model.parameters())} parameters in {arguments.directory}")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--plan", action="store_true", help="write no weights")
+    given = parser.parse_args()
+    number = write_model(given.shape, given.directory, given.device, given.plan)
+    print(f"{number} parameters in {given.directory}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Module:
 
 def sources() -> list[Path]:
     """Return the source folders of all distributions, the core first."""
-    order = ("core", "testing", "tools", "ops", "quantization", "models")
+    order = ("core", "sandbox", "testing", "tools", "ops", "quantization", "models")
     houses = [ROOT / name / "src" for name in order]
     return houses + sorted(ROOT.glob("platforms/*/src")) + sorted(ROOT.glob("plugins/*/src"))
 

@@ -9,6 +9,7 @@ that was installed besides.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("distribution")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
+    # Where kernels of the hub would lie differs from machine to machine as well.
+    os.environ["KERNELS_CACHE"] = "/nowhere"
+    os.environ.pop("LOCAL_KERNELS", None)
     write(arguments.distribution, arguments.folder)
 
 

@@ -52,7 +52,9 @@ PACKAGES = (
 TOOLS = "on Debian: cmake g++-aarch64-linux-gnu g++-s390x-linux-gnu qemu-user"
 # Folders of distributions, and what they need that Debian does not have; it is all Python.
 OURS = {
+    "interposer-sandbox": "sandbox",
     "interposer": "core",
+    "interposer-testing": "testing",
     "interposer-ops": "ops",
     "interposer-quantization": "quantization",
     "interposer-models": "models",

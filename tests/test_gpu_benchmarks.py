@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from tests.forks import forks
 from transformers import LlamaConfig
 
-from interposer import Capability, Device, current_registry
+from interposer import Capability, Config, Device, Kernel, current_registry, hookimpl, register
 from interposer.records import load_target
 from interposer_models import DecoderConfig
 
@@ -44,7 +45,9 @@ def module(name: str) -> Any:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without accelerator")
-@pytest.mark.parametrize("arguments", [["gpu_ops.py"], ["gpu_decode.py", "anywhere"]])
+@pytest.mark.parametrize(
+    "arguments", [["gpu_ops.py"], ["gpu_decode.py", "anywhere"], ["gpu_tune.py", "tiny"]]
+)
 def test_without_an_accelerator_one_sentence_says_so(arguments: list[str]) -> None:
     script, *rest = arguments
     done = forks().run(BENCHMARKS / script, *rest)
@@ -64,50 +67,127 @@ def test_a_step_reads_all_weights_but_the_embedding() -> None:
     assert some - none == 3 * 110 * 32 * 8 * 128 * 2 * 2
 
 
-class HostClock:
-    """Calls everything once, and gives each call another number of seconds."""
-
-    def time(self, calls: list[Any]) -> list[float]:
-        for call in calls:
-            call()
-        return [1e-3 * number for number, _ in enumerate(calls, 1)]
-
-
-def test_figures_are_of_what_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops, clock = module("gpu_ops"), module("gpu_clock")
-    # What torch's compiler makes of it is not the subject, and takes long.
-    monkeypatch.setattr(ops, "compiled", lambda op, positional: {})
-    registry = current_registry()
-    op = load_target(registry.ops["silu_and_mul"].target)
+def measured_by(ops: Any, clock: Any, item: Any) -> tuple[Any, Any]:
+    """Return the figures of an item in float32 on this processor, and the record."""
+    record = module("evidence.record").Record()
     device = Device("cpu", "cpu", "here", Capability("any"))
     roofs = clock.Roofs(1e9, 1e12)
-    found = [
-        *ops.measured(registry, "silu_and_mul", op, device, torch.float32, 2, HostClock(), roofs)
-    ]
-    figures = [figure for figure in found if isinstance(figure, ops.Figure)]
-    assert figures
-    for figure in figures:
+    registry = current_registry(Config(isolation="off"))
+    bench = ops.Bench(registry, device, torch.float32, clock.clock_of("cpu", True), roofs, record)
+    bench.measure(item)
+    return bench, record
+
+
+def test_figures_are_of_what_the_clock_says() -> None:
+    ops, clock, workload = module("gpu_ops"), module("gpu_clock"), module("gpu_workload")
+    item = workload.Item("silu_and_mul", workload.dims_of("silu_and_mul"), (2, 3))
+    bench, record = measured_by(ops, clock, item)
+    assert record.faults == []
+    assert {figure.num_tokens for figure in bench.figures} == {2, 3}
+    for figure in bench.figures:
         assert figure.op == "silu_and_mul"
-        assert figure.bytes_share == pytest.approx(2 * 3 * 14336 * 4 / figure.seconds / 1e9)
+        assert figure.num_bytes == figure.num_tokens * 3 * 14336 * 4
+        assert figure.bytes_share == pytest.approx(figure.num_bytes / figure.seconds / 1e9)
         assert f"{1e6 * figure.seconds:.1f}" in ops.line(figure)
+    assert len(record.rows) == len(bench.figures)
 
 
-def test_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    decode, clock = module("gpu_decode"), module("gpu_clock")
-    work = decode.Work(1, 8, 4, 8)
-    calls: list[tuple[int, int]] = []
+def test_a_wrong_kernel_is_a_fault_and_not_timed() -> None:
+    ops, clock, workload = module("gpu_ops"), module("gpu_clock"), module("gpu_workload")
+    wrong = ModuleType("wrong_gate")
+    wrong.__dict__.update(
+        gate=lambda x: x.chunk(2, dim=-1)[1].clone(),
+        interposer_records=hookimpl(
+            lambda: [Kernel("silu_and_mul", "silu_and_mul_wrong", "wrong_gate:gate")]
+        ),
+    )
+    sys.modules["wrong_gate"] = wrong
+    try:
+        with register(wrong):
+            item = workload.Item("silu_and_mul", workload.dims_of("silu_and_mul", True), (2,))
+            bench, record = measured_by(ops, clock, item)
+    finally:
+        del sys.modules["wrong_gate"]
+    (fault,) = record.faults
+    assert fault.startswith("silu_and_mul silu_and_mul_wrong: result 0 is")
+    assert "silu_and_mul_wrong" not in {figure.kernel for figure in bench.figures}
 
-    def run(prompts: list[list[int]], new: int) -> tuple[float, float, list[list[int]]]:
-        calls.append((len(prompts[0]), new))
-        return 0.5, 0.3, [[1] * new]
 
-    figures = [decode.measured(name, run, 99, work, 2) for name in ("graphs", "plain", "static")]
-    assert calls == [(8, 4), (8, 1)] * 9
-    figures[2].decode_step_s *= 2
-    decode.report(figures, clock.Roofs(1.0, 1.0), work, tmp_path / "out.json")
-    said = capsys.readouterr().out
-    assert "with and without graphs are equal" in said
-    assert "2.00 times as fast as transformers" in said
-    facts = json.loads((tmp_path / "out.json").read_text())
-    assert [figure["contender"] for figure in facts["figures"]] == ["graphs", "plain", "static"]
-    assert facts["figures"][0]["decode_step_s"] == pytest.approx(0.1)
+def test_only_what_a_call_names_is_counted() -> None:
+    workload = module("gpu_workload")
+    registry = current_registry()
+
+    def counted(name: str, tokens: int) -> tuple[int, Any]:
+        op = load_target(registry.ops[name].target)
+        case = op.sample(torch.bfloat16, workload.dims_of(name, True), tokens, 0)
+        _, result = workload.num_flops(op, ops_copied(case.arguments))
+        return workload.moved_bytes(op, case.arguments, result), case.arguments
+
+    ops_copied = module("gpu_ops").copied
+    # Two rows of 128 are read and written, and two indices read.
+    moved, arguments = counted("embedding", 2)
+    assert moved == 2 * (2 * 128 * 2 + arguments["token_ids"].nbytes)
+    moved, arguments = counted("fused_experts", 1)
+    weights = arguments["gate_up"].nbytes + arguments["down"].nbytes
+    assert moved < weights
+    assert moved > weights * 2 // 8  # two of eight experts
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_every_op_with_a_sample_has_dims(tiny: bool) -> None:
+    """In a rehearsal all samples are drawn; of the real ones, which are large, the dims are."""
+    workload = module("gpu_workload")
+    registry = current_registry()
+    for name in registry.ops:
+        op = load_target(registry.ops[name].target)
+        dims = workload.dims_of(name, tiny)
+        if op.sample is not None and tiny:
+            assert op.sample(torch.bfloat16, dims, 2, 0).arguments, name
+        elif "group_size" in dims and name in ("w4a16_linear", "w8a16_linear"):
+            assert dims["num_groups"] * dims["group_size"] == dims["in_features"]
+
+
+class Steady:
+    """A contender whose steps all take as long."""
+
+    notes = ""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.calls: list[tuple[int, int, int]] = []
+
+    def decode(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+        self.calls.append((len(prompts), len(prompts[0]), new_tokens))
+        return [self.step_s] * (new_tokens - 1)
+
+    def prefill(self, prompts: list[list[int]]) -> float:
+        self.calls.append((len(prompts), len(prompts[0]), 1))
+        return 0.5
+
+
+def test_figures_of_models_are_compared() -> None:
+    decode = module("gpu_decode")
+    shape = SimpleNamespace(vocab_size=99)
+    work = decode.Work(2, 8, 4, 16)
+    figures = []
+    for name, precision, step_s in (
+        ("interposer", "bf16", 0.1),
+        ("interposer", "fp8", 0.05),
+        ("static", "bf16", 0.3),
+    ):
+        contender = Steady(step_s)
+        figure = decode.measured(contender, shape, work, 2)
+        assert contender.calls == [(2, 8, 4), (1, 16, 1)] * 3
+        figure.model, figure.precision, figure.contender = "acme", precision, name
+        figures.append(figure)
+    assert decode.headline(figures) == (
+        "acme bf16 100.00 ms, 0%, x3.00 of transformers' static cache; "
+        "acme fp8 50.00 ms, 0%, x6.00 of transformers' static cache, x2.00 of bf16"
+    )
+
+
+def test_large_batches_have_short_contexts() -> None:
+    decode = module("gpu_decode")
+    options = SimpleNamespace(context=1024, new_tokens=32, prefill=8192)
+    found = {batch: decode.work_of(batch, options).context for batch in (1, 8, 64, 256)}
+    assert found == {1: 1024, 8: 1024, 64: 1024, 256: 256}

@@ -28,7 +28,7 @@ MODEL = ROOT / "examples" / "models" / "stdlib-lm"
 SERVE = Path(__file__).parent / "foreign" / "serve.py"
 PROMPT, NUM_TOKENS = "import os\nimport sys\n\n\ndef main(", 24
 VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
-OURS = ("core", "ops", "quantization", "models", "platforms/cpu")
+OURS = ("sandbox", "core", "testing", "ops", "quantization", "models", "platforms/cpu")
 # What follows from torch's version. Everything else is what it is in these tests.
 OF_TORCH = {"setuptools", "torch", "triton"}
 # What torch warns of itself, where its compiler is imported.

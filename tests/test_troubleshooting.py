@@ -25,7 +25,8 @@ def templates() -> frozenset[str]:
     """Return all texts in the sources, docstrings apart, with NUL for what is filled in."""
     found = set()
     folders = [
-        ROOT / name for name in ("core", "models", "ops", "quantization", "testing", "tools")
+        ROOT / name
+        for name in ("core", "models", "ops", "quantization", "sandbox", "testing", "tools")
     ]
     for folder in (*folders, *ROOT.glob("platforms/*"), *ROOT.glob("plugins/*")):
         for file in (folder / "src").rglob("*.py"):

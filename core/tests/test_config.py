@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interposer import Config, effective_config, use
-from interposer._config.config import Source, config_sources, environment_guard
+from interposer._config.config import Source, config_sources
 from interposer._config.rules import Rule, read_rule
 from interposer.errors import ConfigError, UnknownNameError
 
@@ -534,49 +534,6 @@ def test_names_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTERPOSER_DISABLE", " one,, two ")
     monkeypatch.setenv("INTERPOSER_PLUGINS", "none")
     assert Config.refresh() == Config(disable=["one", "two"], plugins=[])
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from(["GUARD_A", "GUARD_B", "GUARD_C"]), st.sampled_from(["", "1", "2"])
-    ),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["GUARD_A", "GUARD_B", "GUARD_C"]),
-            st.sampled_from([None, "", "1", "2"]),
-        )
-    ),
-)
-def test_a_guard_puts_back_what_changed_and_names_it(
-    before: dict[str, str], changes: list[tuple[str, str | None]]
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in before.items():
-            patch.setenv(name, value)
-        everything = dict(os.environ)
-        with environment_guard() as changed:
-            after: dict[str, str | None] = {}
-            for name, change in changes:
-                after[name] = change
-                if change is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = change
-        assert changed == sorted(n for n, value in after.items() if value != before.get(n))
-        assert dict(os.environ) == everything
-
-
-def test_a_guard_puts_back_when_the_block_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GUARD_A", "1")
-
-    def fail() -> None:
-        del os.environ["GUARD_A"]
-        raise SystemExit
-
-    with pytest.raises(SystemExit), environment_guard() as changed:
-        fail()
-    assert changed == ["GUARD_A"]
-    assert os.environ["GUARD_A"] == "1"
 
 
 # Blocks

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from interposer import Capability, Config
-from interposer._sandbox.examiner import examine
-from interposer._sandbox.inspection import perform
-from interposer._sandbox.task import Finding, Task
+from interposer._examination.examiner import examine
+from interposer._examination.inspection import perform
+from interposer._examination.task import Task
 from interposer._validation.distribution import Distribution
+from interposer_sandbox import Finding
 
 # The cases of this op are of 1, 2, ... 12 rows; a sample has the size of the request.
 _OP = """
@@ -135,7 +136,7 @@ def seen() -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_right_kernel_is_accepted(dtype: str) -> None:
-    verdict = perform(task("right", dtype=dtype)).verdict
+    verdict = perform(task("right", dtype=dtype))
     assert verdict
     assert verdict.reason == "agrees with the reference of 'add' on 1 case(s)"
 
@@ -154,7 +155,7 @@ def test_a_right_kernel_is_accepted(dtype: str) -> None:
     ],
 )
 def test_a_wrong_kernel_is_refused_with_the_case_and_the_place(kernel: str, reason: str) -> None:
-    verdict = perform(task(kernel)).verdict
+    verdict = perform(task(kernel))
     assert not verdict
     pattern = rf"departs from the reference of 'add': on case '3 rows',? {reason}"
     assert re.match(pattern, verdict.reason), verdict.reason
@@ -162,43 +163,43 @@ def test_a_wrong_kernel_is_refused_with_the_case_and_the_place(kernel: str, reas
 
 
 def test_a_kernel_that_changes_settings_is_refused() -> None:
-    reason = perform(task("threading")).verdict.reason
+    reason = perform(task("threading")).reason
     assert reason == "running acme_numerics.kernels:threading changes torch's number of threads"
 
 
 def test_the_smallest_cases_that_its_record_takes_are_run() -> None:
-    assert perform(recorded("right")).verdict
+    assert perform(recorded("right"))
     assert seen() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_requirements_and_predicate_choose_the_cases() -> None:
-    verdict = perform(recorded("few")).verdict
+    verdict = perform(recorded("few"))
     assert verdict, verdict.reason
     assert seen() == [1, 3, 5, 7]
 
 
 def test_what_the_device_lacks_leaves_no_case() -> None:
-    verdict = perform(recorded("few", frozenset())).verdict
+    verdict = perform(recorded("few", frozenset()))
     assert verdict.reason == "no case of 'add' is one that it takes"
-    assert perform(recorded("few")).verdict.reason.endswith("on 4 case(s)")
+    assert perform(recorded("few")).reason.endswith("on 4 case(s)")
 
 
 def test_a_kernel_without_its_record_is_refused() -> None:
     names = {"plugin": "acme_numerics.plugin", "kernel": "add_wrong"}
-    reason = perform(task("wrong", **names)).verdict.reason
+    reason = perform(task("wrong", **names)).reason
     assert "declares no kernel 'add_wrong'" in reason
 
 
 def test_roundings_that_a_record_states_are_allowed() -> None:
     """0.1 % of 2 are 0.001, and 2^-24 of it an unit roundoff: so many are too few, or enough."""
-    assert not perform(task("wrong", extra_roundings=4_000)).verdict
-    assert perform(task("wrong", extra_roundings=20_000)).verdict
+    assert not perform(task("wrong", extra_roundings=4_000))
+    assert perform(task("wrong", extra_roundings=20_000))
 
 
 def test_a_sample_has_the_size_of_the_request() -> None:
     finding = perform(task("wrong_if_large", "sampled_add", dims={"rows": 128}))
-    assert "on case 'sample', output 0" in finding.verdict.reason
-    assert perform(task("wrong_if_large", "sampled_add", dims={"rows": 12})).verdict
+    assert "on case 'sample', output 0" in finding.reason
+    assert perform(task("wrong_if_large", "sampled_add", dims={"rows": 12}))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +219,8 @@ def test_it_is_done_in_the_examining_process(
     config = Config(cache_dir=str(tmp_path / "cache"), probe_seconds=seconds)
     distribution = Distribution("acme", "1.0", "f" * 64, (), str(tmp_path), False)
     finding: Finding = examine(distribution, task(kernel), config)
-    assert finding.verdict.reason.startswith(reason)
-    assert finding.verdict.accepted is (kernel == "right")
+    assert finding.reason.startswith(reason)
+    assert finding.accepted is (kernel == "right")
 
 
 def test_another_thread_may_change_the_environment_meanwhile(
@@ -235,7 +236,7 @@ def test_another_thread_may_change_the_environment_meanwhile(
 
     thread = Thread(target=work)
     thread.start()
-    verdict = perform(task("meeting")).verdict
+    verdict = perform(task("meeting"))
     thread.join()
     assert verdict, verdict.reason
     assert os.environ["ACME_APP"] == "1"

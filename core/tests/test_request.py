@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from interposer import AttentionSpec, Capability, Request
-from interposer._sandbox.task import read_request
+from interposer._examination.inspection import read_request
 
 SPEC = AttentionSpec(
     num_heads=4,

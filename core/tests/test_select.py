@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer import Candidate, Choice, Kernel, OpEntry, Request, Verdict, select
+from interposer import Candidate, Capability, Choice, Kernel, OpEntry, Request, Verdict, select
 from interposer._config.policy import Policy
 from interposer._config.rules import REQUIRABLE
 from interposer._contract.choice import Measured
@@ -20,6 +20,7 @@ from interposer.errors import ConfigError, NoCandidateError, UnknownNameError
 
 REQUEST = Request("kernel", "linear", "bare", dtype="bfloat16", dims={"in_features": 64})
 TABLE = "the table 'bare'"
+HERE = "unknown"  # the architecture of a request that names none
 
 
 def candidate(
@@ -28,10 +29,18 @@ def candidate(
     score: float = 10.0,
     refusal: str = "",
     properties: frozenset[str] = frozenset(),
+    proven_on: frozenset[str] | None = None,
     traceback: str = "",
 ) -> Candidate:
     verdict = Verdict.refuse(refusal, traceback) if refusal else Verdict.accept()
-    record = Kernel("linear", name, "acme.kernels:linear", score=score, properties=properties)
+    record = Kernel(
+        "linear",
+        name,
+        "acme.kernels:linear",
+        score=score,
+        properties=properties,
+        proven_on=proven_on,
+    )
     return Candidate(name, provider, "1.0", score, record, lambda _: verdict)
 
 
@@ -52,7 +61,12 @@ def refusing(*wrong: str) -> tuple[Gate, ...]:
 names = st.sampled_from(["a", "b", "c", "d"])
 properties = st.sets(st.sampled_from(["deterministic", "graph_safe"])).map(frozenset)
 drafts = st.tuples(
-    names, names, st.sampled_from([0.0, 10.0, 20.0]), st.sampled_from(["", "", "no"]), properties
+    names,
+    names,
+    st.sampled_from([0.0, 10.0, 20.0]),
+    st.sampled_from(["", "", "no"]),
+    properties,
+    st.sampled_from([None, None, frozenset({HERE, "sm_1"}), frozenset({"sm_1"}), frozenset()]),
 )
 lists_of_candidates = st.lists(
     drafts, min_size=1, max_size=8, unique_by=lambda draft: draft[:2]
@@ -108,6 +122,11 @@ def meant(glob: str, c: Candidate) -> bool:
     return fnmatchcase(c.name, glob) or fnmatchcase(f"{c.provider}/{c.name}", glob)
 
 
+def proven(c: Candidate) -> bool:
+    assert isinstance(c.record, Kernel)
+    return c.record.proven_on is None or HERE in c.record.proven_on
+
+
 def allowed(c: Candidate, policy: Policy, wrong: set[str]) -> bool:
     forbidden = any(meant(glob, c) for glob in policy.forbid)
     promised = policy.require <= c.properties
@@ -115,7 +134,7 @@ def allowed(c: Candidate, policy: Policy, wrong: set[str]) -> bool:
 
 
 @given(lists_of_candidates, policies, figures, refuters)
-def test_pin_before_preference_before_figures_before_score_before_names(
+def test_pin_before_preference_before_figures_before_proof_before_score_before_names(
     candidates: list[Candidate], policy: Policy, measured: Measured | None, wrong: set[str]
 ) -> None:
     found = outcome(candidates, policy, measured, wrong)
@@ -138,6 +157,8 @@ def test_pin_before_preference_before_figures_before_score_before_names(
     if timed:
         fastest = min(seconds[c.qualified_name] for c in timed)
         best = [c for c in timed if seconds[c.qualified_name] == fastest]
+    elif any(proven(c) for c in best):
+        best = [c for c in best if proven(c)]
     best = [c for c in best if c.score == max(c.score for c in best)]
     best.sort(key=lambda c: (c.provider, c.name))
     if not best or (policy.strict and policy.prefer and not met):
@@ -175,6 +196,32 @@ def test_a_pin_is_met_or_raises(candidates: list[Candidate], data: st.DataObject
     else:
         with pytest.raises(NoCandidateError, match="which the configuration pins"):
             select(REQUEST, candidates, policy)
+
+
+def test_what_was_never_run_on_such_a_device_goes_behind_what_was() -> None:
+    foreign = candidate("foreign", score=21.0, proven_on=frozenset({"sm_90"}))
+    request = replace(REQUEST, capability=Capability("sm_80"))
+    choice = select(request, [foreign, candidate("portable", score=0.0)])
+    assert choice.chosen.name == "portable"
+    assert choice.why == "the others were never measured on this device (sm_80)"
+    assert choice.refusals[0].reason == "accepted, but never measured on this device (sm_80)"
+    request = replace(REQUEST, capability=Capability("sm_90"))
+    assert select(request, [foreign, candidate("portable", score=0.0)]).chosen is foreign
+
+
+def test_what_is_taken_unproven_says_so() -> None:
+    foreign, portable = candidate("foreign", proven_on=frozenset()), candidate("portable")
+    note = f"never measured on this device ({HERE}). Try: interposer verify, then interposer tune"
+    for policy in (Policy(pin="foreign"), Policy(prefer=("foreign",))):
+        choice = select(REQUEST, [portable, foreign], policy)
+        assert choice.chosen is foreign
+        assert choice.notes == (note,)
+    assert select(REQUEST, [foreign]).notes == (note,)
+    # A figure is a proof: of this host, or of such a device by whoever ships a table.
+    measured = Measured({"acme/foreign": 1e-6, "acme/portable": 2e-6}, TABLE)
+    choice = select(REQUEST, [portable, foreign], measured=measured)
+    assert choice.chosen is foreign
+    assert choice.notes == ()
 
 
 def test_highest_score_wins_and_the_outranked_keep_their_scores() -> None:

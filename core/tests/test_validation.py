@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import string
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -362,3 +365,25 @@ def test_other_modules_are_not_imported_for_it(
 ) -> None:
     package(never="raise SystemExit('this must never run')")
     assert check_classes([kind("a", "acme_static.never:x")]) == []
+
+
+def test_the_names_of_a_script_are_checked(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\n"
+        "from interposer import Kernel, hookimpl\n"
+        "from interposer._validation.records import check_records\n"
+        "three = 3\n"
+        "def fast(x): ...\n"
+        "kernels = [Kernel('a', name, f'__main__:{name}') for name in ('fast', 'fsat', 'three')]\n"
+        "print(json.dumps([check_records(kernels), 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=60
+    )
+    faults, torch = json.loads(done.stdout)
+    assert faults == [
+        "'fsat' names '__main__:fsat': __main__ has no 'fsat'; nearest: fast, three, kernels",
+        "'three' names '__main__:three', which is an int, not a function",
+    ]
+    assert not torch

@@ -83,7 +83,7 @@ class Canvas:
 
 def layers() -> Canvas:
     """Distributions: a box may import what stands below it, and nothing beside it."""
-    c = Canvas(860, 420, "Layers of distributions")
+    c = Canvas(860, 496, "Layers of distributions")
     c.box((20, 20, 190, 64), "interposer-models", "loader, decoder, engine", color=CORE)
     c.box((222, 20, 296, 64), "interposer-cpu, -cuda, -rocm, -xpu", "platforms and their kernels")
     c.box((530, 20, 190, 64), "plugins", "GGUF, NF4, traces, yours", color=PLUGIN)
@@ -97,10 +97,13 @@ def layers() -> Canvas:
         "contract and selection; no kernel, no model, no vendor",
         color=CORE,
     )
-    c.arrow((760, 40), (760, 390))
-    c.text(772, 196, "may import", QUIET)
-    c.text(772, 213, "what is", QUIET)
-    c.text(772, 230, "below", QUIET)
+    c.box(
+        (20, 408, 700, 56), "interposer-sandbox", "foreign code in a guarded fork, and what it did"
+    )
+    c.arrow((760, 40), (760, 458))
+    c.text(772, 230, "may import", QUIET)
+    c.text(772, 247, "what is", QUIET)
+    c.text(772, 264, "below", QUIET)
     return c
 
 

@@ -175,9 +175,9 @@ class TwinCaches:
         from interposer_models import adapt as adapt_model
 
         model = windowed(window) if window else llama()
-        self.ours = adapt_model(model).new_cache()
-        self.theirs = DynamicCache(config=self.config)
-        self.caches = (self.ours, self.theirs)
+        self.ours: Any = adapt_model(model).new_cache()
+        self.theirs: Any = DynamicCache(config=self.config)
+        self.caches: tuple[Any, Any] = (self.ours, self.theirs)
         self.batch = 2
 
     def update(self, length: int) -> None:

@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[Any, Callable[[], Any]]] = {
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
     ),
-    "phi": (AutoModelForCausalLM, lambda: PhiConfig(**DECODER, partial_rotary_factor=0.5)),
+    "phi": (AutoModelForCausalLM, lambda: PhiConfig(**{**DECODER, "partial_rotary_factor": 0.5})),
     "deepseek-v3": (
         AutoModelForCausalLM,
         lambda: DeepseekV3Config(

@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+def tiny(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_key_value_heads=2, **changes)
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
@@ -121,7 +121,7 @@ class Wrapped(torch.Tensor):
 
 
 def replaced(module: nn.Module) -> None:
-    module.forward = module.forward  # type: ignore[method-assign]
+    module.forward = module.forward
 
 
 def subclassed(module: nn.Module) -> None:
@@ -340,14 +340,16 @@ class Gated(nn.Module):
         self.act = act
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.w2(self.w3(states) * self.act(self.w1(states)))
+        result: torch.Tensor = self.w2(self.w3(states) * self.act(self.w1(states)))
+        return result
 
 
 class Added(Gated):
     """One that adds where the others multiply."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return self.w2(self.w3(states) + self.act(self.w1(states)))
+        result: torch.Tensor = self.w2(self.w3(states) + self.act(self.w1(states)))
+        return result
 
 
 @torch.no_grad()

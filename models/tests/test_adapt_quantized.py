@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-CONFIGS = {
+CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen3-tied": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
@@ -39,7 +39,7 @@ METHODS: list[Any] = [
 
 def saved(name: str, path: Path) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
     tokenizer.save(str(path / "tokenizer.json"))
@@ -69,7 +69,7 @@ def test_it_equals_what_the_loader_gives(name: str, method: Any, tmp_path: Path)
 
 
 def test_an_unknown_method_is_named() -> None:
-    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
     with pytest.raises(UnknownNameError, match="int8"):
         adapt(model, quantization="int9")
     assert not hasattr(model, "_interposer_adapted")

@@ -1,32 +1,17 @@
-"""Decode steps as graphs: the same tokens come out, and what cannot be captured is not.
-
-The platform here captures on the processor: a tape of what torch was asked for. A replay asks for
-the same again, of the same tensors, so that memory that moved, a number that was read of a tensor
-and code of Python between the calls are lost on it, as on a graph of a GPU.
-"""
+"""Decode steps as graphs: the same tokens come out, and what cannot be captured is not."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.tape import TapePlatform
 
-from interposer import (
-    Capability,
-    Config,
-    Device,
-    Memory,
-    Platform,
-    Verdict,
-    explain,
-    register,
-)
+from interposer import Config, Platform, explain, register
 from interposer.errors import ConfigError, GraphError
 from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, LayerEntry, PlatformEntry, Record
@@ -35,71 +20,9 @@ from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.linear import linear
 from interposer_tools import doctor
 
-DEVICE = Device("tape", "cpu", "a tape", Capability("any", memory_bytes=2**30))
 PLUGINS = ("interposer-models", "interposer-ops", "interposer-quantization")
 Graphs = Literal["auto", "on", "off"]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [1] * 30]
-
-
-class Tape(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
-            raise RuntimeError("the host waits for a number")
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, tensors(result)))
-        return result
-
-    def replay(self) -> None:
-        for func, args, kwargs, results in self.calls:
-            for one, other in zip(results, tensors(func(*args, **kwargs)), strict=True):
-                # A view shows what its own memory holds by now.
-                if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
-                    one.copy_(other)
-
-
-def tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-class TapePlatform(Platform):
-    name = "tape"
-    device_type = "cpu"
-    captured = 0
-    replayed = 0
-
-    @classmethod
-    def probe(cls) -> Verdict:
-        return Verdict.accept()
-
-    def devices(self) -> Sequence[Device]:
-        return [DEVICE]
-
-    def capability(self, device: str) -> Capability:
-        return DEVICE.capability
-
-    def dtypes(self, device: str) -> Sequence[torch.dtype]:
-        return [torch.float32]
-
-    def memory(self, device: str) -> Memory:
-        return Memory(total_bytes=2**30, free_bytes=2**28)
-
-    def capture_graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        step()
-        tape = Tape()
-        with tape:
-            results = step()
-        TapePlatform.captured += 1
-
-        def replay() -> object:
-            TapePlatform.replayed += 1
-            tape.replay()
-            return results
-
-        return replay
 
 
 class PlainPlatform(TapePlatform):
@@ -125,7 +48,7 @@ def plugin(*records: Record) -> Any:
         @hookimpl
         def interposer_records() -> list[Record]:
             return [
-                PlatformEntry("tape", f"{__name__}:TapePlatform"),
+                PlatformEntry("tape", "tests.tape:TapePlatform"),
                 PlatformEntry("plain", f"{__name__}:PlainPlatform"),
                 *records,
             ]
@@ -253,16 +176,35 @@ def kernels(*records: Record) -> Any:
     return Kernels
 
 
-def test_a_replaced_layer_promises_nothing(llama: Path) -> None:
+def test_a_replaced_layer_has_to_promise_for_its_code(llama: Path) -> None:
+    safe = frozenset({"graph_safe"})
+    entry = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm", properties=safe)
+    with register(kernels(entry), "norms"):
+        assert loaded(llama, "on").engine.graphs is not None
     with register(kernels(LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")), "norms"):
         lm = loaded(llama)
         assert lm.engine.graphs is None
         assert lm.graphs is not None
         assert lm.graphs.reason == (
-            "cannot be captured: the layer other of norms for 'rms_norm' has code of its own, and "
-            "layers promise nothing. Try: Config(layers={'rms_norm': 'standard'})"
+            "cannot be captured: the layer other of norms for 'rms_norm' has code of its own, "
+            "which does not promise to be graph_safe. Try: Config(layers={'rms_norm': 'standard'})"
         )
         assert loaded(llama, "on", layers={"rms_norm": "standard"}).engine.graphs is not None
+
+
+def test_all_that_costs_the_graphs_is_named_at_once(llama: Path) -> None:
+    slow = Kernel("linear", "linear_waiting", f"{__name__}:waiting_linear", "tape")
+    norm = LayerEntry("rms_norm", "other", f"{__name__}:OtherNorm")
+    with register(kernels(slow, norm), "several"):
+        (note,) = [n for n in explain(llama, config=config()).notes if "graphs" in n]
+        assert note == (
+            "decode steps run without graphs: cannot be captured: linear_waiting of several for "
+            "'linear' does not promise to be graph_safe, and the layer other of several for "
+            "'rms_norm' has code of its own, which does not promise to be graph_safe. "
+            "Try: Config(require={'graph_safe'}, layers={'rms_norm': 'standard'})"
+        )
+        kept = config(require={"graph_safe"}, layers={"rms_norm": "standard"})
+        assert "decode steps run as graphs" in explain(llama, config=kept).notes
 
 
 def test_a_broken_promise_is_told(llama: Path) -> None:

@@ -94,8 +94,8 @@ def cache_for(num_sequences: int, spare: int) -> torch.Tensor:
     return cache
 
 
-def step_on(cache: torch.Tensor) -> Callable[[StepBatch], torch.Tensor]:
-    def step(step: StepBatch) -> torch.Tensor:
+def step_on(cache: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def step(step: StepBatch, _plans: object = None) -> torch.Tensor:
         batch = step.attention
         query = TABLE[step.token_ids] + step.positions[:, None, None] / 7
         keys, values = cache.unbind(0)

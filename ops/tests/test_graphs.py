@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from interposer_ops.devices.graphs import judge_compilation
+from interposer import Candidate, Choice, Kernel, LayerEntry, Request, Verdict
+from interposer_ops.devices.graphs import judge_choices, judge_compilation
 
 
 class Step(torch.nn.Module):
@@ -65,3 +66,55 @@ assert judge_compilation(torch.nn.Linear(2, 2))
 assert ("torch._dynamo" in sys.modules) == before
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def candidate(op: str, name: str, *properties: str) -> Candidate:
+    record = Kernel(op, name, "acme.kernels:run", properties=frozenset(properties))
+    return Candidate(name, "acme", "1.0", 10.0, record, lambda _: Verdict.accept())
+
+
+def chosen(made: Candidate) -> Choice:
+    assert isinstance(made.record, Kernel | LayerEntry)
+    kernel = isinstance(made.record, Kernel)
+    name = made.record.op if isinstance(made.record, Kernel) else made.record.layer_id
+    return Choice(Request("kernel" if kernel else "layer", name), made, "", ())
+
+
+WAITS = candidate("linear", "linear_waiting")
+STUCK = candidate("scan", "scan_waiting")
+SAFE = candidate("linear", "linear_safe", "graph_safe")
+
+
+def others(request: Request) -> list[Candidate]:
+    return [WAITS, SAFE] if request.name == "linear" else [STUCK]
+
+
+def test_what_it_takes_to_keep_graphs_is_said() -> None:
+    assert judge_choices([chosen(SAFE)], others)
+    assert judge_choices([chosen(WAITS)], others).reason == (
+        "cannot be captured: linear_waiting of acme for 'linear' does not promise to be "
+        "graph_safe. Try: Config(require={'graph_safe'})"
+    )
+    assert judge_choices([chosen(WAITS), chosen(STUCK)], others).reason == (
+        "cannot be captured: linear_waiting of acme for 'linear', scan_waiting of acme for 'scan' "
+        "do not promise to be graph_safe. Try: a plugin with a graph_safe candidate for 'scan': "
+        "there is none here"
+    )
+
+
+def test_a_layer_promises_for_its_own_code() -> None:
+    entry = LayerEntry("norm", "other", "acme.layers:Other")
+    safe = LayerEntry("norm", "safe", "acme.layers:Other", properties=frozenset({"graph_safe"}))
+    standard = LayerEntry("norm", "standard", "acme.layers:Norm", score=0.0)
+    layers = [
+        Candidate(record.name, "acme", "1.0", 10.0, record, lambda _: Verdict.accept())
+        for record in (entry, safe, standard)
+    ]
+    verdicts = [judge_choices([chosen(layer), chosen(WAITS)], others) for layer in layers]
+    kernel = "linear_waiting of acme for 'linear' does not promise to be graph_safe"
+    assert [verdict.reason for verdict in verdicts] == [
+        f"cannot be captured: {kernel}, and the layer other of acme for 'norm' has code of its "
+        "own, which does not promise to be graph_safe. "
+        "Try: Config(require={'graph_safe'}, layers={'norm': 'standard'})",
+        *[f"cannot be captured: {kernel}. Try: Config(require={{'graph_safe'}})"] * 2,
+    ]

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import importlib_metadata
 import pytest
 import torch
 from rich.console import Console
@@ -415,3 +416,57 @@ def test_a_cache_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("host")
 def test_an_empty_allow_list_reads_as_none() -> None:
     assert "plugins = none" in str(doctor())
+
+
+@pytest.mark.parametrize(
+    ("found", "variables", "told"),
+    [
+        ("2.3.1", {}, "transformers 9.0 takes those of kernels 2.3.1 with use_kernels=True"),
+        ("3.0", {}, "takes kernels >=2.3,<3.0, found 3.0, so its layers stay as they are"),
+        (None, {}, "takes the package kernels >=2.3,<3.0, which is not installed, so its layers"),
+        ("2.3.1", {"USE_HUB_KERNELS": "no"}, "USE_HUB_KERNELS is 'no', so of transformers 9.0 its"),
+    ],
+)
+def test_layers_that_stay_as_they_are_are_told(
+    found: str | None,
+    variables: dict[str, str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the versions that it takes, transformers does nothing, and says nothing."""
+    source = tmp_path / "transformers" / "utils" / "import_utils.py"
+    source.parent.mkdir(parents=True)
+    source.write_text('KERNELS_MIN_VERSION = "2.3"\nKERNELS_MAX_VERSION = "3.0"\nraise 1\n')
+    versions = {"transformers": "9.0", **({"kernels": found} if found else {})}
+    for name, version in versions.items():
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    if found is None:
+        lookup = importlib_metadata.version
+
+        def version_of(name: str) -> str:
+            if name == "kernels":
+                raise importlib_metadata.PackageNotFoundError(name)
+            return lookup(name)
+
+        monkeypatch.setattr(importlib_metadata, "version", version_of)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("USE_HUB_KERNELS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert told in doctor().machine["kernels of the hub"]
+
+
+def test_without_transformers_nothing_is_said_of_its_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers").mkdir()
+    folder = tmp_path / "transformers-4.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "kernels of the hub" not in doctor().machine

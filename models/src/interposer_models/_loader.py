@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,25 @@ from interposer import (
     place,
 )
 from interposer.errors import ConfigError, UnknownNameError
+from interposer.tooling import default_store
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._decoder.config import DecoderConfig
 from interposer_models._decoder.decoder import CausalLM, attention_layers
 from interposer_models._dequantization.decision import dequantize_once
+from interposer_models._engine.cache_budget import (
+    CacheBudget,
+    cache_budget,
+    is_host,
+    measured_step,
+    one_block_of_each_kind,
+    pages_of,
+    spare_pages_for,
+)
+from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
+from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
+from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
@@ -41,6 +54,7 @@ from interposer_ops.layers.sampler import Sampler
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 _log = logging.getLogger("interposer")
+_Compiler = Callable[[CausalLM, list[torch.Tensor]], CompiledModel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +67,7 @@ class Plan:
         decoder: sizes and options of the model.
         page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
+        compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
     """
 
     checkpoint: Checkpoint | CheckpointFile
@@ -65,6 +80,7 @@ class Plan:
     model: CausalLM
     sampler: Sampler
     graphs: Verdict | None
+    compiled: Verdict | None
 
     @property
     def path(self) -> Path:
@@ -126,6 +142,7 @@ def plan(
         model,
         sampler,
         graphs,
+        judge_compiler(config, placement),
     )
 
 
@@ -137,6 +154,7 @@ def load(
     *,
     quantization: str | Mapping[str, Any] | None = None,
     cache_tokens: int | None = None,
+    memory_fraction: float | None = None,
     max_sequences: int = 64,
     max_step_tokens: int = 2048,
     progress: Callable[[int, int], None] | None = None,
@@ -151,7 +169,11 @@ def load(
         quantization: a method by which plain weights are quantized while they load, such as
             ``"fp8"``, or its settings with the name as ``quant_method``.
         cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
-            contexts need, within a quarter of the device's free memory.
+            contexts need, within ``memory_fraction``.
+        memory_fraction: share of the memory that weights and the largest step leave free, which the
+            cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
+            accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
+            measure no step.
         max_sequences: how many requests run at once; more wait.
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
         progress: told ``(bytes done, bytes in all)`` while weights load.
@@ -160,9 +182,9 @@ def load(
         UnsupportedModelError: nothing here implements the architecture.
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
-        ConfigError: a size is not a positive integer, the cache exceeds the free memory, a
-            quantized checkpoint is to be quantized by another method, or graphs are asked for
-            that cannot be.
+        ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
+            free memory, no memory is left for it, a quantized checkpoint is to be quantized by
+            another method, or graphs or compilation are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     if cache_tokens is not None:
@@ -170,6 +192,7 @@ def load(
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
+    _check_fraction(memory_fraction, cache_tokens)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
@@ -179,6 +202,7 @@ def load(
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+    compiled = None if planned.compiled is None else _compiler(planned)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
@@ -196,21 +220,37 @@ def load(
     with planned.numerics():
         weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
         planned.model.finalize(device)
+    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
+    stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
+
+    def engine_of(
+        num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
+    ) -> Engine:
+        return Engine(
+            planned.model,
+            planned.sampler,
+            device,
+            stop_token_ids=stop_token_ids,
+            page_size=planned.page_size,
+            num_pages=num_pages,
+            capture=capture,
+            graphs_required=required,
+            numerics=planned.numerics,
+            seed=policy.seed,
+            compiled=compiled,
+            **sizes,
+        )
+
     if cache_tokens is None:
-        cache_tokens = _cache_tokens(planned, max_sequences)
-    engine = Engine(
-        planned.model,
-        planned.sampler,
-        device,
-        stop_token_ids=stop_tokens(checkpoint.path, checkpoint.config),
-        page_size=planned.page_size,
-        num_pages=-(-cache_tokens // planned.page_size),
-        max_sequences=max_sequences,
-        max_step_tokens=max_step_tokens,
-        capture=runs_on.capture_graph if planned.graphs else None,
-        graphs_required=required,
-        numerics=planned.numerics,
-        seed=policy.seed,
+        budget = _budget(planned, engine_of, memory_fraction, **sizes)
+    else:
+        pages = -(-cache_tokens // planned.page_size)
+        budget = CacheBudget(device, cache_tokens, pages * _page_bytes(planned))
+    planned.resolver.notes.append(str(budget))
+    engine = engine_of(
+        -(-budget.tokens // planned.page_size),
+        runs_on.capture_graph if planned.graphs else None,
+        compiled,
     )
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
@@ -221,6 +261,18 @@ def load(
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
     return LanguageModel(engine, tokenizer, planned, weights)
+
+
+def _compiler(planned: Plan) -> _Compiler:
+    """Return what compiles the model of a plan, once it is loaded.
+
+    Raises: ConfigError: there is no such backend.
+    """
+    resolver, sizes = planned.resolver, planned.checkpoint.config
+    backend = backend_name(resolver.config, planned.placement)
+    key = artifacts_key(resolver, backend, {"config": sizes, "dtype": str(planned.dtype)})
+    artifacts = CompiledArtifacts(default_store(resolver.config), key)
+    return lambda model, caches: CompiledModel(model, caches, backend, resolver, artifacts)
 
 
 def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:
@@ -239,21 +291,61 @@ def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torc
     return dtype
 
 
-def _cache_tokens(planned: Plan, max_sequences: int) -> int:
-    wanted = max_sequences * planned.decoder.max_position_embeddings
-    return max(planned.page_size, min(wanted, _tokens_that_fit(planned) // 4))
+def _budget(
+    planned: Plan,
+    engine_of: Callable[[int], Engine],
+    fraction: float | None,
+    max_sequences: int,
+    max_step_tokens: int,
+) -> CacheBudget:
+    """Return the cache that fits beside the largest step, which is run."""
+    placement, page_size = planned.placement, planned.page_size
+    device = placement.device.torch_device
+    on_host = is_host(placement.platform)
+    with one_block_of_each_kind(planned.model) if on_host else nullcontext():
+        engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
+        memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
+        # What the small cache of that step took is free again once the engine is.
+        taken = sum(cache.nbytes for cache in engine.caches)
+    del engine
+    if not on_host:
+        memory = replace(memory, free_bytes=memory.free_bytes + taken)
+    return cache_budget(
+        memory,
+        device,
+        _page_bytes(planned),
+        page_size,
+        wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
+        fraction=fraction,
+        spare_pages=spare_pages_for(max_sequences, page_size) if planned.graphs else 0,
+    )
 
 
-def _tokens_that_fit(planned: Plan) -> int:
-    """Return the number of cached tokens that would fill the device's free memory."""
+def _page_bytes(planned: Plan) -> int:
+    """Return the bytes of a page of all layers."""
     layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
-    page_bytes = sum(layout.page_bytes() for layout in layouts)
-    device = planned.placement.device.torch_device
-    return planned.placement.platform.memory(device).free_bytes * planned.page_size // page_bytes
+    return sum(layout.page_bytes() for layout in layouts)
+
+
+def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:
+    if memory_fraction is None:
+        return
+    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
+    if not (is_number and 0 < memory_fraction <= 1):
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r}, must be a number above 0 and at most 1"
+        )
+    if cache_tokens is not None:
+        raise ConfigError(
+            f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
+            "the size of the cache twice. Try: leave one out"
+        )
 
 
 def _check_cache(planned: Plan, cache_tokens: int) -> None:
-    fitting = _tokens_that_fit(planned)
+    device = planned.placement.device.torch_device
+    free_bytes = planned.placement.platform.memory(device).free_bytes
+    fitting = free_bytes * planned.page_size // _page_bytes(planned)
     if cache_tokens > fitting:
         raise ConfigError(
             f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "

@@ -11,6 +11,10 @@ from interposer.errors import ConfigError, UnknownNameError
 ONLINE = "online_"
 """The prefix of ``quant_method`` of a scheme that quantizes plain weights."""
 
+TRANSFORMERS_METHOD = "interposer"
+"""``quant_method`` of plain weights that are to be quantized while they load, as a folder for
+transformers names it; the method itself is the setting ``method``."""
+
 
 def quantization_settings(
     wanted: str | Mapping[str, Any] | None,
@@ -28,6 +32,11 @@ def quantization_settings(
         UnknownNameError: no installed plugin quantizes by that method.
         ConfigError: the checkpoint is quantized by another one already, or no method is named.
     """
+    if stored is not None and stored.get("quant_method") == TRANSFORMERS_METHOD:
+        # The weights are plain: whatever is asked for here goes before what the folder asks for.
+        asked = {name: value for name, value in stored.items() if name != "method"}
+        asked["quant_method"] = stored.get("method")
+        wanted, stored = asked if wanted is None else wanted, None
     if wanted is None:
         return stored
     settings = {"quant_method": wanted} if isinstance(wanted, str) else dict(wanted)

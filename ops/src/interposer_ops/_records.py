@@ -41,7 +41,7 @@ def _row(record: OpEntry | Kernel) -> dict[str, Any]:
         value = getattr(record, field.name)
         if isinstance(value, Requires):
             value = {k: _plain(v) for k, v in _changed(asdict(value), asdict(Requires())).items()}
-        if value and value != field.default:
+        if value != field.default and (value or field.name == "proven_on"):
             row[field.name] = _plain(value)
     return row
 
@@ -60,6 +60,8 @@ def _plain(value: Any) -> Any:
 
 def _read(row: dict[str, Any]) -> OpEntry | Kernel:
     row["properties"] = frozenset(row.get("properties", ()))
+    if "proven_on" in row:
+        row["proven_on"] = frozenset(row["proven_on"])
     if "op" not in row:
         return OpEntry(**row)
     needs = row.pop("requires", {})

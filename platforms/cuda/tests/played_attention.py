@@ -29,6 +29,42 @@ def attend(query, keys, values, scale, window=(-1, -1), causal=True, softcap=0.0
     return torch.einsum("ntl,lnd->tnd", weights, values)
 
 
+def attend_pages(query, starts, pages, lengths, caches, most, scale, window, causal, softcap):
+    """Return ``[T, N, D]`` of queries from ``starts`` ``[B + 1]`` on, of at most ``most`` tokens.
+
+    Sequence b has ``lengths[b]`` tokens in ``pages[b]`` of both caches ``[P, S, K, D]``. As on a
+    GPU, no value of these is read on the host.
+    """
+    keys, values = (cache[pages.long()].flatten(1, 2) for cache in caches)  # [B, L, K, D]
+    place, step = torch.arange(keys.shape[1]), torch.arange(most)
+    written = place < lengths[:, None]
+    heads = query.shape[1] // keys.shape[2]
+    keys, values = (
+        torch.where(written[..., None, None], t.float(), 0.0).repeat_interleave(heads, 2)
+        for t in (keys, values)
+    )
+    counts = starts.diff()
+    taken = starts[:-1, None] + step  # [B, Q]
+    queries = query[taken.clamp(max=len(query) - 1).long()].float()
+    scores = torch.einsum("bqnd,blnd->bnql", queries, keys) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = ((lengths - counts)[:, None] + step)[..., None] - place  # [B, Q, L]
+    left, right = window
+    right = 0 if causal else right
+    hidden = (~written)[:, None].expand_as(distance)
+    if left >= 0:
+        hidden = hidden | (distance > left)
+    if right >= 0:
+        hidden = hidden | (-distance > right)
+    weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+    found = torch.einsum("bnql,blnd->bqnd", weights, values)
+    # Rows that no query has go to one behind the last.
+    out = torch.zeros(len(query) + 1, *query.shape[1:], dtype=query.dtype)
+    out[torch.where(step < counts[:, None], taken, len(query)).long()] = found.to(query.dtype)
+    return out[:-1]
+
+
 def rows(cache, pages, length):
     """Return ``[L, K, D]`` of ``[P, S, K, D]``."""
     return cache[pages.long()].flatten(0, 1)[:length]

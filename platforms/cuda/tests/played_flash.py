@@ -5,10 +5,8 @@ Dao-AILab/flash-attention.
 """
 
 # mypy: ignore-errors
-import itertools
-
 import torch
-from played_attention import attend, rows, same, whole
+from played_attention import attend_pages, same, whole
 
 
 def of_version_3(
@@ -21,14 +19,10 @@ def of_version_3(
 ):  # fmt: skip
     whole(cache_seqlens, page_table, cu_seqlens_q)
     same(q, k_cache, v_cache)
-    starts = cu_seqlens_q.tolist()
-    assert max_seqlen_q >= max(b - a for a, b in itertools.pairwise(starts))
-    out = torch.empty_like(q)
-    for row, length in enumerate(cache_seqlens.tolist()):
-        own = slice(starts[row], starts[row + 1])
-        keys, values = (rows(c, page_table[row], length) for c in (k_cache, v_cache))
-        out[own] = attend(q[own], keys, values, softmax_scale, window_size, causal, softcap)
-    return out
+    return attend_pages(
+        q, cu_seqlens_q, page_table, cache_seqlens, (k_cache, v_cache), max_seqlen_q,
+        softmax_scale, window_size, causal, softcap,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(

@@ -7,23 +7,37 @@ Signatures: those that 0.6.0 and 0.7.2 of flashinfer-python share.
 import itertools
 
 import torch
-from played_attention import attend, rows, same, whole
+from played_attention import attend, attend_pages, rows, same, whole
 
 
 class Paged:
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", backend="auto"):
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto",
+        buffers=None,
+    ):  # fmt: skip
         assert float_workspace_buffer.numel() >= 128 * 2**20
         assert kv_layout == "NHD"
-        self.backend = backend
+        assert use_cuda_graph == bool(buffers)
+        self.backend, self.buffers = backend, buffers
 
     def keep(self, starts, indptr, indices, last_page_len, heads, dim, page_size, causal, facts):
         whole(starts, indptr, indices, last_page_len)
-        assert len(indices) == indptr[-1]
+        # On the host, as these are: others would be waited for.
+        assert len(indices) == int(indptr[-1])
         assert len(indptr) == len(last_page_len) + 1
-        # As its get_seq_lens has it.
-        full = (indptr.diff() - 1).clamp(min=0) * page_size
-        self.lengths, self.starts, self.causal = full + last_page_len, starts.tolist(), causal
-        self.pages = [indices[a:b] for a, b in itertools.pairwise(indptr)]
+        self.most_queries = int(starts.diff().max())
+        self.most_pages = int(indptr.diff().max())
+        if self.buffers is None:
+            self.indptr, self.indices, self.last_page_len = indptr, indices, last_page_len
+        else:
+            held_starts, held_indices, held_last = self.buffers
+            assert len(held_last) == len(last_page_len), "the batch size is fixed"
+            held_starts.copy_(indptr)
+            held_last.copy_(last_page_len)
+            held_indices[: len(indices)].copy_(indices)
+            self.indptr, self.indices, self.last_page_len = self.buffers
+            self.most_pages = len(held_indices) // len(held_last)
+        self.starts, self.causal = starts, causal
         self.sizes, self.facts = (*heads, dim, page_size), facts
 
     def run(
@@ -39,18 +53,29 @@ class Paged:
             assert type(k_scale) is type(v_scale) is float
         scale = facts["sm_scale"] * (1.0 if k_scale is None else k_scale)
         window = (facts["window_left"], -1)
-        found = torch.empty_like(q)
-        for row, length in enumerate(self.lengths.tolist()):
-            own = slice(self.starts[row], self.starts[row + 1])
-            cached = (rows(c, self.pages[row], length) for c in (keys, values))
-            cap = facts["logits_soft_cap"] or 0.0
-            found[own] = attend(q[own], *cached, scale, window, self.causal, cap).to(q.dtype)
+        places = self.indptr[:-1, None] + torch.arange(self.most_pages)
+        pages = self.indices[places.clamp(max=len(self.indices) - 1).long()]
+        # As its get_seq_lens has it.
+        full = (self.indptr.diff() - 1).clamp(min=0) * self.sizes[3]
+        found = attend_pages(
+            q, self.starts, pages, full + self.last_page_len, (keys, values), self.most_queries,
+            scale, window, self.causal, facts["logits_soft_cap"] or 0.0,
+        )  # fmt: skip
         return found if v_scale is None else found * v_scale
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Paged):
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, use_tensor_cores, **facts):
-        super().__init__(float_workspace_buffer, kv_layout, **facts)
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False,
+        use_tensor_cores=False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None, backend="auto",
+    ):  # fmt: skip
+        buffers = None
+        if use_cuda_graph:
+            buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+            whole(*buffers)
+            assert len(buffers[0]) == len(buffers[2]) + 1
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, buffers)
         self.use_tensor_cores = use_tensor_cores
 
     def plan(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from platforms.cuda.tests.played_packages import IMPORTED, MODULES
 from platforms.cuda.tests.wheels import install, wheel
 
 from interposer import (
@@ -40,7 +41,6 @@ from interposer_ops.latent_attention import latent_attention_decode
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.workload import random_projections, typical_step
 
-HERE = Path(__file__).parent
 HOPPER = Capability("sm_90", formats=frozenset({"bfloat16", "float16"}))
 DEVICE = Device("none", "cpu", "a device without kernels of its own", Capability("any"))
 BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
@@ -49,41 +49,8 @@ BACKENDS: dict[type[AttentionBackend], tuple[str, str]] = {
     FlashAttention3Backend: ("flash-attn-3", ">=3.0.0b1,<3.1"),
     FlashInferBackend: ("flashinfer-python", ">=0.6,<0.8"),
 }
-VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b2", "flashinfer-python": "0.7.2"}
-FLASH = "from played_flash import of_version_{} as flash_attn_with_kvcache"
-MODULES = {
-    "flash-attn": {
-        "flash_attn": f"{FLASH.format(2)}, flash_attn_varlen_func\n",
-        "played_attention": "",
-        "played_flash": "",
-    },
-    "flash-attn-3": {"flash_attn_interface": FLASH.format(3)},
-    "flashinfer-python": {"flashinfer": (HERE / "played_flashinfer.py").read_text("utf-8")},
-}
 # Sequences of many pages of 256 tokens take long to compare.
 LARGE = {"MHA full head 32 page 4", "GQA window+softcap head 32 page 4"}
-IMPORTED = {name for modules in MODULES.values() for name in modules}
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages")
-    # Modules without a text are files that lie beside this one.
-    texts = {
-        name: {m: code or (HERE / f"{m}.py").read_text("utf-8") for m, code in modules.items()}
-        for name, modules in MODULES.items()
-    }
-    made = [wheel(folder, name, VERSIONS[name], modules) for name, modules in texts.items()]
-    return install(folder, *made)
-
-
-@pytest.fixture
-def packages(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(installed)
-    importlib.invalidate_caches()
-    yield
-    for name in IMPORTED:
-        sys.modules.pop(name, None)
 
 
 def site(dtype: torch.dtype, *, described: bool = False) -> Site:

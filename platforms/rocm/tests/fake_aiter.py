@@ -24,36 +24,42 @@ class QuantType:
     per_Token = "per_Token"
     per_128x128 = "per_128x128"
 
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, min_seqlen_q=0, dropout_p=0.0,
-    softmax_scale=None, logits_soft_cap=0.0, causal=False, window_size=(-1, -1, 0), bias=None,
-    alibi_slopes=None, deterministic=False, return_lse=False, return_attn_probs=False,
-    how_v3_bf16_cvt=1, block_table=None, out=None,
+# No value of a tensor is read on the host, as on a GPU.
+def mha_batch_prefill_func(
+    q, k, v, cu_seqlens_q, kv_indptr, kv_page_indices, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, logits_soft_cap=0.0, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_lse=False, return_attn_probs=False, out=None,
 ):
     assert q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
-    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
-    assert block_table is None
+    for t in (cu_seqlens_q, kv_indptr, kv_page_indices):
+        assert t.dtype == torch.int32 and t.is_contiguous()
+    # Every token is a page, and what it is given is the cache itself.
+    assert k.dim() == v.dim() == 3 and k.is_contiguous() and v.is_contiguous()
+    assert len(kv_page_indices) >= 128 and q.stride(-1) == 1
+    length, count = kv_indptr.diff()[:, None], cu_seqlens_q.diff()[:, None]
+    place, step = torch.arange(max_seqlen_k), torch.arange(max_seqlen_q)
+    taken = (kv_indptr[:-1, None] + place).clamp(max=len(kv_page_indices) - 1)
+    written = (place < length)[..., None, None]
     group = q.shape[1] // k.shape[1]
-    parts = []
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    assert starts_q[-1] == len(q) and starts_k[-1] == len(k)
-    for b in range(len(starts_q) - 1):
-        queries = q[starts_q[b]:starts_q[b + 1]].float().transpose(0, 1)
-        span = slice(starts_k[b], starts_k[b + 1])
-        keys, values = (t[span].float().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
-        n, m = queries.shape[1], keys.shape[1]
-        assert n <= max_seqlen_q and m <= max_seqlen_k
-        scores = queries @ keys.transpose(1, 2) * softmax_scale
-        if logits_soft_cap > 0:
-            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
-        seen = j <= i if causal else torch.ones(n, m, dtype=torch.bool)
-        if window_size[0] >= 0:
-            seen = seen & (j >= i - window_size[0])
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        parts.append((weights @ values).transpose(0, 1))
-    return torch.cat(parts).to(q.dtype)
+    keys, values = (
+        torch.where(written, t[kv_page_indices[taken.long()].long()].float(), 0.0)
+        .repeat_interleave(group, 2) for t in (k, v)
+    )
+    rows = cu_seqlens_q[:-1, None] + step
+    queries = q[rows.clamp(max=len(q) - 1).long()].float()
+    scores = torch.einsum("bqnd,blnd->bnql", queries, keys) * softmax_scale
+    if logits_soft_cap > 0:
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+    distance = (length - count + step)[..., None] - place
+    seen = (place < length)[:, None] & (distance >= 0 if causal else distance == distance)
+    if window_size[0] >= 0:
+        seen = seen & (distance <= window_size[0])
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    found = torch.einsum("bnql,blnd->bqnd", weights, values).to(q.dtype)
+    # Rows that no query has go to one behind the last.
+    result = torch.zeros(len(q) + 1, *q.shape[1:], dtype=q.dtype)
+    result[torch.where(step < count, rows, len(q)).long()] = found
+    return result[:-1]
 """
 
 _MLA = """

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from platforms.rocm.tests.fake_aiter import WORKING, install
+from tests.tape import TapePlatform
 
 from interposer import (
+    AttentionBatch,
     AttentionSpec,
     Capability,
     Case,
@@ -44,6 +46,7 @@ from interposer_rocm._aiter.package import aiter_version, judge_device, judge_fl
 from interposer_rocm.plugin import interposer_records
 from interposer_testing import attention_specs, check_attention, check_kernel
 from interposer_testing.cases import normal
+from interposer_testing.workload import paged_batch, random_projections
 
 # One worker asks about the package.
 pytestmark = pytest.mark.xdist_group("aiter")
@@ -110,7 +113,7 @@ def test_what_is_there_is_told_with_its_parameters(working: Path, use: Any) -> N
     use(working)
     found = inquire()
     assert found.verdict
-    assert "block_table" in found.parameters[aiter_library.FLASH]
+    assert "kv_page_indices" in found.parameters[aiter_library.FLASH]
     assert "aiter" not in sys.modules
     require(*found.parameters)
 
@@ -205,6 +208,71 @@ def test_flash_attends_as_the_ops_define(spec: AttentionSpec, working: Path, use
     assert judge_flash(spec, MI300X.capability)
     site = Site(resolver(), "attention", spec.dtype)
     assert check_attention(AiterFlashBackend, spec, site) == []
+
+
+def decoding(lengths: Sequence[int], page_size: int, most_pages: int) -> AttentionBatch:
+    """Return a step of one token per sequence, as a graph has room for it."""
+    tables = torch.randperm(len(lengths) * most_pages).view(len(lengths), most_pages)
+    batch = paged_batch(list(tables), [n - 1 for n in lengths], [1] * len(lengths), page_size)
+    return replace(batch, max_seq_tokens=most_pages * page_size)
+
+
+def test_flash_is_captured_and_replayed_with_other_lengths(working: Path, use: Any) -> None:
+    use(working)
+    spec = replace(SPECS[0][1], page_size=4, window_tokens=None, softcap=None)
+    backend = AiterFlashBackend(spec, Site(resolver(), "attention", spec.dtype))
+    torch.manual_seed(0)
+    held = decoding([1, 1, 1], 4, 6)
+    (cache,) = backend.kv_layout().allocate(1, 18, "cpu")
+    cache.normal_()
+    query, key, value = random_projections(spec, 3, torch.Generator().manual_seed(1), fused=False)
+    addresses = (cache.data_ptr(), held.slots.data_ptr())
+    replay = TapePlatform().capture_graph(
+        lambda: backend.forward(query, key, value, cache, backend.plan(held))
+    )
+    for lengths in ([5, 24, 1], [4, 8, 17], [1, 1, 2]):
+        now = decoding(lengths, 4, 6)
+        for name in ("query_starts", "seq_lens", "page_table", "slots"):
+            getattr(held, name).copy_(getattr(now, name))
+        for tensor in (query, key, value):
+            tensor.normal_()
+        own = cache.clone()
+        expected = backend.forward(query, key, value, own, backend.plan(now))
+        torch.testing.assert_close(replay(), expected, rtol=0, atol=0)
+        assert torch.equal(cache, own)
+    assert addresses == (cache.data_ptr(), held.slots.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("hip", "architecture", "softcap", "refused"),
+    [
+        ("7.2.26015", "gfx950", None, True),
+        ("7.2.26015", "gfx950", 30.0, False),
+        ("7.2.26015", "gfx942", None, False),
+        ("7.0.51831", "gfx950", None, False),
+    ],
+)
+def test_a_compiler_that_makes_it_wrong_is_known(
+    hip: str,
+    architecture: str,
+    softcap: float | None,
+    refused: bool,
+    working: Path,
+    use: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(working)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch._C, "_cuda_getArchFlags", lambda: "", raising=False)
+    made = resolver()
+    made.device = replace(MI300X, capability=Capability(architecture))
+    spec = replace(SPECS[0][1], softcap=softcap)
+    site = Site(made, "attention", spec.dtype)
+    if refused:
+        with pytest.raises(AiterError, match=r"ROCm 7\.2\.26015 compiles AITER's causal attention"):
+            AiterFlashBackend(spec, site)
+    else:
+        assert AiterFlashBackend(spec, site).kv_layout()
 
 
 def test_many_specs_are_checked() -> None:
@@ -493,4 +561,4 @@ def test_planning_for_a_described_device_imports_nothing(tmp_path: Path) -> None
     refusals, modules = json.loads(done.stdout)
     assert modules == []
     (own,) = [text for text in refusals if text.startswith("aiter_flash")]
-    assert own.endswith("accepted, but outranked (score -1 < 0)")
+    assert own.endswith("accepted, but never measured on this device (gfx942)")

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tape import TapePlatform
 
 from interposer import Capability, Case, Config, Device, Resolver, Site, current_registry, explain
 from interposer_example_norm import _kernels as kernels
 from interposer_example_norm._layers import ExampleNorm
+from interposer_ops.devices.graphs import judge_choices
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.norms import fused_add_rms_norm, rms_norm
 from interposer_testing import check_kernel, conformance
@@ -91,6 +93,20 @@ def test_printed_layer_names_any_callable(function: Callable[..., Any], name: st
     layer = RMSNorm(site(), 64, 1e-5)
     layer.norm = function
     assert f"kernels: {name}, interposer" in str(layer)
+
+
+def test_it_costs_no_graphs() -> None:
+    place = site()
+    layer = RMSNorm(place, 64, 1e-5)
+    assert judge_choices([row.choice for row in explain(place).rows])
+    generator = torch.Generator().manual_seed(0)
+    layer.weight.copy_(torch.rand(64, generator=generator))
+    x, residual = torch.randn(2, 5, 64, generator=generator).bfloat16()
+    replay = TapePlatform().capture_graph(lambda: layer.forward_add(x, residual))
+    for _ in range(2):
+        x.normal_(generator=generator)
+        expected = fused_add_rms_norm(x, residual, layer.weight, 1e-5)
+        torch.testing.assert_close(replay(), expected)
 
 
 def test_explanation_shows_the_plugin() -> None:

@@ -81,13 +81,13 @@ def paged_batch(
 
 
 def moved_batch(batch: AttentionBatch, device: str) -> AttentionBatch:
-    """Return ``batch`` with its tensors on ``device``."""
+    """Return ``batch``, of host memory, with its tensors on ``device``, and itself beside them."""
     tensors = {
         field.name: getattr(batch, field.name).to(device)
         for field in fields(batch)
         if isinstance(getattr(batch, field.name), torch.Tensor)
     }
-    return replace(batch, **tensors)
+    return replace(batch, **tensors, host=None if torch.device(device).type == "cpu" else batch)
 
 
 def random_projections(

@@ -22,6 +22,7 @@ import typer
 from interposer.errors import InterposerError, described, foreign_errors
 from interposer_tools._commands.doctor import doctor
 from interposer_tools._commands.explain import explain
+from interposer_tools._commands.hub_kernels import hub_kernels
 from interposer_tools._commands.lock import lock
 from interposer_tools._commands.new import new
 from interposer_tools._commands.ops import ops
@@ -34,6 +35,7 @@ _UNWRITTEN = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", err
 _OWN: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "explain": explain,
+    "hub-kernels": hub_kernels,
     "lock": lock,
     "new": new,
     "ops": ops,

@@ -7,7 +7,7 @@ it was examined is put back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -72,6 +72,8 @@ class Config(Settings):
         tables: measured figures take part in the selection.
         graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
             all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
+        compile: whether torch.compile makes one graph of a model: ``"on"`` by the platform's own
+            backend, ``"off"``, or by the backend of that name.
         float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
             TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
         reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits, where the
@@ -101,6 +103,7 @@ class Config(Settings):
     dequantize: bool = True
     tables: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
+    compile: Annotated[str, Field(min_length=1)] = "off"
     float32: Literal["highest", "high", "medium"] = "highest"
     reduce_in_16_bits: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -129,6 +132,7 @@ class Config(Settings):
             dequantize: bool = True,
             tables: bool = True,
             graphs: Literal["auto", "on", "off"] = "auto",
+            compile: str = "off",
             float32: Literal["highest", "high", "medium"] = "highest",
             reduce_in_16_bits: bool = False,
             seed: int | None = None,
@@ -277,35 +281,14 @@ def _own_errors() -> Iterator[None]:
         raise (inner if isinstance(inner, ConfigError) else config_error(error, Config)) from None
 
 
-def variables() -> Mapping[str, str]:
-    """Return the variables of the environment by name."""
+def variables() -> MutableMapping[str, str]:
+    """Return the variables of the environment by name; the sandbox alone puts some back."""
     return os.environ
 
 
 def child_environment(**defaults: str) -> dict[str, str]:
     """Return the environment for a child process, with ``defaults`` where it sets nothing."""
     return {**defaults, **os.environ}
-
-
-@contextmanager
-def environment_guard() -> Iterator[list[str]]:
-    """Put back every variable of the environment that changes inside a ``with`` block.
-
-    The list that is yielded holds the names of those variables once the block has ended.
-    """
-    before = dict(os.environ)
-    changed: list[str] = []
-    try:
-        yield changed
-    finally:
-        after = dict(os.environ)
-        names = sorted(before.keys() | after.keys()) if after != before else ()
-        changed += [name for name in names if before.get(name) != after.get(name)]
-        for name in changed:
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
 
 
 def _checked(config: object) -> Config:

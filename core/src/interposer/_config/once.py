@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import lru_cache, update_wrapper
-from threading import RLock
 from typing import Generic, ParamSpec, TypeVar
+
+from interposer_sandbox import ForkSafeLock
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class ForkSafeLock:
-    """A reentrant lock, ``held``, that is free in a forked process.
-
-    Such a process lacks the thread that may hold it, so nobody would ever release it.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.held = RLock()
 
 
 class cached(Generic[P, R]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -120,6 +120,7 @@ class AttentionBatch:
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
+        host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
     """
 
     version: ClassVar[int] = 1
@@ -130,6 +131,14 @@ class AttentionBatch:
     slots: Tensor
     max_query_tokens: int
     max_seq_tokens: int
+    host: AttentionBatch | None = None
+
+    def on_host(self) -> AttentionBatch:
+        """Return the batch in host memory; where no copy came along, the device is waited for."""
+        if self.host is not None or self.slots.device.type == "cpu":
+            return self.host or self
+        names = ("query_starts", "seq_lens", "page_table", "slots")
+        return replace(self, **{name: getattr(self, name).cpu() for name in names})
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
@@ -212,7 +221,14 @@ class AttentionBackend(ABC):
 
     A backend is constructed once per distinct spec; layers with equal specs share it, and its
     ``plan`` runs once per step for all of them.
+
+    Attributes:
+        plans_on_host: what depends on the values of a batch is computed on the host. A graph does
+            not repeat that, so ``plan_fixed`` and ``update_plan`` are called around it; ``plan`` of
+            another backend that promises ``graph_safe`` is a part of it.
     """
+
+    plans_on_host: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
@@ -245,6 +261,20 @@ class AttentionBackend(ABC):
         Returns: ``[T, N, D]``, dtype of ``query``.
         """
 
+    def plan_fixed(self, batch: AttentionBatch) -> Any:
+        """Return a plan for a graph; what it holds keeps its address when it is updated.
+
+        Args:
+            batch: of one token per sequence, in the memory that the graph reads, which is written
+                anew before each update; shapes and both numbers stay as they are.
+        Raises: MissingMemberError: unless it is overridden, with ``plans_on_host``.
+        """
+        raise _lacking(self, "plans on the host", "plan_fixed")
+
+    def update_plan(self, plan: Any, batch: AttentionBatch) -> None:
+        """Make ``plan``, of ``plan_fixed``, that of ``batch``, before each replay; see there."""
+        raise _lacking(self, "plans on the host", "update_plan")
+
     def prepare_scales(self, key_scale: Tensor, value_scale: Tensor) -> Any:
         """Return what ``forward_quantized`` wants of the scales of one layer.
 
@@ -267,10 +297,7 @@ class AttentionBackend(ABC):
             scales: of ``prepare_scales``.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a cache of {self.spec.cache_dtype} but has no "
-            "forward_quantized. Try: refuse such specs in accepts, or override it"
-        )
+        raise _lacking(self, f"accepted a cache of {self.spec.cache_dtype}", "forward_quantized")
 
     def forward_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: Any, sinks: Tensor
@@ -283,10 +310,7 @@ class AttentionBackend(ABC):
             sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a spec with sinks but has no forward_with_sinks. "
-            "Try: refuse such specs in accepts, or override it"
-        )
+        raise _lacking(self, "accepted a spec with sinks", "forward_with_sinks")
 
     def forward_quantized_with_sinks(
         self,
@@ -307,8 +331,10 @@ class AttentionBackend(ABC):
             sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
         Raises: MissingMemberError: unless it is overridden.
         """
-        raise MissingMemberError(
-            f"{type(self).__name__} accepted a spec with sinks and a cache of "
-            f"{self.spec.cache_dtype} but has no forward_quantized_with_sinks. "
-            "Try: refuse such specs in accepts, or override it"
-        )
+        accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
+        raise _lacking(self, accepted, "forward_quantized_with_sinks")
+
+
+def _lacking(backend: AttentionBackend, said: str, member: str) -> MissingMemberError:
+    text = f"{type(backend).__name__} {said} but has no {member}. Try: override it, or refuse such "
+    return MissingMemberError(f"{text}specs in accepts, or do not promise graph_safe")

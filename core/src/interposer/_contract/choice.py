@@ -49,6 +49,11 @@ class Candidate:
         text: str = getattr(self.record, "emulation", "")
         return text
 
+    def is_proven_on(self, architecture: str) -> bool:
+        """Say whether its author has run it there, as far as the record tells."""
+        stated: frozenset[str] | None = getattr(self.record, "proven_on", None)
+        return stated is None or architecture in stated
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:

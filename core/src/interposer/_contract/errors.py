@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+# Offered here with the rest of what errors take.
+from interposer_sandbox import described as described
+from interposer_sandbox import foreign_errors as foreign_errors
+from interposer_sandbox import nearest_first as nearest_first
 
 if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal
@@ -15,16 +19,6 @@ if TYPE_CHECKING:
 _PUBLIC = "interposer.errors"
 # Modules that a warning is not about: the SDK, and what its calls go through.
 _PASSED = ("interposer", "contextlib", "functools", "pluggy", "torch.nn")
-
-
-def foreign_errors() -> tuple[type[BaseException], ...]:
-    """Return what an ``except`` clause around a plugin's code catches: nearly everything.
-
-    A plugin may derive its errors from ``BaseException``, and it may call ``sys.exit``; whoever
-    catches these quarantines it. Ctrl-C and the end of a generator are the caller's.
-    """
-    passing = (KeyboardInterrupt, GeneratorExit)
-    return () if isinstance(sys.exc_info()[1], passing) else (BaseException,)
 
 
 class InterposerError(Exception):
@@ -147,24 +141,6 @@ class StorageError(_FileError):
 
 class RequestError(InterposerError, ValueError):
     """A generation request holds an unusable prompt or parameter."""
-
-
-def described(error: BaseException) -> str:
-    """Return the ``repr`` of an error, or its type where it has none."""
-    try:
-        return repr(error)
-    except foreign_errors():
-        return f"{type(error).__name__}(...)"
-
-
-def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return ``known`` sorted by likeness to ``name``, then by name."""
-
-    def distance(candidate: str) -> tuple[float, str]:
-        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        return -ratio, candidate
-
-    return sorted(set(known), key=distance)
 
 
 def warn(text: str, category: type[Warning]) -> None:

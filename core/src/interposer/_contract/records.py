@@ -76,6 +76,8 @@ class Kernel:
         extra_roundings: to the dtype of results on the way, beyond those that the op's tolerance
             allows: of what the kernel stores in fewer bits than the op defines. Whoever compares it
             with the reference allows as many more.
+        proven_on: architectures on which it was compared with the reference; empty is none, and
+            None, which says nothing, counts as all. What is not proven goes behind what is.
     """
 
     op: str
@@ -90,6 +92,7 @@ class Kernel:
     form: str = ""
     confirm: str = ""
     extra_roundings: int = 0
+    proven_on: frozenset[str] | None = None
     restore: str = ""
 
     def __post_init__(self) -> None:
@@ -109,7 +112,8 @@ class LayerEntry:
     """A class for a layer id: the standard one, or a replacement that subclasses it.
 
     ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``, on whose cases
-    the conformance suite compares replacements with it.
+    the conformance suite compares replacements with it. ``properties`` are promises of the layer's
+    own code; what the kernels that it binds promise, they say themselves.
     """
 
     layer_id: str
@@ -120,6 +124,7 @@ class LayerEntry:
     predicate: str = ""
     score: float = 10.0
     cases: str = ""
+    properties: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -133,7 +138,7 @@ class AttentionEntry:
     in place of ``accepts``, so that the backend's own module is not imported to judge it.
 
     ``page_sizes`` are numbers of tokens in a page that an engine may choose among, the preferred
-    one first; empty leaves the number to the engine.
+    one first; empty leaves the number to the engine. ``proven_on`` is that of ``Kernel``.
     """
 
     name: str
@@ -144,6 +149,7 @@ class AttentionEntry:
     score: float = 10.0
     properties: frozenset[str] = frozenset()
     page_sizes: tuple[int, ...] = ()
+    proven_on: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         _check(self)

@@ -136,7 +136,10 @@ def _judge(
         return Verdict.accept()
     requires = Requires(record.requires.features, record.requires.architectures)
     request = Request(kind, name, device.platform, device.capability)
-    return judge_requirements(replace(record, requires=requires), request, registry.runs)
+    verdict = judge_requirements(replace(record, requires=requires), request, registry.runs)
+    if verdict and not candidate.is_proven_on(device.capability.architecture):
+        return Verdict.accept("never measured on it")
+    return verdict
 
 
 def _always(verdict: Verdict, _request: Request) -> Verdict:

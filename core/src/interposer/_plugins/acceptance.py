@@ -19,10 +19,11 @@ from interposer._contract.records import (
 )
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
+from interposer._examination.examiner import examine
+from interposer._examination.inspection import perform
+from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugin, Plugins
-from interposer._sandbox.examiner import examine
-from interposer._sandbox.inspection import perform
-from interposer._sandbox.task import Task
+from interposer_sandbox import Finding
 
 Accepts = Callable[[Request], Verdict]
 Runs = Callable[[str], Collection[str]]
@@ -106,7 +107,7 @@ class PluginCode(Code):
         """Return what an examination found, now or before."""
         installed = self.plugin.source.installed
         if installed is None:
-            return perform(task).verdict
+            return _verdict(perform(task))
         asked = str(task.arguments.get("target"))
         if task.name == "predicate" and asked in self._hanging:
             return self._hanging[asked]
@@ -115,8 +116,12 @@ class PluginCode(Code):
         if self.plugin.source.standard and "unavailable" in finding.facts:
             return Verdict.accept()  # the SDK works where nothing can be examined
         if task.name == "predicate" and "limit_seconds" in finding.facts:
-            self._hanging[asked] = finding.verdict  # it is not waited for at every request
-        return finding.verdict
+            self._hanging[asked] = _verdict(finding)  # it is not waited for at every request
+        return _verdict(finding)
+
+
+def _verdict(finding: Finding) -> Verdict:
+    return Verdict(finding.accepted, finding.reason, finding.traceback)
 
 
 def _package(target: str) -> str:

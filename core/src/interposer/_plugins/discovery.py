@@ -15,14 +15,15 @@ from interposer._config.config import Config
 from interposer._contract.errors import described, foreign_errors, nearest_first, warn
 from interposer._contract.records import OpEntry
 from interposer._contract.verdict import Verdict
+from interposer._examination.examiner import examine
+from interposer._examination.inspection import load_value
+from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
-from interposer._sandbox.examiner import examine_all
-from interposer._sandbox.inspection import load_value
-from interposer._sandbox.task import Finding, Task
 from interposer._validation.compatibility import check_api, check_requirements
 from interposer._validation.distribution import Distribution, Metadata, read_distribution
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
+from interposer_sandbox import Finding
 
 _ENTRY_POINTS = "entry_points.txt"
 _MOST_LETTERS = 100_000
@@ -66,12 +67,12 @@ def discover(config: Config | None = None) -> Plugins:
         for source in sound
         if source.installed is not None and (config.isolation != "off" or not source.standard)
     }
-    findings = dict(zip(tasks, examine_all(tasks.values(), config), strict=True))
+    findings = {name: examine(dist, task, config) for name, (dist, task) in tasks.items()}
     for source in sound:
         finding = findings.get(source.name)
         # The SDK works where nothing can be examined.
         alone = source.standard and finding is not None and "unavailable" in finding.facts
-        if finding is None or finding.verdict or alone:
+        if finding is None or finding or alone:
             _load(plugins, source)
         else:
             _refuse(plugins, source, finding)
@@ -254,12 +255,11 @@ def _check_metadata(source: Source) -> Verdict:
 
 def _refuse(plugins: Plugins, source: Source, finding: Finding) -> None:
     platforms = tuple((p["name"], p["score"]) for p in finding.facts.get("platforms", ()))
-    verdict = finding.verdict
     mend = (
         f"mend or uninstall it, or disable it: {source.disabling}; "
         "`interposer doctor --fresh` examines it anew"
     )
-    plugins.quarantine(source, verdict.reason, mend, trace=verdict.traceback, platforms=platforms)
+    plugins.quarantine(source, finding.reason, mend, trace=finding.traceback, platforms=platforms)
 
 
 def _load(plugins: Plugins, source: Source) -> None:

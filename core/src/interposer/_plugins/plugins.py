@@ -24,10 +24,11 @@ from interposer._contract.errors import (
 )
 from interposer._contract.records import OpEntry, Record
 from interposer._contract.verdict import Refusal, Verdict
-from interposer._sandbox.task import Finding, Task
+from interposer._examination.task import Task
 from interposer._validation.compatibility import declared_records, hook_names, register_hooks
 from interposer._validation.distribution import STANDARD, Distribution
 from interposer._validation.records import check_facts, is_name
+from interposer_sandbox import Finding
 
 
 class PluginWarning(UserWarning):
@@ -274,7 +275,7 @@ class Plugins:
             subject=f"{plugin} {task.name}",
             start_ns=finding.span[0],
             end_ns=finding.span[1],
-            facts={"accepted": finding.verdict.accepted, "reason": finding.verdict.reason},
+            facts={"accepted": finding.accepted, "reason": finding.reason},
         )
 
     def first_result(

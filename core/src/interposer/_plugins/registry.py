@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer._config.config import Config, effective_config
-from interposer._config.once import ForkSafeLock, cached
+from interposer._config.once import cached
 from interposer._config.policy import FIELDS
 from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
@@ -26,13 +25,14 @@ from interposer._contract.records import (
 )
 from interposer._contract.request import AttentionType, Kind
 from interposer._contract.verdict import Verdict
+from interposer._examination.examiner import forget_verdicts
+from interposer._examination.inspection import check_plugin
+from interposer._examination.task import Task
 from interposer._plugins.acceptance import PluginCode, acceptance_of
 from interposer._plugins.discovery import discover
 from interposer._plugins.plugins import Blame, Plugin, Plugins, Source, in_code
-from interposer._sandbox.examiner import forget_verdicts
-from interposer._sandbox.inspection import check_plugin
-from interposer._sandbox.task import Task
 from interposer._validation.records import check_classes
+from interposer_sandbox import ForkSafeLock, digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Registry:
         if platform not in self._drivers:
             entries = (r for _, r in self.records(PlatformEntry) if r.name == platform)
             files = {Path(file) for record in entries for file in record.driver_files}
-            self._drivers[platform] = _digest(files)
+            self._drivers[platform] = digest(files)
         return self._drivers[platform]
 
     def check_rules(self, config: Config) -> None:
@@ -331,14 +331,3 @@ def _check_values(rule: Rule, candidates: Iterable[Candidate], where: str) -> No
     for value in (*rule.prefer, *sorted(rule.forbid)):
         if value not in names and not set("*?[") & set(value):
             raise UnknownNameError("candidate", value, names, where=where)
-
-
-def _digest(files: Iterable[Path]) -> str:
-    """Return a digest of the readable ones of ``files``; empty if there is none."""
-    contents = []
-    for file in sorted(files):
-        try:
-            contents.append(file.read_bytes())
-        except OSError:
-            continue
-    return hashlib.sha256(b"\0".join(contents)).hexdigest() if contents else ""

@@ -14,9 +14,9 @@ from interposer._contract.op import CustomOp
 from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
+from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugin, Source
 from interposer._plugins.registry import Registry
-from interposer._sandbox.task import Task
 
 _STRIKES = 3
 _ACCEPTED = Verdict.accept()
@@ -55,7 +55,8 @@ class AgreesWithReference:
     A kernel runs on cases of its op in the examining process, so that one that crashes or hangs
     costs a refusal. The part of the SDK that defines the op and the distribution that provides the
     platform in force are trusted unless the policy says ``all``: the one says what is right, and
-    whoever drives the device is in the process anyway.
+    whoever drives the device is in the process anyway. A kernel that is not proven on the device is
+    not trusted, whoever provides it.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class AgreesWithReference:
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
-        if self._scope == "third_party" and provider in self._trusted:
-            return _ACCEPTED
         definer = self._definer(record.op).source
         defines = definer.standard and definer.distribution == provider
-        if self._scope == "third_party" and defines:
+        trusted = provider in self._trusted or defines
+        proven = candidate.is_proven_on(request.capability.architecture)
+        if self._scope == "third_party" and trusted and proven:
             return _ACCEPTED
         known = self._registry.blame(candidate).departures
         key = (candidate.qualified_name, request.dtype)
@@ -118,6 +119,20 @@ class AgreesWithReference:
             "platform": request.platform,
             "capability": request.capability.to_json(),
         }
+
+
+class BecomesAnOp:
+    """Refuses a kernel that torch.compile can neither trace nor be given as an op."""
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Accept what is traceable, and what takes the arguments that the op's fake kernel does."""
+        prepares = getattr(candidate.record, "prepare", "")
+        if not prepares or "traceable" in candidate.properties:
+            return _ACCEPTED
+        return Verdict.refuse(
+            "is not traceable by torch.compile, and prepares constants, so that the reference does "
+            "not say what it returns for them"
+        )
 
 
 class TakesStoredConstants:
@@ -209,14 +224,9 @@ class LoadsKernel(Loads):
         if self._described or not isinstance(record, Kernel):
             self.loaded = (self._op.reference, None, None)
             return _ACCEPTED
-        function = self._registry.load(candidate, record.target)
-        self.loaded = (
-            function,
-            *(
-                self._registry.load(candidate, target) if target else None
-                for target in (record.prepare, record.restore)
-            ),
-        )
+        load, others = self._registry.load, (record.prepare, record.restore)
+        held = (load(candidate, target) if target else None for target in others)
+        self.loaded = (load(candidate, record.target), *held)
         return _ACCEPTED
 
 

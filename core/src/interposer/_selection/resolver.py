@@ -25,7 +25,7 @@ from interposer._contract.errors import (
     nearest_first,
 )
 from interposer._contract.layer import BoundKernel, PluggableLayer, Site
-from interposer._contract.op import CustomOp
+from interposer._contract.op import CustomOp, Dims
 from interposer._contract.platform import Placement
 from interposer._contract.quantization import QuantizationScheme
 from interposer._contract.request import Kind, Request
@@ -33,6 +33,7 @@ from interposer._contract.verdict import Refusal
 from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.gates import (
     AgreesWithReference,
+    BecomesAnOp,
     Confirms,
     HasNotFailed,
     IsReadByLookup,
@@ -55,7 +56,6 @@ R = TypeVar("R")
 Q = ParamSpec("Q")
 S = TypeVar("S")
 L = TypeVar("L", bound=PluggableLayer)
-Dims = Mapping[str, int | float | str | bool]
 
 
 class Resolver:
@@ -98,6 +98,8 @@ class Resolver:
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
+        if config.compile != "off":
+            self._gates += (BecomesAnOp(),)
         if not described:
             canary = AgreesWithReference(registry, device, config.canary, trusted)
             self._gates += (Confirms(registry), canary)

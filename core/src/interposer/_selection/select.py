@@ -1,8 +1,8 @@
 """The one selection mechanism: request + candidates + policy -> choice.
 
-Order: what the user pinned, what the user prefers, what was measured, the score, then the
-provider's name. Every caller in the SDK goes through ``select``, whether it wants a platform, a
-kernel, a layer or a backend.
+Order: what the user pinned, what the user prefers, what was measured, what is proven on such a
+device, the score, then the provider's name. Every caller in the SDK goes through ``select``,
+whether it wants a platform, a kernel, a layer or a backend.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ Gate = Callable[[Request, Candidate], Verdict]
 _FREE = Policy()
 _ACCEPTED = Verdict.accept()
 _UNMEASURED = (1, 0.0)
+_Rule = Literal["wish", "time", "proof", "score", "name"]
 
 
 def select(
@@ -66,7 +67,7 @@ def select(
     known = measured.seconds if measured is not None else {}
     timed = [c.qualified_name for c, verdict in verdicts if verdict and c.qualified_name in known]
     fastest = min(timed, key=lambda name: (known[name], name), default="")
-    ranking = _Ranking(policy, measured, fastest)
+    ranking = _Ranking(policy, measured, fastest, request.capability.architecture)
     accepted = sorted((c for c, verdict in verdicts if verdict), key=ranking.key)
     refused = [(c, verdict) for c, verdict in verdicts if not verdict]
     contenders = accepted
@@ -139,9 +140,16 @@ class _Ranking:
     policy: Policy
     measured: Measured | None
     fastest: str
+    architecture: str
 
     def key(self, candidate: Candidate) -> tuple[object, ...]:
-        return (self.preference(candidate), self.seconds(candidate), *_by_score(candidate))
+        rules = self.preference(candidate), self.seconds(candidate), self.unproven(candidate)
+        return (*rules, *_by_score(candidate))
+
+    def unproven(self, candidate: Candidate) -> bool:
+        """Say whether neither its author has run it on such a device, nor anybody measured it."""
+        proven = candidate.is_proven_on(self.architecture)
+        return not proven and self.seconds(candidate) == _UNMEASURED
 
     def preference(self, candidate: Candidate) -> int:
         """Return the position of the first preference that is met, or one past the last.
@@ -178,12 +186,14 @@ class _Ranking:
         assert self.measured is not None
         return duration(self.measured.seconds[candidate.qualified_name])
 
-    def differ(self, one: Candidate, other: Candidate) -> Literal["wish", "time", "score", "name"]:
+    def differ(self, one: Candidate, other: Candidate) -> _Rule:
         """Return the first rule that tells two candidates apart."""
         if self.preference(one) != self.preference(other):
             return "wish"
         if self.seconds(one) != self.seconds(other):
             return "time"
+        if self.unproven(one) != self.unproven(other):
+            return "proof"
         return "score" if one.score != other.score else "name"
 
     def why(self, chosen: Candidate, others: Sequence[Candidate]) -> str:
@@ -200,6 +210,8 @@ class _Ranking:
             case "time":
                 source = "" if self.measured is None else self.measured.source
                 reason = f"fastest in {source} ({self.shown(chosen)})"
+            case "proof":
+                reason = f"the others were never measured on this device ({self.architecture})"
             case "score":
                 reason = f"highest score ({chosen.score:g})"
                 if self.seconds(chosen) != _UNMEASURED and self.measured is not None:
@@ -218,6 +230,8 @@ class _Ranking:
                 return f"accepted, but not measured, as {chosen.name} is"
             case "time":
                 return f"accepted, but slower ({self.shown(candidate)} > {self.shown(chosen)})"
+            case "proof":
+                return f"accepted, but never measured on this device ({self.architecture})"
             case "score":
                 return f"accepted, but outranked (score {candidate.score:g} < {chosen.score:g})"
             case "name":
@@ -228,7 +242,7 @@ class _Ranking:
     def notes(
         self, chosen: Candidate, refused: Iterable[tuple[Candidate, Verdict]]
     ) -> Iterator[str]:
-        """Yield notes on what the user would have preferred, an emulation and lost accuracy."""
+        """Yield notes on unmet preferences, an emulation, lost accuracy and missing proof."""
         unmet = () if self.policy.pin is not None else self.policy.prefer[: self.preference(chosen)]
         for glob in unmet:
             reasons = [f"{c.name}: {v.reason}" for c, v in refused if _meant(glob, c)]
@@ -240,6 +254,9 @@ class _Ranking:
             yield f"an emulation: it {chosen.emulation}"
         if extra := getattr(chosen.record, "extra_roundings", 0):
             yield f"may be off by {extra} roundings more than the op allows"
+        if self.unproven(chosen):
+            mend = "Try: interposer verify, then interposer tune"
+            yield f"never measured on this device ({self.architecture}). {mend}"
 
 
 def _told(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import csv
-import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,15 +16,12 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from interposer._config.storage import checksum
+from interposer_sandbox import file_facts, is_altered
 
 STANDARD = frozenset(
     {
-        "interposer",
-        "interposer-models",
-        "interposer-ops",
-        "interposer-quantization",
-        "interposer-testing",
-        "interposer-tools",
+        *("interposer", "interposer-models", "interposer-ops", "interposer-quantization"),
+        *("interposer-sandbox", "interposer-testing", "interposer-tools"),
     }
 )
 """The distributions that the SDK itself consists of."""
@@ -36,8 +30,6 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 # What an installer adds to a wheel: it differs from machine to machine, the code does not.
 _ADDED = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 _SCRIPTS = frozenset({"bin", "Scripts"})
-_ALGORITHMS = frozenset({"sha256", "sha384", "sha512"})
-_MOST_FILES = 10_000
 
 
 class Metadata(Protocol):
@@ -91,7 +83,9 @@ class Distribution:
         """
         installed = ((path, digest) for path, digest in _rows(self.record) if not _is_added(path))
         return [
-            path for path, digest in installed if _is_altered(Path(self.location, path), digest)
+            path
+            for path, digest in installed
+            if (digest or _wants_hash(Path(path))) and is_altered(Path(self.location, path), digest)
         ]
 
     def owns_module(self, module: str) -> bool:
@@ -127,7 +121,7 @@ def read_distribution(found: Metadata) -> Distribution:
         tops = _text(found, "top_level.txt").split() or [name.replace("-", "_")]
         names = [top for top in tops if top.isidentifier()]
         paths = [location / file for top in names for file in (top, f"{top}.py")]
-    content += [facts for path in sorted(paths) for facts in _files(path)]
+    content += [facts for path in sorted(paths) for facts in file_facts(path)]
     return Distribution(
         name=name,
         version=version,
@@ -215,59 +209,11 @@ def _is_added(path: str) -> bool:
     return len(parts) == 2 and parts[0].endswith(".dist-info") and parts[1] in _ADDED
 
 
+def _wants_hash(path: Path) -> bool:
+    return path.suffix != ".pyc" and path.parent.suffix != ".dist-info"
+
+
 def _ends_a_module(suffix: str) -> bool:
     """Say whether ``suffix`` makes the path of a module a file: ``.py``, ``.abi3.so``, ..."""
     native = suffix.startswith(".") and suffix.endswith((".so", ".pyd"))
     return "/" not in suffix and (suffix in (".py", ".pyc") or native)
-
-
-def _is_altered(path: Path, digest: str) -> bool:
-    if not digest:
-        return path.suffix != ".pyc" and path.parent.suffix != ".dist-info"
-    algorithm, _, expected = digest.partition("=")
-    try:
-        if algorithm not in _ALGORITHMS or not path.is_file():
-            return True
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, algorithm).digest()
-    except (OSError, ValueError):
-        return True
-    return base64.urlsafe_b64encode(found).decode().rstrip("=") != expected
-
-
-def _files(root: Path) -> Iterator[list[str | int]]:
-    """Yield path, size and time of ``root`` or the files below it.
-
-    Caches and environments are left out, and so is what goes beyond any plugin's number of files:
-    a folder that metadata names may be the whole disk.
-    """
-    waiting = [str(root)]
-    left = _MOST_FILES
-    while waiting and left > 0:
-        here = waiting.pop()
-        try:
-            entries = {entry.name: entry for entry in os.scandir(here)}
-        except NotADirectoryError:
-            yield _facts(root.name, root)
-            continue
-        except OSError:
-            continue
-        if "pyvenv.cfg" in entries:
-            continue
-        for name, entry in sorted(entries.items()):
-            if name.startswith(".") or name == "__pycache__":
-                continue
-            # A link to a folder is not followed: it may lead back here.
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(entry.path)
-            else:
-                left -= 1
-                yield _facts(entry.path.removeprefix(str(root)), entry)
-
-
-def _facts(name: str, file: Path | os.DirEntry[str]) -> list[str | int]:
-    try:
-        stat = file.stat()
-    except OSError:  # a link that leads nowhere
-        return [name]
-    return [name, stat.st_size, stat.st_mtime_ns]

@@ -29,7 +29,7 @@ from interposer._contract.records import (
     resource_path,
 )
 from interposer._contract.requires import Dim, Requires
-from interposer._validation.import_string import check_import_string, is_loaded
+from interposer_sandbox import check_import_string, is_loaded
 
 if TYPE_CHECKING:
     from interposer._contract.layer import PluggableLayer
@@ -181,6 +181,10 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a score that is not a finite number",
     ),
     "properties": (_texts(frozenset), "properties that are no frozenset of texts"),
+    "proven_on": (
+        lambda value: value is None or _texts(frozenset)(value),
+        "proven_on that is neither None nor a frozenset of texts",
+    ),
     "instead_of": (_texts(frozenset), "instead_of that are no frozenset of texts"),
     "driver_files": (_texts(tuple), "driver_files that are no tuple of texts"),
     "extra_roundings": (

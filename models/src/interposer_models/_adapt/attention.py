@@ -6,7 +6,6 @@ tokens, U key tokens.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +57,9 @@ class AdaptedAttention:
         self._kernels: dict[_Key, tuple[Callable[..., Tensor] | None, str]] = {}
         self._known: dict[tuple[int, str], None] = {}
 
+    def __deepcopy__(self, memo: object) -> AdaptedAttention:
+        return self
+
     def __call__(
         self,
         module: nn.Module,
@@ -69,7 +71,7 @@ class AdaptedAttention:
         is_causal: bool | None,
     ) -> Result | str:
         """Return what the attention returns, or why the call is to be delegated."""
-        batch, num_heads, num_queries, head_size = query.shape
+        num_heads, num_queries, head_size = query.shape[1:]
         num_kv_heads, num_keys, value_size = value.shape[1:]
         facts = None if mask is None else facts_of(mask)
         if mask is None:
@@ -133,7 +135,8 @@ class AdaptedAttention:
         self._tell(module, "", f"calls are delegated to sdpa: {reason}")
 
     def _name(self, module: nn.Module) -> str:
-        return self._names.get(id(module), type(module).__name__)
+        found: str | None = self._names.get(id(module))
+        return type(module).__name__ if found is None else found
 
     def _tell(self, module: nn.Module, kernel: str, reason: str) -> None:
         if (id(module), kernel or reason) in self._known:
@@ -145,9 +148,6 @@ class AdaptedAttention:
             kernel = kernel or before.kernel
             reason = "; ".join(dict.fromkeys(filter(None, (before.reason, reason))))
         places[name] = Place(name, type(module).__name__, kernel, reason)
-
-
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, AdaptedAttention] = weakref.WeakKeyDictionary()
 
 
 def own(attention: AdaptedAttention, adaptation: Adaptation) -> None:

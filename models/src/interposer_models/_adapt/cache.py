@@ -73,7 +73,7 @@ class _Rows:
         self.buffers = tuple(moved)
 
 
-class RowsLayer(DynamicLayer):  # type: ignore[misc]
+class RowsLayer(DynamicLayer):
     """A layer that keeps every token."""
 
     rows: _Rows | None = None
@@ -130,11 +130,13 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
             if held is not None and held[0] is not None and held[0].numel():
                 assert self.rows is not None
-                self.rows.append(*held)
+                assert held[1] is not None
+                self.rows.append(held[0], held[1])
         elif self.keys is not self._shown[0] or self.values is not self._shown[1]:
-            held = self.keys, self.values
-            self.rows = _Rows(*held)
-            self.rows.append(*held)
+            assert self.keys is not None
+            assert self.values is not None
+            self.rows = _Rows(self.keys, self.values)
+            self.rows.append(self.keys, self.values)
         assert self.rows is not None
         return self.rows
 
@@ -145,7 +147,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[misc]
         return self._shown
 
 
-class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
     """A layer that keeps the tokens of a window."""
 
     is_sliding = True
@@ -193,8 +195,8 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):  # type: ignore[mi
         return int(self.cumulative_length)
 
 
-class RowsCache(DynamicCache):  # type: ignore[misc]
-    """A ``DynamicCache`` whose plain and sliding layers grow in place; others stay what they are."""
+class RowsCache(DynamicCache):
+    """A ``DynamicCache`` whose plain and sliding layers grow in place; others stay as they are."""
 
     def __init__(self, config: PretrainedConfig | None = None) -> None:
         super().__init__(config=config)
@@ -205,7 +207,8 @@ class RowsCache(DynamicCache):  # type: ignore[misc]
 
 def _in_rows(layer: Any) -> Any:
     if type(layer) is DynamicLayer:
-        return RowsLayer()
+        kind: Any = RowsLayer
+        return kind()
     if type(layer) is DynamicSlidingWindowLayer:
         return RowsSlidingLayer(layer.sliding_window)
     return layer

@@ -132,14 +132,15 @@ def _forward(module: Any, layer: Experts, dtype: torch.dtype, device: torch.devi
 
 def _restore(layer: Experts, form: Form, name: str, shapes: list[torch.Size]) -> Restore | None:
     """Return what gives a matrix back, None where the kernel holds it as it is."""
-    bound = layer.method.bound  # type: ignore[attr-defined]
-    if bound.restore is None:
+    assert isinstance(layer.method, PlainExperts)
+    give_back = layer.method.bound.restore
+    if give_back is None:
         return None
     prepared = dict(zip(fused_experts.constants, layer.operands, strict=True))
 
     def restore(into: Tensor) -> None:
         dense = [into.new_empty(shape) for shape in shapes]
-        bound.restore(**prepared, into=dict(zip(("gate_up", "down"), dense, strict=True)))
+        give_back(**prepared, into=dict(zip(("gate_up", "down"), dense, strict=True)))
         form.write(name, dense[_MATRICES.index(name)], into)
 
     return restore
@@ -165,8 +166,9 @@ def _activation(module: Any, form: Form, hidden: int, inner: int) -> str | None:
     with torch.no_grad():
         expected = type(module).forward(probe, x, ids, weights.double())
         constants = [*_constants(probe, form)]
+        reference: Any = fused_experts
         for activation in _ACTIVATIONS:
-            found = fused_experts(x, *constants, weights, ids, activation)
+            found = reference(x, *constants, weights, ids, activation)
             if (found - expected).abs().max() <= _CLOSE * expected.abs().max():
                 return activation
     return None

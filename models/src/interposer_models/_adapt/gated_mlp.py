@@ -1,4 +1,4 @@
-"""Gated MLPs of a foreign model: gate and up projection as one product, as the standard layer has it.
+"""Gated MLPs of a foreign model: gate and up projection as one product, as in the standard layer.
 
 Dimensions: T tokens, H hidden size, I intermediate size.
 """
@@ -19,7 +19,14 @@ from interposer_models._adapt.agreement import normals
 from interposer_models._adapt.forwards import Forward, one_input, own_forward
 from interposer_models._adapt.gated_trace import GatedParts
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
-from interposer_models._adapt.projections import bound_name, call_of, fill, give_up, restore_of
+from interposer_models._adapt.projections import (
+    Call,
+    bound_name,
+    call_of,
+    fill,
+    give_up,
+    restore_of,
+)
 from interposer_ops.layers.linear import PlainLinear
 from interposer_ops.layers.mlp import GatedMLP
 
@@ -67,7 +74,7 @@ def bind_gated_mlp(
         last,
     )
     kernel, operands = call_of(layer.gate_up_proj)
-    calls = (
+    calls: tuple[Call, ...] = (
         (partial(_half, kernel, slice(None, inner)), operands),
         (partial(_half, kernel, slice(inner, None)), operands),
         call_of(layer.down_proj),

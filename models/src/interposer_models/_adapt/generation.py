@@ -7,6 +7,8 @@ import sys
 from functools import wraps
 from typing import Any
 
+from torch import nn
+
 from interposer_models._adapt.adaptation import Adaptation
 
 _CACHE = "past_key_values"
@@ -15,7 +17,8 @@ _DYNAMIC = (None, "dynamic")
 
 def bind_generation(adaptation: Adaptation) -> None:
     """Let ``generate`` of this instance pass a cache of rows where nobody asks for another."""
-    model: Any = adaptation.model
+    owner: Any = adaptation.model
+    model: nn.Module = owner
     if "transformers" not in sys.modules:
         return
     from transformers import GenerationMixin
@@ -27,13 +30,13 @@ def bind_generation(adaptation: Adaptation) -> None:
         return
     from interposer_models._adapt.cache import new_cache
 
-    original = model.generate
+    original: Any = owner.generate
     parameters = inspect.signature(original).parameters
 
     @wraps(original)
     def generate(*args: Any, **named: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | named
-        settings = given.get("generation_config") or model.generation_config
+        settings = given.get("generation_config") or owner.generation_config
 
         def setting(name: str) -> Any:
             found = given.get(name)
@@ -45,7 +48,7 @@ def bind_generation(adaptation: Adaptation) -> None:
             and setting("cache_implementation") in _DYNAMIC
             and setting("use_cache") is not False
         ):
-            cache = new_cache(model.config)
+            cache = new_cache(owner.config)
             if setting("is_assistant"):
                 # What it proposes may be taken back, so that windows are not forgotten at once.
                 cache.activate_past_recording()

@@ -37,6 +37,10 @@ class Adapted(Generic[M]):
         self.placement: Placement = adaptation.placement
         self._adaptation = adaptation
 
+    def __deepcopy__(self, memo: object) -> Adapted[M]:
+        # A copy of the model shares what kernels hold; this handle gives the first one back.
+        return self
+
     @property
     def resolver(self) -> Resolver:
         """The resolver that made the choices, with a note for every reason of a module."""

@@ -19,6 +19,10 @@ from interposer.errors import ConfigError
 Restore = Callable[[Tensor], None]
 """Fills an empty tensor of the plain weight's shape."""
 
+_WRITES = (
+    "{} would write to {!r}, which is packed for the kernel that reads it. "
+    "Try: adapted.restore(), change the weights, and adapt() again"
+)
 _DETACH = torch.ops.aten.detach.default
 _EMBEDDING = torch.ops.aten.embedding.default
 
@@ -55,6 +59,7 @@ class PackedWeight(nn.Parameter):
         pass
 
     _known: weakref.ref[Tensor] | None
+    _made: int
 
     def plain(self) -> Tensor:
         """Return the plain weight, the same tensor as long as anybody holds it.
@@ -62,7 +67,8 @@ class PackedWeight(nn.Parameter):
         Raises: ConfigError: it was quantized.
         """
         known = None if self._known is None else self._known()
-        if known is not None:
+        # What somebody wrote to is no copy of the weight any more.
+        if known is not None and _version(known) == self._made:
             return known
         if self.restore is None:
             raise ConfigError(
@@ -71,8 +77,17 @@ class PackedWeight(nn.Parameter):
             )
         made = torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)
         self.restore(made)
-        self._known = weakref.ref(made)
+        self._known, self._made = weakref.ref(made), _version(made)
         return made
+
+    @property
+    def data(self) -> Tensor:
+        """Return the plain weight, as detaching does."""
+        return self.plain()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise ConfigError(_WRITES.format("Assigning data", self.label))
 
     def __deepcopy__(self, memo: object) -> PackedWeight:
         # The kernel's memory is constant, so that copies can share it.
@@ -97,13 +112,15 @@ class PackedWeight(nn.Parameter):
         named = dict(kwargs or {})
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.is_write and isinstance(value, cls):
-                raise ConfigError(
-                    f"{func} would write to {value.label!r}, which is packed for the kernel that "
-                    "reads it. Try: adapted.restore(), change the weights, and adapt() again"
-                )
+                raise ConfigError(_WRITES.format(func, value.label))
 
         def plain(value: Any) -> Any:
             return value.plain() if isinstance(value, cls) else value
 
         plain_args, plain_named = _pytree.tree_map(plain, (args, named))
         return func(*plain_args, **plain_named)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written; those of inference mode do not count."""
+    return -1 if tensor.is_inference() else int(tensor._version)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,9 +65,9 @@ def layout(
         add(num_queries - upto, num_keys - first - count)
         if index < batch - 1:
             add(0, distance - num_keys)
-    most = max((b - a for a, b in zip(keys, keys[1:], strict=False)), default=1)
-    starts = (torch.tensor(each, device=device) for each in (queries, keys))
-    return Layout(*starts, max(num_queries, 1), max(most, 1))
+    most = max((b - a for a, b in pairwise(keys)), default=1)
+    query_starts, key_starts = (torch.tensor(each, device=device) for each in (queries, keys))
+    return Layout(query_starts, key_starts, max(num_queries, 1), max(most, 1))
 
 
 def flat(tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:

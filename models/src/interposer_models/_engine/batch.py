@@ -21,14 +21,20 @@ class StepBatch:
     attention: AttentionBatch
 
     @classmethod
-    def build(cls, chunks: Items[Chunk], page_size: int, device: str) -> StepBatch:
-        """Return the batch in which the chunks follow each other without padding."""
+    def build(
+        cls, chunks: Items[Chunk], page_size: int, device: str, min_pages: int = 1
+    ) -> StepBatch:
+        """Return the batch in which the chunks follow each other without padding.
+
+        Args:
+            min_pages: columns that the page table has at least.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
         lengths: list[int] = []
-        most_pages = max(len(chunk.sequence.pages) for chunk in chunks)
+        most_pages = max(min_pages, *(len(chunk.sequence.pages) for chunk in chunks))
         table: list[int] = []
         for chunk in chunks:
             sequence, pages = chunk.sequence, chunk.sequence.pages
@@ -42,16 +48,32 @@ class StepBatch:
             table += [0] * (most_pages - len(pages))
         # One tensor, of which they are parts: making six takes a decode step as long as a layer.
         parts = (token_ids, positions, slots, starts, lengths, table)
-        numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64, device=device)
-        tokens, places, slots_of_tokens, query_starts, seq_lens, pages_of_sequences = numbers.split(
-            [len(part) for part in parts]
-        )
+        numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
+        sizes = [len(part) for part in parts]
+        longest = max(chunk.num_tokens for chunk in chunks), max(lengths)
+        built = cls._of(numbers.split(sizes), most_pages, longest, None)
+        if numbers.device == torch.device(device):
+            return built
+        # What lies on the host goes along, so that no backend waits for the device to tell it.
+        there = numbers.to(device, non_blocking=True).split(sizes)
+        return cls._of(there, most_pages, longest, built.attention)
+
+    @classmethod
+    def _of(
+        cls,
+        parts: Items[torch.Tensor],
+        most_pages: int,
+        longest: tuple[int, int],
+        host: AttentionBatch | None,
+    ) -> StepBatch:
+        tokens, positions, slots, query_starts, seq_lens, pages = parts
         attention = AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
-            page_table=pages_of_sequences.view(len(chunks), most_pages),
-            slots=slots_of_tokens,
-            max_query_tokens=max(chunk.num_tokens for chunk in chunks),
-            max_seq_tokens=max(lengths),
+            page_table=pages.view(len(seq_lens), most_pages),
+            slots=slots,
+            max_query_tokens=longest[0],
+            max_seq_tokens=longest[1],
+            host=host,
         )
-        return cls(tokens, places, attention)
+        return cls(tokens, positions, attention)

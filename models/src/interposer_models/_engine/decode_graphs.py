@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from interposer import Verdict
+from interposer import AttentionBackend, Verdict
 from interposer.errors import ConfigError, GraphError, described, foreign_errors
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.graph_batch import GraphBatch
 from interposer_models._engine.graph_buckets import Bucket, GraphBuckets
 from interposer_ops.devices.graphs import judge_compilation
 
-Step = Callable[[StepBatch], torch.Tensor]
+Plans = Mapping[AttentionBackend, Any]
+"""The plans of backends that plan on the host; others plan within the step."""
+
+Step = Callable[[StepBatch, Plans], torch.Tensor]
 """From a batch to a row of results per token."""
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
 """``Platform.capture_graph``."""
+
+
+class _Captured(NamedTuple):
+    held: GraphBatch
+    plans: Plans
+    replay: Callable[[], object]
 
 
 class DecodeGraphs:
@@ -38,6 +48,7 @@ class DecodeGraphs:
         page_size: int,
         spare_pages: Sequence[int],
         device: str,
+        backends: Iterable[AttentionBackend] = (),
         model: nn.Module | None = None,
         required: bool = False,
     ) -> None:
@@ -47,6 +58,8 @@ class DecodeGraphs:
             step: what is captured; it must read nothing but its arguments and what never moves.
             capture: of the platform.
             spare_pages: pages of the cache that no sequence is given, see ``pages_for``.
+            backends: what attends in ``step``. Those that plan on the host plan a step before its
+                graph is replayed, others within.
             model: what ``step`` calls, to be looked at before each capture.
             required: what cannot be captured raises.
         """
@@ -57,7 +70,8 @@ class DecodeGraphs:
         self._memory = (page_size, [*spare_pages], device)
         self._model = model
         self._required = required
-        self._graphs: dict[Bucket, tuple[GraphBatch, Callable[[], object]]] = {}
+        self._planners = [b for b in dict.fromkeys(backends) if b.plans_on_host]
+        self._graphs: dict[Bucket, _Captured] = {}
 
     def __len__(self) -> int:
         """Return how many graphs are captured."""
@@ -81,14 +95,16 @@ class DecodeGraphs:
         decodes = paged.max_query_tokens == 1 and len(batch.token_ids) == len(paged.seq_lens)
         bucket = self.buckets.bucket_for(*paged.page_table.shape) if decodes else None
         if bucket is None:
-            return self._step(batch)
+            return self._step(batch, {})
         if bucket not in self._graphs:
             self.compiled = self._judge()
             if not self.compiled:
-                return self._step(batch)
+                return self._step(batch, {})
             self._graphs[bucket] = self._captured(bucket)
-        held, replay = self._graphs[bucket]
+        held, plans, replay = self._graphs[bucket]
         count = held.fill(batch)
+        for backend, plan in plans.items():
+            backend.update_plan(plan, held.step.attention)
         results = replay()
         assert isinstance(results, torch.Tensor)
         return results[:count]
@@ -103,14 +119,15 @@ class DecodeGraphs:
             raise ConfigError(f"graphs='on' was asked for, but {verdict.reason}")
         return verdict
 
-    def _captured(self, bucket: Bucket) -> tuple[GraphBatch, Callable[[], object]]:
+    def _captured(self, bucket: Bucket) -> _Captured:
         held = GraphBatch(bucket, *self._memory)
         try:
-            replay = self._capture(lambda: self._step(held.step))
+            plans = {b: b.plan_fixed(held.step.attention) for b in self._planners}
+            replay = self._capture(lambda: self._step(held.step, plans))
         except foreign_errors() as error:
             raise GraphError(
                 f"a decode step of {bucket.num_sequences} sequences could not be captured, though "
                 f"all that runs in it promises to be graph_safe: {described(error)}. "
                 "Try: Config(graphs='off')"
             ) from error
-        return held, replay
+        return _Captured(held, plans, replay)

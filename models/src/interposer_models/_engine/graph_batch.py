@@ -7,6 +7,7 @@ S page size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import torch
 
@@ -24,9 +25,9 @@ class GraphBatch:
     the last row first. So nothing of another sequence is touched, and no row is empty.
 
     Attributes:
-        step: token ids and positions, each ``[B]`` int64, and what attention reads; the longest
-            query and the longest sequence are those that the memory has room for, as a graph
-            fixes them.
+        step: token ids and positions, each ``[B]`` int64, and what attention reads, which lies in
+            host memory as well; the longest query and the longest sequence are those that the
+            memory has room for, as a graph fixes them.
     """
 
     def __init__(
@@ -48,19 +49,25 @@ class GraphBatch:
         self._padded_from = 0
         order = torch.arange(size).flip(0)
         pages = torch.tensor([*spare_pages], dtype=torch.int64)[order // page_size]
-        self._slots = (pages * page_size + order % page_size).to(device)
-        self._first_pages = pages.to(device)
+        padding = AttentionBatch(
+            query_starts=torch.arange(size + 1),
+            seq_lens=torch.ones(size, dtype=torch.int64),
+            page_table=pages[:, None].repeat(1, num_pages),
+            slots=pages * page_size + order % page_size,
+            max_query_tokens=1,
+            max_seq_tokens=num_pages * page_size,
+        )
+        on_host = torch.device(device).type == "cpu"
+        host = None if on_host else _copied(padding, "cpu")
+        attention = _copied(padding, device, host)
+        # What is written, and the padding of it: on the device, and beside it on the host.
+        self._written = [(attention, _copied(padding, device))]
+        if host is not None:
+            self._written.append((host, padding))
         self.step = StepBatch(
             torch.zeros(size, dtype=torch.int64, device=device),
             torch.zeros(size, dtype=torch.int64, device=device),
-            AttentionBatch(
-                query_starts=torch.arange(size + 1, device=device),
-                seq_lens=torch.ones(size, dtype=torch.int64, device=device),
-                page_table=self._first_pages[:, None].repeat(1, num_pages),
-                slots=self._slots.clone(),
-                max_query_tokens=1,
-                max_seq_tokens=num_pages * page_size,
-            ),
+            attention,
         )
 
     def fill(self, batch: StepBatch) -> int:
@@ -83,11 +90,13 @@ class GraphBatch:
             )
         self.step.token_ids[:count].copy_(batch.token_ids, non_blocking=True)
         self.step.positions[:count].copy_(batch.positions, non_blocking=True)
-        own.seq_lens[:count].copy_(given.seq_lens, non_blocking=True)
-        own.slots[:count].copy_(given.slots, non_blocking=True)
-        # Entries behind a sequence's pages are read by nobody, but have to be pages: those of
-        # former steps are.
-        own.page_table[:count, :width].copy_(given.page_table, non_blocking=True)
+        for held, _ in self._written:
+            source = given if held is own else given.on_host()
+            held.seq_lens[:count].copy_(source.seq_lens, non_blocking=True)
+            held.slots[:count].copy_(source.slots, non_blocking=True)
+            # Entries behind a sequence's pages are read by nobody, but have to be pages: those of
+            # former steps are.
+            held.page_table[:count, :width].copy_(source.page_table, non_blocking=True)
         if count < self._padded_from:
             self._pad(count, self._padded_from)
         self._padded_from = count
@@ -95,9 +104,21 @@ class GraphBatch:
 
     def _pad(self, first: int, last: int) -> None:
         """Make rows ``first`` to ``last - 1`` padding, as those behind them are."""
-        own = self.step.attention
         self.step.token_ids[first:last].zero_()
         self.step.positions[first:last].zero_()
-        own.seq_lens[first:last].fill_(1)
-        own.slots[first:last].copy_(self._slots[first:last])
-        own.page_table[first:last, 0].copy_(self._first_pages[first:last])
+        for held, padding in self._written:
+            held.seq_lens[first:last].fill_(1)
+            held.slots[first:last].copy_(padding.slots[first:last])
+            held.page_table[first:last, 0].copy_(padding.page_table[first:last, 0])
+
+
+def _copied(
+    batch: AttentionBatch, device: str, host: AttentionBatch | None = None
+) -> AttentionBatch:
+    """Return ``batch`` in memory of its own on ``device``, with ``host`` beside it."""
+    tensors = {
+        field.name: getattr(batch, field.name).to(device, copy=True)
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor)
+    }
+    return replace(batch, **tensors, host=host)

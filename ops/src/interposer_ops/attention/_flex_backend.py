@@ -1,7 +1,7 @@
 """Decoder attention through torch's FlexAttention, for what fixed kernels cannot do together.
 
 It takes windows, softcap, sinks and caches of 8 bits in any combination, on copies of what is read
-of the cache, and waits for the host once per step.
+of the cache.
 
 On an accelerator it is compiled when it is first called, for which Triton is needed, and again for
 steps of one query or of few tokens and for layers of another kind. Where these are more forms than
@@ -84,9 +84,10 @@ class FlexBackend(DecoderBackend):
         return super().accepts(spec, capability)
 
     def plan(self, batch: AttentionBatch) -> FlexPlan:
-        """Return what is read and which of it each token sees; the host waits for its length."""
+        """Return what is read and which of it each token sees."""
         firsts, lengths = windowed(batch, self.spec.window_tokens)
-        num_queries, num_keys, mask = len(batch.slots), int(lengths.sum()), None
+        num_keys = int(windowed(batch.on_host(), self.spec.window_tokens)[1].sum())
+        num_queries, mask = len(batch.slots), None
         if num_queries:
             counts = batch.query_starts.diff()
             queries = read_positions(batch.seq_lens - counts, counts, num_queries)

@@ -57,14 +57,16 @@ class GatheredBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> GatheredStep:
         """Return what is read, which is no more than the window where there is one.
 
-        The host waits for the device, to know how many tokens that is.
+        How many tokens that is, the host knows of its copy of the batch.
         """
-        queries, read = batch.query_starts.diff(), None
+        host, read = batch.on_host(), None
         firsts, lengths = windowed(batch, self.spec.window_tokens)
-        if bool((batch.seq_lens == queries).all()):
-            lengths = queries
+        if bool((host.seq_lens == host.query_starts.diff()).all()):
+            lengths = batch.query_starts.diff()
         else:
-            read = read_slots(batch.page_table, firsts, lengths, self.spec.page_size)
+            total = int(windowed(host, self.spec.window_tokens)[1].sum())
+            size = self.spec.page_size
+            read = read_slots(batch.page_table, firsts, lengths, size, num_tokens=total)
         starts = batch.query_starts.to(torch.int32), cumulated(lengths)
         most = max(batch.max_seq_tokens, batch.max_query_tokens)
         return GatheredStep(batch.slots, read, *starts, batch.max_query_tokens, most)

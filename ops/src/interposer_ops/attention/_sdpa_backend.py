@@ -1,6 +1,6 @@
 """Decoder attention through torch's scaled dot products, whichever kernels torch has for them.
 
-It copies what is read of the cache, and waits for the host once per step, so that it is no match
+It copies what is read of the cache, as much as the host knows of a step, so that it is no match
 for kernels that read pages where they lie; it serves where these cannot be had. Platforms offer it
 by records of their own. Results are tested on the processor; on an accelerator it was not run.
 
@@ -84,8 +84,9 @@ class SdpaBackend(AttentionBackend):
         return KVCacheLayout.keys_first(self.spec)
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
-        """Return slots and masks, on the device; the host waits for the lengths."""
-        starts, lengths = batch.query_starts.tolist(), batch.seq_lens.tolist()
+        """Return slots and masks, on the device, made of the lengths on the host."""
+        host = batch.on_host()
+        starts, lengths = host.query_starts.tolist(), host.seq_lens.tolist()
         parts: list[Prompt | Decodes] = []
         single = []
         for index, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):

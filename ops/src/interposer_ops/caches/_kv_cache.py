@@ -149,17 +149,18 @@ def read_slots(
     lengths: Tensor,
     page_size: int,
     page_rows: int | None = None,
+    num_tokens: int | None = None,
 ) -> Tensor:
     """Return ``[L]`` int64 slots of each sequence's tokens from ``firsts`` on.
-
-    It waits for the device once, to know how many there are.
 
     Args:
         page_table: ``[B, M]``.
         firsts, lengths: ``[B]``.
         page_rows: from one page to the next; the page size unless pages lie apart in memory.
+        num_tokens: L; where it is not given, the host waits for the device to know it.
     """
-    rows, positions = read_positions(firsts, lengths, int(lengths.sum()))
+    total = int(lengths.sum()) if num_tokens is None else num_tokens
+    rows, positions = read_positions(firsts, lengths, total)
     pages = page_table[rows, positions // page_size].long()
     return pages * (page_rows or page_size) + positions % page_size
 

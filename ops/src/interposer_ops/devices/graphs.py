@@ -6,18 +6,19 @@ A platform captures whatever it is given; what is in the way of it, is the same 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from interposer import Choice, Placement, Platform, Resolver, Verdict
+from interposer import Candidate, Choice, Placement, Platform, Request, Resolver, Verdict
 from interposer.errors import InterposerError
 from interposer.records import LayerEntry, PlatformEntry
 
 __all__ = ["judge_choices", "judge_compilation", "judge_graphs"]
 
 _RUNNING = ("kernel", "attention")
+_SAFE = "graph_safe"
 _MOST_NAMED = 3
 _STANDARD = "standard"
 
@@ -41,41 +42,51 @@ def judge_graphs(
         return Verdict.refuse("Config(graphs='off') says so") if provided else None
     if not provided:
         return provided
-    captured = (
-        choice
-        for choice, prefixes in resolver.choices.values()
-        if not (choice.idle or all(prefix in outside for prefix in prefixes))
-    )
-    return judge_choices(captured)
+    made = resolver.choices.values()
+    captured = (choice for choice, at in made if not (choice.idle or outside.issuperset(at)))
+    return judge_choices(captured, resolver.accepted)
 
 
-def judge_choices(choices: Iterable[Choice]) -> Verdict:
+def judge_choices(
+    choices: Iterable[Choice], accepted: Callable[[Request], Sequence[Candidate]] | None = None
+) -> Verdict:
     """Refuse if anything that is chosen does not promise to work in a graph.
 
-    Kernels and backends promise ``graph_safe``. Layers promise nothing, so that only the standard
-    ones count as safe: a replacement may wait for the host in code of its own.
+    Kernels, backends and layers that replace standard ones have to promise ``graph_safe``.
+
+    Args:
+        accepted: returns what accepts a request; with it is said where nothing else is safe.
     """
     unsafe: dict[str, str] = {}
     replaced: dict[str, str] = {}
+    stuck: dict[str, None] = {}
     for choice in choices:
-        chosen, name = choice.chosen, choice.request.name
-        if choice.request.kind in _RUNNING and "graph_safe" not in chosen.properties:
-            unsafe[f"{chosen.name} of {chosen.provider}"] = name
+        chosen, request = choice.chosen, choice.request
+        who = f"{chosen.name} of {chosen.provider}"
+        if _SAFE in chosen.properties:
+            continue
+        if request.kind in _RUNNING:
+            unsafe[who] = request.name
+            if accepted and not any(_SAFE in other.properties for other in accepted(request)):
+                stuck[repr(request.name)] = None
         elif isinstance(chosen.record, LayerEntry) and chosen.record.name != _STANDARD:
-            replaced[f"{chosen.name} of {chosen.provider}"] = name
+            replaced[who] = request.name
+    parts, settings = [], []
     if unsafe:
         verb = "does" if len(unsafe) == 1 else "do"
-        return Verdict.refuse(
-            f"cannot be captured: {_listed(unsafe)} {verb} not promise to be graph_safe. "
-            "Try: Config(require={'graph_safe'})"
-        )
+        parts.append(f"{_listed(unsafe)} {verb} not promise to be graph_safe")
+        settings.append(f"require={{{_SAFE!r}}}")
     if replaced:
         rules = ", ".join(f"{name!r}: 'standard'" for name in dict.fromkeys(replaced.values()))
-        return Verdict.refuse(
-            f"cannot be captured: the layer {_listed(replaced)} has code of its own, and layers "
-            f"promise nothing. Try: Config(layers={{{rules}}})"
-        )
-    return Verdict.accept()
+        own = "has code of its own, which does not promise to be graph_safe"
+        parts.append(f"the layer {_listed(replaced)} {own}")
+        settings.append(f"layers={{{rules}}}")
+    if not parts:
+        return Verdict.accept()
+    mend = f"Config({', '.join(settings)})"
+    if stuck:
+        mend = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
+    return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
 
 
 def judge_compilation(step: Callable[..., Any]) -> Verdict:

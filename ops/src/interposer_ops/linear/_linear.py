@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns: ``[..., O]``, dtype of ``x``.
     Dims: in_features, out_features, biased; tied, where rows of ``weight`` are looked up too.
     """
-    # Processors with AMX multiply what lies between rows of odd length by 0, and NaN is left of NaN.
+    # AMX multiplies what lies between rows of odd length by 0, and NaN is left of NaN.
     return functional.linear(x.contiguous(), weight, bias)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +14,8 @@ from interposer_cpu import _features as features
 from interposer_cpu import _host as host
 from interposer_cpu import native
 from interposer_cpu._binding import bind_process
+from interposer_cpu._memory_peak import judge_peak, memory_snapshot, reset_peak
+from interposer_ops.devices.memory_profile import MemoryProfile, memory_profile
 
 
 class CPUPlatform(Platform):
@@ -72,6 +75,15 @@ class CPUPlatform(Platform):
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def memory_profile(self, device: str) -> contextlib.AbstractContextManager[MemoryProfile]:
+        """Return a block that measures what this process takes of the host's memory."""
+        return memory_profile(device, memory_snapshot, reset_peak)
+
+    @classmethod
+    def provides(cls, member: str) -> Verdict:
+        """Say whether there is an optional member here; not every system tells a peak."""
+        return judge_peak() if member == "memory_profile" else super().provides(member)
 
     def numa_nodes(self) -> Mapping[int, Sequence[int]]:
         """Return the logical processors of every NUMA node."""

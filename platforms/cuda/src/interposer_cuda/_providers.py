@@ -54,4 +54,4 @@ FLASH_ATTENTION_3 = Provider(
 )
 # Its products were read in one version only.
 FLASHINFER_PRODUCTS = Provider("flashinfer-python", ">=0.7.2,<0.8", "pip install flashinfer-python")
-HUB_KERNELS = Provider("kernels", ">=0.17,<0.18", "pip install 'kernels<0.18'")
+HUB_KERNELS = Provider("kernels", ">=0.17,<0.19", "pip install 'kernels<0.19'")

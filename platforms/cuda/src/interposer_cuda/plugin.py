@@ -5,6 +5,7 @@ from __future__ import annotations
 from interposer.hookspecs import hookimpl
 from interposer.records import AttentionEntry, DeviceEntry, Kernel, PlatformEntry, Record
 from interposer.requires import Dim, Requires
+from interposer_cuda._tables import shipped_tables
 
 INTERPOSER_API = ">=1.0,<2"
 
@@ -18,8 +19,9 @@ _NARROW = ("bfloat16", "float16")
 _FLOATS = ("float32", *_NARROW)
 # Flash attention and latent attention are compiled for Ampere and newer, which have it.
 _ASYNC = frozenset({"cp_async"})
-# Nobody has run other packages' kernels through this plugin: they are taken where they are wanted.
-_WANTED_ONLY = -1.0
+# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
+# measured on the host.
+_NOWHERE: frozenset[str] = frozenset()
 
 
 @hookimpl
@@ -38,6 +40,7 @@ def interposer_records() -> list[Record]:
         ),
         score=5.0,
         properties=frozenset({"graph_safe", "opaque"}),
+        proven_on=_NOWHERE,
     )
     # Before the experts in turn, which wait for the device; behind those of Triton.
     experts = Kernel(
@@ -54,6 +57,7 @@ def interposer_records() -> list[Record]:
         "interposer_cuda._grouped_experts:prepare",
         score=6.0,
         properties=frozenset({"opaque"}),
+        proven_on=_NOWHERE,
     )
     # The sizes that its kernels are tested for.
     latent = Kernel(
@@ -67,7 +71,7 @@ def interposer_records() -> list[Record]:
             dims={"latent_size": Dim(one_of=(512,)), "rotary_size": Dim(one_of=(64,))},
         ),
         "interposer_cuda._flashinfer.latent:judge",
-        score=_WANTED_ONLY,
+        proven_on=_NOWHERE,
         properties=frozenset({"opaque"}),
     )
     return [
@@ -79,6 +83,7 @@ def interposer_records() -> list[Record]:
         latent,
         PlatformEntry("cuda", "interposer_cuda._platform:CUDAPlatform", driver_files=_DRIVER_FILES),
         *(DeviceEntry(name, "cuda", f"interposer_cuda:devices/{name}.json") for name in _DESCRIBED),
+        *shipped_tables(),
     ]
 
 
@@ -104,7 +109,7 @@ def _of_flashinfer() -> list[Record]:
             Requires(architectures=architectures, dtypes=("bfloat16", "float16"), dims=dims),
             f"{products}:judge",
             f"{products}:{prepare}" if prepare else "",
-            score=_WANTED_ONLY,
+            proven_on=_NOWHERE,
             properties=frozenset({"opaque"}),
             confirm=f"{products}:confirm",
         )
@@ -127,7 +132,7 @@ def _of_the_hub() -> list[Record]:
             "cuda",
             Requires(dtypes=_FLOATS, dims=dims),
             f"interposer_cuda._hub.cache:judge_{repository}",
-            score=_WANTED_ONLY,
+            proven_on=_NOWHERE,
             properties=frozenset({"opaque"}),
             confirm=f"interposer_cuda._hub.kernels:confirm_{repository}",
         )
@@ -136,8 +141,9 @@ def _of_the_hub() -> list[Record]:
 
 
 def _attention() -> list[Record]:
-    """Return the attention backends besides ``paged``; none promises to be graph-safe."""
-    # Nothing here was measured: portable kernels, which read pages where they lie, go before it.
+    """Return the attention backends besides ``paged``."""
+    # What the gathered ones read of the cache they copy first: kernels that need not go before.
+    safe = frozenset({"graph_safe"})
     return [
         AttentionEntry(
             "sdpa_gathered",
@@ -145,6 +151,7 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(dtypes=_FLOATS),
             score=-1.0,
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flex_gathered",
@@ -152,14 +159,16 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flash_attention_2",
             "interposer_cuda._flash_attention.version_2:FlashAttention2Backend",
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
-            score=-0.5,
+            properties=safe,
             page_sizes=(256,),
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flash_attention_2_gathered",
@@ -167,19 +176,22 @@ def _attention() -> list[Record]:
             "cuda",
             Requires(_ASYNC, dtypes=_NARROW),
             score=-0.8,
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flash_attention_3",
             "interposer_cuda._flash_attention.version_3:FlashAttention3Backend",
             "cuda",
             Requires(architectures=frozenset({"sm_90"}), dtypes=_NARROW),
-            score=-0.5,
+            properties=safe,
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flashinfer",
             "interposer_cuda._flashinfer.attention:FlashInferBackend",
             "cuda",
             Requires(frozenset({"tensor_cores_2"}), dtypes=_NARROW),
-            score=-0.5,
+            properties=safe,
+            proven_on=_NOWHERE,
         ),
     ]

@@ -16,8 +16,9 @@ _DRIVER_FILES = ("/sys/module/amdgpu/version", "/sys/module/amdgpu/srcversion", 
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _OF_16_BITS = ("bfloat16", "float16")
-# Nobody has run these through this plugin: they are taken where they are wanted.
-_WANTED_ONLY = -1.0
+# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
+# measured on the host.
+_NOWHERE: frozenset[str] = frozenset()
 # Activations that are rounded to three bits after the point, not seven, in roundings to bfloat16,
 # 16 times finer. In lengths C of what the rounding of h to bfloat16 makes of a result: that of h
 # is 16 C. Rounding x moves gates and what they act on by what rounding themselves would, whose
@@ -32,13 +33,14 @@ def interposer_records() -> list[Record]:
     """Return the platform, what it brings besides portable kernels, and the described GPUs."""
     return [
         PlatformEntry("rocm", "interposer_rocm._platform:ROCmPlatform", driver_files=_DRIVER_FILES),
-        # Portable kernels, which read pages where they lie, go before these.
+        # What these read of the cache they copy first: kernels that need not go before.
         AttentionEntry(
             "sdpa_gathered",
             "interposer_ops.attention:SdpaBackend",
             "rocm",
             Requires(dtypes=_FLOATS),
-            score=_WANTED_ONLY,
+            score=-1.0,
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flex_gathered",
@@ -46,6 +48,7 @@ def interposer_records() -> list[Record]:
             "rocm",
             Requires(frozenset({"triton"}), dtypes=_FLOATS),
             score=-1.5,
+            proven_on=_NOWHERE,
         ),
         *_products(),
         *_of_libraries(),
@@ -72,6 +75,7 @@ def _products() -> list[Record]:
             f"{products}:prepare_halves" if format_ else "",
             score=score,
             properties=frozenset({"deterministic", "graph_safe", traced}),
+            proven_on=_NOWHERE,
         )
         for technique, targets, score, traced in (
             ("", plain, 11.0, "traceable"),
@@ -91,7 +95,8 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             f"{package}:judge_flash",
-            score=_WANTED_ONLY,
+            properties=frozenset({"graph_safe"}),
+            proven_on=_NOWHERE,
         ),
         AttentionEntry(
             "flash_attention",
@@ -99,7 +104,7 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=_OF_16_BITS),
             "interposer_rocm._flash_attention_judge:judge",
-            score=_WANTED_ONLY,
+            proven_on=_NOWHERE,
         ),
         Kernel(
             "latent_attention_decode",
@@ -108,7 +113,7 @@ def _of_libraries() -> list[Record]:
             "rocm",
             Requires(dtypes=("bfloat16",)),
             f"{package}:judge_latent",
-            score=_WANTED_ONLY,
+            proven_on=_NOWHERE,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_latent",
         ),
@@ -129,7 +134,7 @@ def _of_libraries() -> list[Record]:
             ),
             f"{package}:judge_experts",
             "interposer_rocm._aiter.experts:prepare",
-            score=_WANTED_ONLY,
+            proven_on=_NOWHERE,
             properties=frozenset({"opaque"}),
             confirm=f"{library}:confirm_experts",
         ),
@@ -152,7 +157,7 @@ def _of_libraries() -> list[Record]:
                 ),
                 f"{package}:judge_scaled_experts",
                 f"{scaled}:{prepare}",
-                score=_WANTED_ONLY,
+                proven_on=_NOWHERE,
                 properties=frozenset({"opaque"}),
                 confirm=f"{scaled}:confirm",
                 extra_roundings=_OF_ACTIVATIONS,

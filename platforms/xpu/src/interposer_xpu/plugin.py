@@ -20,6 +20,9 @@ _NARROW = ("bfloat16", "float16")
 _MULTIPLE = Dim(multiple_of=32)
 # No call was ever watched: nothing is promised of what it does to memory or to graphs.
 _OPAQUE = frozenset({"opaque"})
+# Nobody has run these on a GPU: what is proven goes before them, unless they are wished for or were
+# measured on the host.
+_NOWHERE: frozenset[str] = frozenset()
 
 
 @hookimpl
@@ -40,6 +43,7 @@ def interposer_records() -> list[Record]:
         prepare="interposer_xpu._weight_only_linear:prepare",
         score=20.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
     )
     fp8 = Kernel(
         "fp8_linear",
@@ -50,6 +54,7 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_fp8",
         score=20.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
     )
     # Half the conversions, where it can be had.
     fp8_weights = Kernel(
@@ -61,6 +66,7 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_fp8_weights",
         score=21.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
     )
     # The numbers of chosen experts are those that its routing was compiled for, in every version
     # known. The grouped product stores gates g and what they act on, u, in the dtype of x, which
@@ -92,6 +98,7 @@ def interposer_records() -> list[Record]:
         prepare="interposer_xpu._experts:prepare",
         score=5.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
         extra_roundings=3,
     )
     routing = Kernel(
@@ -103,6 +110,7 @@ def interposer_records() -> list[Record]:
         predicate=f"{_JUDGES}:judge_routing",
         score=20.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
     )
     norm = Kernel(
         "rms_norm",
@@ -113,14 +121,16 @@ def interposer_records() -> list[Record]:
         predicate="interposer_xpu._packages.extension:judge",
         score=5.0,
         properties=_OPAQUE,
+        proven_on=_NOWHERE,
     )
-    # Not run on a GPU: portable kernels, which read pages where they lie, go before these.
+    # What these read of the cache they copy first: kernels that need not go before.
     sdpa = AttentionEntry(
         "sdpa_gathered",
         "interposer_ops.attention:SdpaBackend",
         "xpu",
         Requires(dtypes=("float32", *_NARROW)),
         score=-1.0,
+        proven_on=_NOWHERE,
     )
     flex = AttentionEntry(
         "flex_gathered",
@@ -128,6 +138,7 @@ def interposer_records() -> list[Record]:
         "xpu",
         Requires(frozenset({"triton"}), dtypes=("float32", *_NARROW)),
         score=-1.5,
+        proven_on=_NOWHERE,
     )
     return [
         sdpa,

@@ -54,6 +54,7 @@ from interposer_tools._doctor.health import (
     Problem,
     SkippedPlugin,
 )
+from interposer_tools._doctor.hub_decorators import SUBJECT, judge_hub_decorators
 
 _RULES: dict[str, Kind] = {
     "kernels": "kernel",
@@ -104,6 +105,9 @@ def _examine_code(health: Health, config: Config) -> None:
             _examine_platforms(health, registry, config)
             _examine_plugins(health, registry)
             _examine_rules(health, registry, config)
+            decorators = judge_hub_decorators()
+            if decorators is not None:
+                health.machine[SUBJECT] = decorators.reason
             told = {str(failure.error) for failure in registry.plugins.failed}
             said = dict.fromkeys(str(warning.message) for warning in caught)
             health.warnings += [text for text in said if text not in told]

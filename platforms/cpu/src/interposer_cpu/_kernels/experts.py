@@ -9,8 +9,8 @@ the first two can be multiplied block by block beside each other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch

@@ -34,7 +34,12 @@ class FlashStep(NamedTuple):
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> FlashStep:
-        """Return ``batch`` in int32; the host waits for nothing."""
+        """Return ``batch`` in int32; the host waits for nothing.
+
+        So a graph that is captured holds the conversion too, and whatever it reads stays at its
+        address: lengths and pages are those of each replay, and what the host is told, the most
+        that the graph has room for.
+        """
         return cls(
             batch.slots,
             batch.page_table.to(torch.int32),

@@ -32,9 +32,17 @@ class FlashInferPages(NamedTuple):
     ) -> FlashInferPages:
         """Return the pages that sequences fill, of tables ``[B, M]`` and lengths ``[B]``.
 
-        It waits for the device once, to know how many there are; FlashInfer does so as well.
+        How many there are depends on the lengths, so that the host waits for them, unless both are
+        in its memory. FlashInfer plans on the host as well.
         """
         counts = (seq_lens + page_size - 1) // page_size
         filled = torch.arange(page_table.shape[1], device=page_table.device) < counts[:, None]
         last = seq_lens - (counts - 1).clamp(min=0) * page_size
         return cls(cumulated(counts), page_table[filled].to(torch.int32), last.to(torch.int32))
+
+    def indexed_on(self, device: torch.device) -> FlashInferPages:
+        """Return the pages with their indices on ``device``, where nothing is waited for.
+
+        FlashInfer copies the others itself and keeps them on the host to plan with.
+        """
+        return self._replace(indices=self.indices.to(device, non_blocking=True))

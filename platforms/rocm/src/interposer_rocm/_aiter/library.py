@@ -7,7 +7,7 @@ from interposer.errors import InterposerError
 from interposer_rocm._aiter.package import aiter_version, is_quantized
 from interposer_rocm._examined_package import ExaminedPackage
 
-FLASH = "aiter:flash_attn_varlen_func"
+FLASH = "aiter:mha_batch_prefill_func"
 MLA_DECODE = "aiter.mla:mla_decode_fwd"
 FUSED_MOE = "aiter.fused_moe:fused_moe"
 SHUFFLE_WEIGHT = "aiter.ops.shuffle:shuffle_weight"
@@ -15,8 +15,9 @@ SHUFFLE_WEIGHT = "aiter.ops.shuffle:shuffle_weight"
 # Parameters that calls of this plugin name.
 _WANTED = {
     FLASH: {
-        *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
-        *("softmax_scale", "logits_soft_cap", "causal", "window_size"),
+        *("q", "k", "v", "cu_seqlens_q", "kv_indptr", "kv_page_indices"),
+        *("max_seqlen_q", "max_seqlen_k", "softmax_scale", "logits_soft_cap"),
+        *("causal", "window_size"),
     },
     MLA_DECODE: {
         *("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"),

@@ -1,0 +1,84 @@
+"""The stages, in the order in which they run: what is asked, by which programs, in what time.
+
+``{model}`` is the shipped model, ``{work}`` a folder that all steps share and nobody keeps. Every
+program gets ``--json FILE`` and ``--seconds N`` besides, and ``--tiny`` in a rehearsal. The limits
+add up to 25 minutes at most.
+"""
+
+from __future__ import annotations
+
+from evidence.stage import Stage, Step
+
+__all__ = ["STAGES"]
+
+_LARGE = ("--work", "{work}", "--shapes", "llama-3-8b", "--batches", "1,8,64,256")
+_SMALL = ("--work", "{work}", "--shapes", "qwen3-0.6b", "--batches", "1,8,64,256")
+_TINY = ("--work", "{work}", "--shapes", "tiny", "--batches", "2", "--precisions", "bf16,fp8")
+
+STAGES = (
+    Stage(
+        "a",
+        "install",
+        "what is installed, and what doctor says of it",
+        (Step("doctor", "gpu_doctor.py", limit_s=60),),
+    ),
+    Stage(
+        "b",
+        "choices",
+        "what is chosen for the shipped model and for a model of 8 billion, and whether as graphs",
+        (Step("choices", "gpu_choices.py", ("{model}", "llama-3-8b"), ("tiny",), 45),),
+    ),
+    Stage(
+        "c",
+        "conformance",
+        "interposer verify --quick on the device",
+        (
+            Step("verify_ops", "gpu_conformance.py", ("interposer-ops",), ("interposer-ops",), 240),
+            Step("verify_cuda", "gpu_conformance.py", ("interposer-cuda",), limit_s=60),
+        ),
+    ),
+    Stage(
+        "d",
+        "tests",
+        "the tests that need a GPU",
+        (Step("tests", "gpu_tests.py", limit_s=150),),
+    ),
+    Stage(
+        "e",
+        "tokens",
+        "logits and tokens of the shipped model, beside transformers, with graphs and without",
+        (Step("tokens", "gpu_tokens.py", ("{model}",), ("tiny",), 60),),
+    ),
+    Stage(
+        "g",
+        "decode",
+        "decode and prefill of whole models, beside transformers with a compiled static cache",
+        (
+            Step("decode_8b", "gpu_decode.py", (*_LARGE, "--precisions", "bf16"), _TINY, 200),
+            Step(
+                "decode_8b_narrow", "gpu_decode.py", (*_LARGE, "--precisions", "fp8,int4"), (), 150
+            ),
+            Step("decode_small", "gpu_decode.py", _SMALL, (), 130),
+        ),
+    ),
+    Stage(
+        "f",
+        "ops",
+        "every op against its roofline, torch and torch.compile",
+        (Step("ops", "gpu_ops.py", limit_s=280),),
+    ),
+    Stage(
+        "h",
+        "tune",
+        "the fastest candidates, as a table that a plugin ships",
+        (
+            Step(
+                "tune",
+                "gpu_tune.py",
+                ("llama-3-8b", "qwen3-0.6b"),
+                ("tiny", "--precisions", "bf16"),
+                120,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,401 @@
+"""Code of plugins is examined in another process, by tasks whose findings are remembered."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import interposer
+import interposer_sandbox
+from interposer import Config
+from interposer._config.storage import default_store
+from interposer._examination.examiner import (
+    SANDBOX,
+    VerdictWarning,
+    examine,
+    forget_verdicts,
+)
+from interposer._examination.task import Task
+from interposer._validation.distribution import Distribution
+from interposer_sandbox import Finding
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+Examined = Callable[..., Finding]
+
+_numbers = count()
+_HEADER = """
+from interposer.hookspecs import hookimpl
+from interposer.records import Kernel, LayerEntry, PlatformEntry
+INTERPOSER_API = ">=1.0,<2"
+"""
+_RECORDS = """
+@hookimpl
+def interposer_records():
+    return [Kernel("rms_norm", "rms_norm_acme", "{package}.kernels:fast")]
+"""
+_HEALTHY = _HEADER + _RECORDS
+
+
+class Plugin:
+    """A package on ``sys.path`` with a plugin module, and the distribution that it stands for."""
+
+    def __init__(self, folder: Path, modules: dict[str, str]) -> None:
+        self.package = f"acme_{next(_numbers)}"
+        self.folder = folder / self.package
+        self.folder.mkdir()
+        sources = {"__init__": "", "kernels": "def fast():\n    pass\n", **modules}
+        for name, source in sources.items():
+            text = textwrap.dedent(source).replace("{package}", self.package)
+            (self.folder / f"{name}.py").write_text(text, encoding="utf-8")
+        self.distribution = self.distributed("1.0")
+
+    def distributed(self, version: str) -> Distribution:
+        return Distribution(self.package, version, "f" * 64, (), str(self.folder.parent), False)
+
+    @property
+    def task(self) -> Task:
+        return Task("plugin", {"value": f"{self.package}.plugin", "name": "acme"})
+
+    def target(self, name: str) -> Task:
+        return Task("target", {"targets": [f"{self.package}.{name}"]})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(cache_dir=str(tmp_path / "cache"), probe_seconds=20.0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Plugin]]:
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield lambda **modules: Plugin(tmp_path, modules)
+    # What was imported here would be found by tests that ask which names are free.
+    for name in set(sys.modules) - before:
+        if name.startswith("acme_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def examined(make: Callable[..., Plugin], config: Config) -> Iterator[Examined]:
+    """Return an examination of a plugin module whose last lines are given."""
+
+    def examine_source(source: str, records: str = _RECORDS, **more: str) -> Finding:
+        seconds = 0.5 if more.pop("hurry", "") else 20.0
+        text = _HEADER + textwrap.dedent(records) + textwrap.dedent(source)
+        plugin = make(plugin=text, **more)
+        patient = Config(cache_dir=config.cache_dir, probe_seconds=seconds)
+        return examine(plugin.distribution, plugin.task, patient)
+
+    yield examine_source
+    # Whatever happened, the process lives and serves a healthy one.
+    healthy = make(plugin=_HEALTHY)
+    assert examine(healthy.distribution, healthy.task, config)
+
+
+def test_a_healthy_plugin_is_accepted(examined: Examined) -> None:
+    assert examined("") == Finding(True, facts={"platforms": []})
+
+
+_HOOKS = [
+    ("def interposer_records():\n    raise OSError('x')", r"interposer_records raised OSError"),
+    ("def interposer_records():\n    return 3", "interposer_records raised RecordError"),
+    ("def interposer_records():\n    return ['x']", "declares a 'str', which is not a record"),
+    (
+        "def interposer_records():\n    while True: yield 1",
+        "declares more than 1,000 records",
+    ),
+    (
+        "def interposer_records():\n    while True: pass",
+        "did not return within 0.5 s while calling interposer_records",
+    ),
+    ("def interposer_records():\n    print('x')\n    return []", r"interposer_records prints 'x"),
+    ("def interposer_recrods():\n    return []", "hooks are not valid: .*interposer_recrods"),
+    ("def interposer_selected(choise): pass", "hooks are not valid: .*choise"),
+    (
+        "def interposer_records():\n    return [Kernel('a', 'a_b', '{package}.kernels:fsat')]",
+        "'a_b' names .*: .* has no 'fsat'; nearest: fast",
+    ),
+    (
+        "def interposer_records():\n    return [Kernel('a', 'a_' + 'ü' * 5000, 'a.b:c')]",
+        "a name of 5,002 characters; 100 are allowed",
+    ),
+    (
+        "class Mine(Kernel):\n"
+        "    def __eq__(self, other): raise OSError\n"
+        "    def __hash__(self): raise OSError\n"
+        "    def __repr__(self): raise OSError\n"
+        "@hookimpl\n"
+        "def interposer_records():\n    return [Mine('a', 'a_b', 'a.b:c')] * 2",
+        "declares a 'Mine', which is not a record",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hook", "reason"), _HOOKS)
+def test_hooks_and_records_are_checked(hook: str, reason: str, examined: Examined) -> None:
+    marker = "" if "@hookimpl" in hook else "@hookimpl\n"
+    hurry = "yes" if "did not return" in reason else ""
+    verdict = examined("", marker + hook, hurry=hurry)
+    assert re.search(reason, verdict.reason, re.DOTALL), verdict.reason
+
+
+def test_five_hundred_records_are_no_fault(examined: Examined) -> None:
+    records = """
+    @hookimpl
+    def interposer_records():
+        return [Kernel("a", f"a_{n}", "{package}.kernels:fast") for n in range(500)]
+    """
+    assert examined("", records)
+
+
+def test_a_plugin_has_to_state_its_api(make: Callable[..., Plugin], config: Config) -> None:
+    plugin = make(plugin="")
+    assert "INTERPOSER_API" in examine(plugin.distribution, plugin.task, config).reason
+
+
+def test_platforms_are_known_though_their_class_crashes(examined: Examined) -> None:
+    records = """
+    @hookimpl
+    def interposer_records():
+        return [PlatformEntry("acme", "{package}.platform:Acme", score=7.0)]
+    """
+    finding = examined("", records, platform="import os\nAcme = 0\nos.abort()\n")
+    assert finding.reason == "killed by SIGABRT while loading platform 'acme'"
+    assert finding.facts["platforms"] == [{"name": "acme", "score": 7.0}]
+
+
+def test_a_plugin_may_not_ask_for_plugins_while_it_is_examined(examined: Examined) -> None:
+    source = """
+    from interposer import Config
+    from interposer._examination.examiner import examine
+    from interposer._examination.task import Task
+    from interposer._validation.distribution import Distribution
+    other = Distribution("other", "1.0", "f" * 64, (), "/", False)
+    task = Task("target", {"targets": ["json:dumps"]})
+    raise OSError(examine(other, task, Config(cache_dir="/nowhere")).reason)
+    """
+    reason = examined(source).reason
+    assert "cannot be examined: a plugin asked for other plugins while it was examined" in reason
+    assert "Try: do so when it is used" in reason
+
+
+def test_targets_are_loaded(make: Callable[..., Plugin], config: Config) -> None:
+    plugin = make(kernels="print('fine')\nfast = 1\n", crash="import os; os.abort()")
+    distribution = plugin.distribution
+    tasks = [plugin.target(name) for name in ("kernels:fast", "kernels:fsat", "crash:x")]
+    good, missing, crash = (examine(distribution, task, config) for task in tasks)
+    assert good
+    assert "has no 'fsat'; nearest: fast" in missing.reason
+    assert crash.reason == f"killed by SIGABRT while loading {plugin.package}.crash:x"
+
+
+_PLATFORM = """
+import sys
+assert "torch" in sys.modules, "torch is to be imported before any limit applies"
+from interposer import Platform, Verdict
+
+class Acme(Platform):
+    name, device_type = "acme", "cpu"
+
+    @classmethod
+    def probe(cls):
+        {probe}
+
+    def devices(self): return []
+    def capability(self, device): raise NotImplementedError
+    def dtypes(self, device): return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("probe", "reason"),
+    [
+        ("return Verdict.accept()", ""),
+        ("return Verdict.refuse('no such device')", ""),
+        ("return True", "probing .*:Acme returned True, not a Verdict"),
+        ("raise OSError('x')", "probing .*:Acme raised OSError"),
+        ("import os; os.abort()", "killed by SIGABRT while probing .*:Acme"),
+        ("import torch; torch.set_num_threads(97)", "changes torch's number of threads"),
+        (
+            "import threading; threading.Barrier(2).wait()",
+            "did not return within 2 s while probing",
+        ),
+    ],
+)
+def test_platforms_are_probed(
+    probe: str, reason: str, make: Callable[..., Plugin], config: Config
+) -> None:
+    source = "import torch\n" + _PLATFORM.replace("{probe}", probe)
+    plugin = make(platform=source)
+    limit = Config(cache_dir=config.cache_dir, probe_seconds=2.0)
+    task = Task("platform", {"target": f"{plugin.package}.platform:Acme"})
+    verdict = examine(plugin.distribution, task, limit if "did not return" in reason else config)
+    assert verdict.accepted is not bool(reason)
+    assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_a_verdict_is_remembered_in_memory_and_on_disk(
+    make: Callable[..., Plugin], config: Config, tmp_path: Path
+) -> None:
+    note = tmp_path / "runs"
+    source = f"from pathlib import Path\nwith Path({str(note)!r}).open('a') as f: f.write('x')\n"
+    plugin = make(plugin=source + _HEADER + "raise OSError('x')")
+    first = examine(plugin.distribution, plugin.task, config)
+    assert first.span is not None
+    assert examine(plugin.distribution, plugin.task, config) == replace(first, span=None)
+    assert examine(plugin.distribution, plugin.task, config).span is None
+    forget_verdicts()
+    assert examine(plugin.distribution, plugin.task, config) == first
+    assert note.read_text() == "x"
+    assert len([*default_store(config).entries("verdicts")]) == 1
+    # Another version, another driver: other verdicts.
+    examine(plugin.distributed("1.1"), plugin.task, config)
+    examine(plugin.distribution, plugin.task, config, driver="2")
+    assert note.read_text() == "xxx"
+
+
+def test_a_corrupt_verdict_is_made_anew(make: Callable[..., Plugin], config: Config) -> None:
+    plugin = make(plugin=_HEALTHY)
+    examine(plugin.distribution, plugin.task, config)
+    (entry,) = default_store(config).entries("verdicts")
+    entry.path.write_text("{}")
+    forget_verdicts()
+    with pytest.warns(VerdictWarning, match=re.escape(str(entry.path))):
+        assert examine(plugin.distribution, plugin.task, config)
+    (entry,) = default_store(config).entries("verdicts")
+    assert not entry.problem
+
+
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    make: Callable[..., Plugin], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    config = Config(cache_dir=str(tmp_path / "file"), probe_seconds=20.0)
+    plugin = make(plugin=_HEALTHY)
+    forget_verdicts()
+    writing = pytest.warns(VerdictWarning, match="cannot be written")
+    with pytest.warns(VerdictWarning, match="cannot be read"), writing:
+        assert examine(plugin.distribution, plugin.task, config)
+
+
+def test_a_higher_limit_is_another_chance(make: Callable[..., Plugin], config: Config) -> None:
+    plugin = make(plugin=_HEALTHY + "import time; time.sleep(1)")
+    short = Config(cache_dir=config.cache_dir, probe_seconds=0.3)
+    assert not examine(plugin.distribution, plugin.task, short)
+    assert not examine(plugin.distribution, plugin.task, short)
+    assert examine(plugin.distribution, plugin.task, config)
+
+
+def test_a_missing_module_that_comes_is_another_chance(
+    make: Callable[..., Plugin], config: Config, tmp_path: Path
+) -> None:
+    plugin = make(plugin=_HEALTHY + "import {package}_needs")
+    finding = examine(plugin.distribution, plugin.task, config)
+    assert finding.facts["missing"] == f"{plugin.package}_needs"
+    (tmp_path / f"{plugin.package}_needs.py").write_text("")
+    importlib.invalidate_caches()
+    assert examine(plugin.distribution, plugin.task, config)
+
+
+def test_who_took_too_long_gets_one_more_chance_in_the_next_process(
+    make: Callable[..., Plugin], config: Config, tmp_path: Path
+) -> None:
+    busy = tmp_path / "busy"
+    waits = f"import time, pathlib\nwhile pathlib.Path({str(busy)!r}).exists(): time.sleep(0.1)\n"
+    short = Config(cache_dir=config.cache_dir, probe_seconds=1.0)
+    for freed in (True, False):
+        plugin = make(plugin=_HEALTHY + waits)
+        busy.touch()
+        assert not examine(plugin.distribution, plugin.task, short)
+        assert examine(plugin.distribution, plugin.task, short).span is None
+        forget_verdicts()
+        if freed:
+            busy.unlink()
+        again = examine(plugin.distribution, plugin.task, short)
+        assert (again.span is not None, again.accepted) == (True, freed)
+        forget_verdicts()
+        last = examine(plugin.distribution, plugin.task, short)
+        assert (last.span is None, last.accepted) == (True, freed)
+
+
+def test_without_isolation_this_process_does_it(
+    make: Callable[..., Plugin], config: Config
+) -> None:
+    plugin = make(plugin=_HEADER + "import builtins; builtins.len = None")
+    here = Config(cache_dir=config.cache_dir, isolation="off")
+    finding = examine(plugin.distribution, plugin.task, here)
+    assert "replaces builtins.len" in finding.reason
+    assert f"{plugin.package}.plugin" in sys.modules
+    assert len("abc") == 3
+
+
+def test_a_process_that_cannot_start_is_a_refusal_for_this_time(
+    make: Callable[..., Plugin], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = make(plugin=_HEALTHY)
+    SANDBOX.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        reason = examine(plugin.distribution, plugin.task, config).reason
+    assert reason.startswith("cannot be examined: /nowhere/python cannot be started")
+    assert "isolation='off'" in reason
+    assert examine(plugin.distribution, plugin.task, config)
+
+
+_WITHOUT_METADATA = """
+import sys
+sys.path[:] = sys.argv[1:]
+from importlib.metadata import PackageNotFoundError, version
+for name in ("interposer", "torch"):
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print(name)
+from interposer import Config
+from interposer._validation.distribution import Distribution
+from interposer._examination.task import Task
+from interposer._examination.examiner import examine, forget_verdicts
+for _ in range(2):
+    found = examine(
+        Distribution("acme", "1.0", "f" * 64, (), sys.argv[1], False),
+        Task("target", {"targets": ["json:dumps"]}),
+        Config(cache_dir=sys.argv[1] + "/cache"),
+    )
+    print(found.accepted, found.span is None)
+    forget_verdicts()
+"""
+
+
+def test_packages_without_metadata_are_no_obstacle(tmp_path: Path) -> None:
+    standard = sysconfig.get_path("stdlib")
+    for installed in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        for entry in Path(installed).iterdir():
+            link = tmp_path / entry.name
+            if not (entry.suffix in (".dist-info", ".pth") or link.exists()):
+                link.symlink_to(entry)
+    for file in (interposer.__file__, interposer_sandbox.__file__):
+        folder = Path(file).parent
+        if not (tmp_path / folder.name).exists():
+            (tmp_path / folder.name).symlink_to(folder)
+    path = [str(tmp_path), standard, str(Path(standard) / "lib-dynload")]
+    command = [sys.executable, "-S", "-c", _WITHOUT_METADATA, *path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "interposer\ntorch\nTrue False\nTrue True\n", done.stderr
+
+
+def test_importing_the_examination_does_not_import_torch() -> None:
+    program = "import sys, interposer._examination.examiner; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

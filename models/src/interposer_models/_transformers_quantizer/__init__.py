@@ -1,0 +1,1 @@
+"""Online quantization of models that transformers loads."""

@@ -1,0 +1,19 @@
+"""Wheels of packages that are played on the processor: their versions and their code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+VERSIONS = {"flash-attn": "2.8.3", "flash-attn-3": "3.0.0b2", "flashinfer-python": "0.7.2"}
+FLASH = "from played_flash import of_version_{} as flash_attn_with_kvcache"
+MODULES = {
+    "flash-attn": {
+        "flash_attn": f"{FLASH.format(2)}, flash_attn_varlen_func\n",
+        "played_attention": "",
+        "played_flash": "",
+    },
+    "flash-attn-3": {"flash_attn_interface": FLASH.format(3)},
+    "flashinfer-python": {"flashinfer": (HERE / "played_flashinfer.py").read_text("utf-8")},
+}
+IMPORTED = {name for modules in MODULES.values() for name in modules}

@@ -1,0 +1,195 @@
+"""Decode steps that other packages attend in are captured, and replayed with other lengths.
+
+The packages are played on the processor, and so is the capture, see ``tests/tape.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from platforms.cuda.tests.test_providers import BACKENDS, SPEC, site
+from tests.tape import TapePlatform
+
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    Capability,
+    Config,
+    Device,
+    register,
+)
+from interposer.errors import MissingMemberError
+from interposer.hookspecs import hookimpl
+from interposer.records import PlatformEntry, Record
+from interposer_cuda._flashinfer.attention import FlashInferBackend
+from interposer_models import load
+from interposer_ops.attention import FlexBackend, SdpaBackend
+from interposer_testing.workload import paged_batch, random_projections
+
+MODEL = Path(__file__).parents[3] / "examples/models/stdlib-lm"
+PARTS = frozenset({"interposer-models", "interposer-ops", "interposer-quantization"})
+CAPABILITY = Capability(
+    "sm_90",
+    frozenset({"cp_async", "tensor_cores_2"}),
+    frozenset({"bfloat16", "float16"}),
+    memory_bytes=2**30,
+)
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [1] * 30]
+NUMBERS = ("query_starts", "seq_lens", "page_table", "slots")
+
+
+class Reel(TapePlatform):
+    name = "reel"
+
+    def devices(self) -> Sequence[Device]:
+        return [Device("reel", "cpu", "a tape of a GPU", CAPABILITY)]
+
+    def capability(self, device: str) -> Capability:
+        return CAPABILITY
+
+    def dtypes(self, device: str) -> Sequence[torch.dtype]:
+        return [torch.bfloat16]
+
+
+class Reels:
+    @staticmethod
+    @hookimpl
+    def interposer_records() -> list[Record]:
+        return [PlatformEntry("reel", f"{__name__}:Reel", runs=("cuda",))]
+
+
+@pytest.fixture
+def reel() -> Iterator[None]:
+    Reel.captured = Reel.replayed = 0
+    TapePlatform.captured = TapePlatform.replayed = 0
+    with register(Reels(), "reels"):
+        yield
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flashinfer"])
+def test_graphs_of_them_decode_the_same_tokens(packages: None, reel: None, name: str) -> None:
+    found: list[Any] = []
+    for graphs in ("off", "on"):
+        config = Config(
+            graphs=graphs,
+            platform="reel",
+            plugins=PARTS | {"interposer-cuda"},
+            attention={"decoder": name},
+            canary="off",
+        )
+        lm = load(MODEL, config=config, cache_tokens=1024, max_sequences=4)
+        assert {type(b) for b in lm.engine.backends} < {*BACKENDS}
+        # Sequences end one after the other, so that rows become padding while others grow.
+        params = [{"max_new_tokens": n, "ignore_eos": True} for n in (14, 5, 9)]
+        requests = [lm.engine.add(p, _params(**q)) for p, q in zip(PROMPTS, params, strict=True)]
+        while lm.engine.busy:
+            lm.engine.step()
+        found.append([(r.output, r.logprobs) for r in requests])
+    assert found[0] == found[1]
+    assert TapePlatform.captured == 3
+    assert TapePlatform.replayed == 13
+
+
+def _params(**settings: Any) -> Any:
+    from interposer_models import SamplingParams
+
+    return SamplingParams(**settings)
+
+
+def decoding(lengths: Sequence[int], page_size: int, most_pages: int) -> AttentionBatch:
+    """Return a step of one token per sequence; the pages of each are in no order."""
+    tables = torch.randperm(len(lengths) * most_pages).view(len(lengths), most_pages)
+    batch = paged_batch(list(tables), [n - 1 for n in lengths], [1] * len(lengths), page_size)
+    return replace(batch, max_seq_tokens=most_pages * page_size)
+
+
+def test_a_fixed_plan_stays_where_it_is(packages: None) -> None:
+    spec = replace(SPEC, page_size=4)
+    fixed, fresh = (FlashInferBackend(spec, site(spec.dtype)) for _ in range(2))
+    torch.manual_seed(0)
+    held = decoding([1, 1, 1], 4, 6)
+    plan = fixed.plan_fixed(held)
+    buffers = plan.wrapper.buffers
+    addresses = [t.data_ptr() for t in (*buffers, plan.slots)]
+    for lengths in ([5, 24, 1], [4, 8, 17], [1, 1, 2]):
+        now = decoding(lengths, 4, 6)
+        for name in NUMBERS:
+            getattr(held, name).copy_(getattr(now, name))
+        fixed.update_plan(plan, held)
+        (cache,) = fixed.kv_layout().allocate(1, 18, "cpu")
+        cache.normal_()
+        generator = torch.Generator().manual_seed(1)
+        query, key, value = random_projections(spec, 3, generator, fused=False)
+        own = cache.clone()
+        out = fixed.forward(query, key, value, cache, plan)
+        # A step in between that is not captured changes nothing of it.
+        fixed.plan(now)
+        assert torch.equal(out, fresh.forward(query, key, value, own, fresh.plan(now)))
+        assert torch.equal(cache, own)
+        assert torch.equal(fixed.forward(query, key, value, cache, plan), out)
+        assert [t.data_ptr() for t in (*buffers, plan.slots)] == addresses
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a device, and what is computed of it: whoever asks for a value waits."""
+
+    waits: ClassVar[set[Any]] = {
+        *(torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy),
+        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
+        *(torch.Tensor.__index__, torch.Tensor.nonzero, torch.nonzero, torch.equal),
+        *(torch.masked_select, torch.Tensor.masked_select, torch.unique, torch.Tensor.equal),
+    }
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.waits:
+            raise AssertionError(f"the host waits for {func.__name__}")
+        if func is torch.Tensor.__getitem__:
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(getattr(place, "dtype", None) == torch.bool for place in places):
+                raise AssertionError("the host waits for a number of rows")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def on_device(batch: AttentionBatch) -> AttentionBatch:
+    moved = {name: getattr(batch, name).clone().as_subclass(OnDevice) for name in NUMBERS}
+    return replace(batch, **moved, host=batch)
+
+
+PLANNING: list[Any] = [*BACKENDS, SdpaBackend, FlexBackend]
+
+
+@pytest.mark.parametrize("backend", PLANNING)
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_plan_waits_for_the_device(
+    packages: None, backend: type[AttentionBackend], window: int | None
+) -> None:
+    spec = replace(SPEC, window_tokens=window)
+    made = backend(spec, site(spec.dtype))
+    tables = list(torch.arange(6).view(3, 2))
+    for starts, lengths in (
+        ((0, 0, 0), (3, 1, 7)),
+        ((8, 300, 0), (1, 1, 1)),
+        ((8, 0, 3), (1, 4, 2)),
+    ):
+        batch = paged_batch(tables, starts, lengths, spec.page_size)
+        made.plan(on_device(batch))
+        with pytest.raises(AssertionError, match="the host waits"):
+            on_device(batch).seq_lens.tolist()
+
+
+def test_a_backend_that_plans_on_the_host_has_to_say_how() -> None:
+    class Half(SdpaBackend):
+        plans_on_host = True
+
+    backend = Half(SPEC, site(SPEC.dtype))
+    batch = decoding([2], 4, 1)
+    with pytest.raises(MissingMemberError, match="Half plans on the host but has no plan_fixed"):
+        backend.plan_fixed(batch)
+    with pytest.raises(MissingMemberError, match="Half plans on the host but has no update_plan"):
+        backend.update_plan(None, batch)

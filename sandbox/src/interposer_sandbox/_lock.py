@@ -1,0 +1,21 @@
+"""A lock that a fork of the process does not inherit."""
+
+from __future__ import annotations
+
+import os
+from threading import RLock
+
+
+class ForkSafeLock:
+    """A reentrant lock, ``held``, that is free in a forked process.
+
+    Such a process lacks the thread that may hold it, so nobody would ever release it.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self.held = RLock()

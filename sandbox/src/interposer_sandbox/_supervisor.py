@@ -1,0 +1,265 @@
+"""The watch over a forked process: reads what it tells and prints, and sees to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from interposer_sandbox._task import Finding
+
+FAILED_CODE = 70
+"""The exit code of a child process that could not tell anything."""
+
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes a child process print where all its threads are."""
+
+DEATH_SECONDS = 1.0
+"""How long a process that was killed may take to end."""
+
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 1.0
+_DUMP_SECONDS = 0.1
+# In less time a busy machine may not come round to a process that works.
+_LEAST_SECONDS = 1.0
+# Who works uses more of a processor than this, and who waits less.
+_WORKING_SHARE = 0.02
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_CHUNK_BYTES = 1 << 16
+_MOST_CHUNKS = 16
+_HEAD_BYTES = 800
+_PRINTED_LIMIT = 200
+_TAIL_BYTES = 16_000
+_LINE_BYTES = 4_000_000
+# These come from outside as a rule: somebody ends processes, or memory ran out.
+_PASSING = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+
+class Ended(Exception):
+    """Nobody is left who wants the answer."""
+
+
+class Pipes(NamedTuple):
+    """One end of the three pipes between a child process and its watch.
+
+    Attributes:
+        lines: what it tells.
+        quiet: what is printed while nothing should be.
+        output: what is printed later, and the traceback of a crash.
+    """
+
+    lines: int
+    quiet: int
+    output: int
+
+
+class Watch:
+    """Follows one child process to its end, and ends it where it must.
+
+    Args:
+        seconds: limit every stage of its task.
+        token: is in every line that it tells, and in none that foreign code writes there.
+    """
+
+    def __init__(self, pid: int, pipes: Pipes, seconds: float, token: str) -> None:
+        self._pid = pid
+        self._pipes = pipes
+        self._seconds = seconds
+        self._token = token
+        self._open = set(pipes)
+        for descriptor in self._open:
+            os.set_blocking(descriptor, False)
+        self._finding: Finding | None = None
+        self._facts: dict[str, Any] = {}
+        self._wants_imports = False
+        self._unread = b""
+        self._head = b""
+        self._tail = b""
+        self._code: int | None = None
+        self._late = ""
+        self._used = self._deadline = self._beaten = self._checked = 0.0
+        self._begin("starting", 1.0)
+
+    def follow(self, asking: int, answering: int) -> Finding | None:
+        """Return what the process found, or how it ended; None if it wants modules imported first.
+
+        Args:
+            asking: ends when nobody wants the answer any more.
+            answering: is sent an empty line every second.
+
+        Raises: Ended: ``asking`` ended; the process is killed.
+        """
+        try:
+            self._await_end(asking, answering)
+            ending, facts = self._ending()
+        finally:
+            self._kill()
+        self._read()
+        if self._wants_imports:
+            return None
+        if self._finding is None:
+            # With the end of what it printed.
+            text = self._tail.decode(errors="backslashreplace")
+            printed = text.partition("\nExtension modules:")[0].strip()
+            return Finding.refuse(f"{ending} while {self._stage}", printed, **self._facts, **facts)
+        if self._finding and self._head:
+            printed = self._head.decode(errors="backslashreplace")[:_PRINTED_LIMIT]
+            reason = f"prints {printed!r} while it is imported and asked"
+            return Finding.refuse(reason, **self._finding.facts)
+        return self._finding
+
+    @property
+    def _told(self) -> bool:
+        return self._finding is not None or self._wants_imports
+
+    @property
+    def _gone(self) -> bool:
+        return self._code is not None or self._pipes.lines not in self._open
+
+    def _await_end(self, asking: int, answering: int) -> None:
+        beat = time.monotonic()
+        while not (self._told or self._gone):
+            ready, _, _ = select.select([asking, *self._open], [], [], _POLL_SECONDS)
+            if asking in ready:  # nothing is asked before this is answered, so this is the end
+                raise Ended
+            self._read()
+            if not ready:
+                self._reap()
+            now = time.monotonic()
+            self._late = self._lateness(now)
+            if self._late:
+                return
+            if now > beat + _BEAT_SECONDS:
+                beat = now
+                os.write(answering, b"\n")
+
+    def _lateness(self, now: float) -> str:
+        """Return how a stage is late, empty while it may go on.
+
+        What may take longer than usual has to show that it works: it is to use a processor, or a
+        process that it started is, and it is to let other threads have the interpreter's lock.
+        """
+        if now > self._deadline:
+            return f"did not return within {self._limit_seconds:g} s"
+        if self._limit_seconds > self._seconds:
+            seconds = max(self._seconds, _LEAST_SECONDS)
+            if now > self._beaten + seconds:
+                return f"did not return within {seconds:g} s, holding the interpreter's lock"
+            if now > self._checked + seconds:
+                used, self._checked = _processor_seconds(self._pid), now
+                if used is not None and used - self._used < _WORKING_SHARE * seconds:
+                    return f"did not return within {seconds:g} s, waiting without working"
+                self._used = used or 0.0
+        return ""
+
+    def _ending(self) -> tuple[str, dict[str, Any]]:
+        """Return how a process ended that told nothing, or is late, and facts about it."""
+        if self._told:
+            return "", {}
+        if not self._gone:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, DUMP_SIGNAL)
+            self._await_death(_DUMP_SECONDS)
+            return self._late, {"limit_seconds": self._seconds}
+        self._await_death(DEATH_SECONDS)
+        code = self._code
+        if code is None or code == FAILED_CODE:
+            return "closed the pipe of its examination", {}
+        if code >= 0:
+            return f"exited with code {code}", {}
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"killed by {name}", {"passing": -code in _PASSING}
+
+    def _await_death(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._code is None and time.monotonic() < deadline:
+            self._read()
+            self._reap()
+            if self._code is None:
+                time.sleep(0.0005)
+
+    def _reap(self) -> None:
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+
+    def _kill(self) -> None:
+        """End the process and all of its group; one that the system holds on to is left behind."""
+        # While it starts it has no group of its own yet.
+        for kill in (os.killpg, os.kill) if self._code is None else (os.killpg,):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self._pid, signal.SIGKILL)
+        self._await_death(DEATH_SECONDS)
+
+    def _read(self) -> None:
+        for descriptor in [*self._open]:
+            for _ in range(_MOST_CHUNKS):
+                try:
+                    chunk = os.read(descriptor, _CHUNK_BYTES)
+                except BlockingIOError:
+                    break
+                if not chunk:
+                    self._open.discard(descriptor)
+                    break
+                if descriptor == self._pipes.lines:
+                    self._take(chunk)
+                    continue
+                if descriptor == self._pipes.quiet and len(self._head) < _HEAD_BYTES:
+                    self._head += chunk[:_HEAD_BYTES]
+                self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
+
+    def _take(self, chunk: bytes) -> None:
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        for line in lines:
+            with suppress(ValueError, TypeError, RecursionError):  # foreign code wrote it
+                self._understand(json.loads(line))
+        if len(self._unread) > _LINE_BYTES:
+            self._open.discard(self._pipes.lines)
+
+    def _understand(self, message: Any) -> None:
+        if not isinstance(message, dict) or message.pop("token", "") != self._token:
+            return
+        match message:
+            case {"begin": str(stage), "patience": float(patience)}:
+                self._begin(stage, patience)
+            case {"beat": True}:
+                self._beaten = time.monotonic()
+            case {"note": dict(facts)}:
+                self._facts |= facts
+            case {"warm": True}:
+                self._wants_imports = True
+            case {"finding": found} if self._finding is None:
+                self._finding = Finding.from_json(found)
+
+    def _begin(self, stage: str, patience: float) -> None:
+        self._stage = stage
+        self._limit_seconds = patience * self._seconds
+        self._beaten = self._checked = now = time.monotonic()
+        self._deadline = now + self._limit_seconds
+        self._used = _processor_seconds(self._pid) or 0.0 if patience > 1 else 0.0
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Yield the child processes of a process; none where the system does not list them."""
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                yield from map(int, (task / "children").read_text("ascii").split())
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Return what a process and all that it started have used; None where nobody tells."""
+    try:
+        # The name in it may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    own = sum(map(int, fields[11:15])) / _TICKS_PER_SECOND
+    return own + sum(_processor_seconds(child) or 0.0 for child in children_of(pid))

@@ -1,0 +1,600 @@
+"""Foreign code runs in a fork: whatever it does costs a refusal there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from interposer_sandbox import (
+    Finding,
+    Function,
+    Host,
+    Reporter,
+    Sandbox,
+    SandboxError,
+    UnavailableError,
+    run_here,
+)
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+# What the tests run in forks: each loads modules as stages of their own.
+VISITS = """
+import os, time
+from importlib import import_module
+from interposer_sandbox import Finding, Host, SideEffects
+
+HOST = Host(environment=lambda: os.environ)
+
+def visit(arguments, reporter):
+    module = arguments["module"]
+    watch = SideEffects(HOST, alone=reporter.alone, package=module)
+    reporter.run(f"importing {module}", watch, import_module, module)
+    return Finding.accept()
+
+def load(arguments, reporter):
+    reporter.unmute()
+    module = arguments["module"]
+    watch = SideEffects(HOST, light=False, alone=reporter.alone, package=module)
+    reporter.note(module=module)
+    reporter.run(f"loading {module}", watch, import_module, module)
+    return Finding.accept("is loaded")
+
+def work(arguments, reporter):
+    reporter.begin("working", patience=20.0)
+    deadline = time.monotonic() + arguments["seconds"]
+    while time.monotonic() < deadline:
+        pass
+    return Finding.accept()
+"""
+HOST = Host(environment=lambda: os.environ, slow_modules=("torch",))
+
+_numbers = count()
+
+Visited = Callable[..., Finding]
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(HOST) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return a folder on the path with the functions of these tests."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "acme_visits.py").write_text(VISITS, encoding="utf-8")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("acme_")]:
+        del sys.modules[name]
+
+
+def function(name: str) -> Function:
+    found: Function = getattr(importlib.import_module("acme_visits"), name)
+    return found
+
+
+def write(folder: Path, source: str) -> str:
+    """Return the name of a new module."""
+    name = f"acme_{next(_numbers)}"
+    (folder / f"{name}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    return name
+
+
+@pytest.fixture
+def visited(folder: Path, sandbox: Sandbox) -> Iterator[Visited]:
+    """Return a visit to a module of the given source; afterwards a healthy one is visited."""
+
+    def visit(source: str, seconds: float = 20.0, name: str = "visit") -> Finding:
+        return sandbox.run(function(name), {"module": write(folder, source)}, seconds)
+
+    yield visit
+    assert visit("")
+
+
+def test_healthy_code_is_accepted(visited: Visited) -> None:
+    assert visited("") == Finding.accept()
+
+
+def test_what_was_noted_and_said_is_kept(folder: Path, visited: Visited) -> None:
+    finding = visited("print('fine')", name="load")
+    assert finding == Finding(True, "is loaded", facts={"module": finding.facts["module"]})
+    assert visited("import os; os.abort()", name="load").facts["module"].startswith("acme_")
+
+
+# What a module does when it is imported, and the reason that it is refused with.
+_RAISED = [
+    ("import nowhere_at_all", r"importing acme_\d+ raised ModuleNotFoundError\(.*nowhere"),
+    ("raise RuntimeError('on purpose')", r"raised RuntimeError\('on purpose'\)"),
+    ("def", r"importing acme_\d+ raised SyntaxError"),
+    ("import sys; sys.exit(3)", r"raised SystemExit\(3\)"),
+    ("raise KeyboardInterrupt", r"raised KeyboardInterrupt\(\)"),
+    ("raise GeneratorExit", r"raised GeneratorExit\(\)"),
+    ("class Own(BaseException): pass\nraise Own('x')", r"raised Own\('x'\)"),
+    ("def down(): down()\ndown()", r"raised RecursionError"),
+    ("bytearray(1 << 62)", r"raised MemoryError"),
+    (
+        "class Own(Exception):\n    def __repr__(self): raise ValueError\nraise Own",
+        r"raised Own\(\.\.\.\)",
+    ),
+    ("raise RuntimeError('\\ud800\\x1b[31m' + 'é' * 5000)", r"raised RuntimeError\('\\\\?ud800"),
+]
+_ENDED = [
+    ("import os; os._exit(3)", r"exited with code 3 while importing acme_\d+"),
+    ("import os; os._exit(0)", "exited with code 0 while importing"),
+    ("import os; os.abort()", "killed by SIGABRT while importing"),
+    ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV while importing"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "killed by SIGILL while importing"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while"),
+    ("import os; os.closerange(0, 1024)", "closed the pipe of its examination while importing"),
+    ("import os; os._exit = None; os.write = None; raise OSError", r"raised OSError\(\)"),
+]
+_EFFECTS = [
+    ("print('hello')", r"importing acme_\d+ prints 'hello\\n'"),
+    ("import sys; sys.stderr.write('hello')", "prints 'hello'"),
+    ("print('x' * 10_000_000)", "prints 'x{200}'$"),
+    ("import os; os.write(1, b'from below')", "prints 'from below'"),
+    ("import ctypes; ctypes.CDLL(None).printf(b'native')", "prints 'native'"),
+    ("import os; os.environ['ACME'] = '1'", "changes the environment: ACME"),
+    ("import os; os.environ = {'ACME': '1'}", "changes the environment: "),
+    ("import builtins; builtins.print = None", "replaces builtins.print"),
+    (
+        "import builtins; builtins.len = None; builtins.isinstance = 3",
+        "replaces builtins.isinstance; .* replaces builtins.len",
+    ),
+    ("import builtins; builtins.__import__ = None", "replaces builtins.__import__"),
+    ("import builtins; builtins.acme = 1", "adds builtins.acme"),
+    ("import builtins; del builtins.sorted", "replaces builtins.sorted"),
+    ("import sys; sys.modules['json'] = None", "replaces the module 'json'"),
+    ("import sys; del sys.modules['json']", "removes the module 'json'"),
+    ("import os; os.chdir('/')", "changes the working directory"),
+    ("import sys; sys.path.append('/acme')", "changes sys.path"),
+    ("import sys; sys.excepthook = print", "replaces sys.excepthook"),
+    (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "installs a handler for SIGTERM",
+    ),
+    (
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(99,), name='mine', daemon=True).start()",
+        "leaves the thread 'mine' running",
+    ),
+    (
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(99,), name='mine').start()",
+        "leaves the thread 'mine' running",
+    ),
+    (
+        "import _thread, time; _thread.start_new_thread(time.sleep, (99,))",
+        r"leaves 1 thread\(s\) without a name running",
+    ),
+    ("import atexit, os; atexit.register(os.abort)", "registers a function for the end of the"),
+    ("import os; os.closerange(3, 100)", "closes the file descriptor"),
+    ("import os\nif os.fork() == 0: os._exit(0)", "forks the process"),
+    ("import os; os.fork()", "forks the process"),
+]
+_HANGS = [
+    "while True: pass",
+    "import time; time.sleep(10)",
+    "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "import signal, time\n"
+    "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):\n"
+    "    signal.signal(number, signal.SIG_IGN)\n"
+    "time.sleep(10)",
+]
+_HARMLESS = [
+    "import warnings; warnings.warn('old', DeprecationWarning)",
+    "import threading; t = threading.Thread(target=int); t.start(); t.join()",
+]
+
+
+@pytest.mark.parametrize(("source", "reason"), [*_RAISED, *_ENDED, *_EFFECTS])
+def test_what_code_does_at_import_costs_a_refusal(
+    source: str, reason: str, visited: Visited
+) -> None:
+    finding = visited(source)
+    assert not finding
+    assert re.search(reason, finding.reason), finding.reason
+    assert len(finding.reason) < 2_100
+    assert finding.reason.isprintable()
+
+
+@pytest.mark.parametrize("source", _HANGS)
+def test_what_takes_too_long_is_ended(source: str, visited: Visited) -> None:
+    start = time.monotonic()
+    finding = visited(source, seconds=0.5)
+    assert time.monotonic() - start < 8
+    assert re.fullmatch(r"did not return within 0.5 s while importing acme_\d+", finding.reason)
+    assert finding.facts["limit_seconds"] == 0.5
+
+
+@pytest.mark.parametrize("source", _HARMLESS)
+def test_what_harms_nobody_is_accepted(source: str, visited: Visited) -> None:
+    assert visited(source)
+
+
+def test_a_patient_stage_may_work_for_longer(folder: Path, sandbox: Sandbox) -> None:
+    assert sandbox.run(function("work"), {"seconds": 2.5}, 0.5)
+
+
+def test_the_traceback_of_what_was_raised_is_kept(visited: Visited) -> None:
+    trace = visited("def broken():\n    raise OSError('x')\nbroken()").traceback
+    assert re.search(r"acme_\d+.py", trace)
+    assert "in broken" in trace
+
+
+def test_a_missing_module_is_named(visited: Visited) -> None:
+    assert visited("import acme_needs").facts == {"missing": "acme_needs"}
+    assert visited("import json.acme").facts == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds"),
+    [("import ctypes\ndef broken():\n    ctypes.string_at(0)\nbroken()", 20.0), (_HANGS[1], 0.5)],
+)
+def test_the_place_of_a_crash_or_a_hang_is_kept(
+    source: str, seconds: float, visited: Visited
+) -> None:
+    trace = visited(source, seconds).traceback
+    assert re.search(r'File ".*acme_\d+.py", line \d+', trace), trace
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("*(volatile int *)0 = 1;", "SIGSEGV"), ("__builtin_trap();", "SIGILL"), ("_exit(9);", "9")],
+)
+def test_a_native_library_that_crashes_when_it_is_loaded(
+    body: str, reason: str, visited: Visited, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "crash.c", tmp_path / "crash.so"
+    source.write_text(
+        f"#include <unistd.h>\n__attribute__((constructor)) void load(void) {{ {body} }}"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    finding = visited(f"import ctypes; ctypes.CDLL({str(library)!r})")
+    assert re.match(rf"(killed by|exited with code) {reason} while importing", finding.reason)
+
+
+def test_forged_answers_are_refused(visited: Visited) -> None:
+    forged = """
+    import json, os
+    finding = {"accepted": True, "reason": "", "traceback": "", "facts": {}}
+    for token in ("", "0" * 32, None):
+        line = json.dumps({"token": token, "finding": finding, "id": 1}).encode() + b"\\n"
+        for number in range(3, 300):
+            try:
+                os.write(number, line)
+            except OSError:
+                pass
+    os._exit(5)
+    """
+    assert visited(forged).reason.startswith("exited with code 5 while importing")
+
+
+@pytest.mark.parametrize("ending", ["", "os._exit(1)", "time.sleep(99)"])
+def test_what_a_plugin_started_ends_with_it(ending: str, visited: Visited, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    visited(
+        f"""
+        import os, pathlib, subprocess, time
+        child = subprocess.Popen(["sleep", "1000"])
+        pathlib.Path({str(note)!r}).write_text(str(child.pid))
+        {ending}
+        """,
+        seconds=0.5 if "sleep" in ending else 20.0,
+    )
+    assert is_gone(int(note.read_text()))
+
+
+_NESTED = """
+import acme_visits
+from interposer_sandbox import Sandbox
+Sandbox(acme_visits.HOST).run(acme_visits.visit, {"module": "json"}, 1.0)
+"""
+
+
+def test_code_may_not_ask_for_more_while_it_runs(visited: Visited) -> None:
+    assert "raised NestedError" in visited(_NESTED).reason
+
+
+def test_slow_modules_are_imported_before_any_limit_applies(folder: Path) -> None:
+    (folder / "acme_slow.py").write_text("import time; time.sleep(3)")
+    (folder / "acme_beside.py").write_text("")
+    visit = function("visit")
+    with Sandbox(Host(slow_modules=("acme_slow", "acme_beside"))) as sandbox:
+        quick = write(folder, "import sys; assert 'acme_slow' not in sys.modules")
+        assert sandbox.run(visit, {"module": quick}, 1.5)
+        name = write(folder, "import acme_slow, sys; assert 'acme_beside' in sys.modules")
+        assert sandbox.run(visit, {"module": name}, 1.5)
+        later = write(folder, "import sys; assert 'acme_slow' in sys.modules")
+        assert sandbox.run(visit, {"module": later}, 1.5)
+
+
+def test_modules_that_a_function_asks_for_are_there(folder: Path) -> None:
+    name = write(folder, "import sys; assert 'acme_late' in sys.modules")
+    (folder / "acme_late.py").write_text("")
+    with Sandbox(Host()) as sandbox:
+        late = {"modules": ["acme_late"]}
+        assert sandbox.run(function("visit"), {"module": name}, 20.0, **late)
+        other = write(folder, "import sys; assert 'acme_late' in sys.modules")
+        assert sandbox.run(function("visit"), {"module": other}, 20.0)
+
+
+def test_modules_of_the_host_are_there_from_the_start(folder: Path) -> None:
+    (folder / "acme_early.py").write_text("")
+    source = "import sys; assert 'acme_early' in sys.modules"
+    with Sandbox(Host(modules=("acme_early",))) as sandbox:
+        assert sandbox.run(function("visit"), {"module": write(folder, source)}, 20.0)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> None:
+    (folder / "acme_own.py").write_text(
+        "def own(): return 1\nclass Own:\n    def get(self): pass\n"
+    )
+    (folder / "acme_guarded.py").write_text(
+        VISITS.replace("Host(env", "Host(packages=('acme_own',), env") + "import acme_own\n"
+    )
+    source = "import acme_own\nacme_own.own = None\nacme_own.Own.get = len\n"
+    guarded: Function = importlib.import_module("acme_guarded").visit
+    arguments = {"module": write(folder, source)}
+    host = Host(packages=("acme_own",), modules=("acme_guarded",))
+    if here:
+        finding = run_here(guarded, arguments)
+    else:
+        with Sandbox(host) as sandbox:
+            finding = sandbox.run(guarded, arguments, 20.0)
+    assert finding.reason.endswith("replaces acme_own.own, acme_own.Own.get"), finding.reason
+    assert importlib.import_module("acme_own").own() == 1
+
+
+def test_a_function_has_to_be_found_by_its_name(sandbox: Sandbox) -> None:
+    def accept(_arguments: Mapping[str, Any], _reporter: Reporter) -> Finding:
+        return Finding.accept()
+
+    for nameless in (accept, partial(accept)):
+        with pytest.raises(ValueError, match="Try: define it at the top of a module"):
+            sandbox.run(nameless, {}, 1.0)
+
+
+def test_this_process_does_the_same(folder: Path) -> None:
+    name = write(folder, "import builtins; builtins.len = None")
+    finding = run_here(function("visit"), {"module": name})
+    assert finding.reason == f"importing {name} replaces builtins.len"
+    assert name in sys.modules
+    assert len("abc") == 3
+    broken = run_here(function("load"), {"module": write(folder, "raise OSError('x')")})
+    assert broken.reason.endswith("raised OSError('x')")
+    assert "module" in broken.facts
+
+
+@pytest.mark.parametrize("value", [None, {}, {"accepted": 1, "reason": "", "traceback": ""}])
+def test_only_findings_are_read(value: Any) -> None:
+    finding = Finding.refuse("no \x1b[31m", "trace", missing="acme")
+    assert finding.reason == "no \\x1b[31m"
+    assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
+    with pytest.raises(ValueError, match="no finding"):
+        Finding.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("finding", "stands"),
+    [
+        (Finding.accept(), True),
+        (Finding.refuse("no"), True),
+        (Finding.refuse("late", limit_seconds=1.0), False),
+        (Finding.refuse("late", limit_seconds=2.0), True),
+        (Finding.refuse("missing", missing="acme_needs"), True),
+        (Finding.refuse("missing", missing="json"), False),
+        (Finding.refuse("missing", missing=""), True),
+    ],
+)
+def test_a_refusal_stands_while_its_cause_can_persist(finding: Finding, stands: bool) -> None:
+    assert finding.stands(2.0) is stands
+
+
+def test_threads_share_the_process(folder: Path, sandbox: Sandbox) -> None:
+    names = [write(folder, f"raise OSError({n})") for n in range(6)]
+    visit, barrier = function("visit"), Barrier(6)
+
+    def ask(name: str) -> str:
+        barrier.wait()
+        return sandbox.run(visit, {"module": name}, 20.0).reason
+
+    with ThreadPoolExecutor(6) as pool:
+        reasons = [*pool.map(ask, names)]
+    assert all(reason.endswith(f"raised OSError({n})") for n, reason in enumerate(reasons))
+
+
+def test_a_fork_has_a_process_of_its_own(folder: Path, sandbox: Sandbox, visited: Visited) -> None:
+    assert visited("")
+    before = sandbox.pid
+    child = os.fork()
+    if child == 0:
+        code = 9
+        with suppress(BaseException):
+            code = 0 if sandbox.pid is None and visited("") and sandbox.pid != before else 1
+            sandbox.stop()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert visited("")
+    assert sandbox.pid == before
+
+
+def test_a_process_that_was_killed_is_replaced(sandbox: Sandbox, visited: Visited) -> None:
+    assert visited("")
+    os.killpg(group(sandbox), signal.SIGKILL)
+    assert visited("")
+
+
+def test_a_process_that_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[int] = []
+    with Sandbox(HOST, lambda: starts.append(1)) as sandbox:
+        visit, arguments = function("visit"), {"module": write(folder, "")}
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/nowhere/python")
+            with pytest.raises(UnavailableError, match="/nowhere/python cannot be started"):
+                sandbox.run(visit, arguments, 20.0)
+        assert sandbox.run(visit, arguments, 20.0)
+        assert sandbox.run(visit, arguments, 20.0)
+    assert len(starts) == 2
+    assert issubclass(UnavailableError, SandboxError)
+
+
+_PROGRAM = """
+import os, sys, time
+sys.path.append(sys.argv[1])
+from acme_visits import load
+from interposer_sandbox import Host, Sandbox
+sandbox = Sandbox(Host())
+print(sandbox.run(load, {"module": "json"}, 20.0).accepted)
+print(sandbox.pid, flush=True)
+"""
+
+
+_SLOW = "sandbox.run(load, {'module': 'acme_t'}, 99)"
+_THREAD = f"""
+import threading
+threading.excepthook = lambda *_: None  # it may be told that the process ends
+threading.Thread(target=lambda: {_SLOW}, daemon=True).start()
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "os._exit(0)", "os.abort()", _SLOW, _THREAD])
+def test_no_process_is_left_behind(ending: str, folder: Path) -> None:
+    (folder / "acme_t.py").write_text("import time; time.sleep(99)")
+    command = [sys.executable, "-W", "error", "-X", "dev", "-c", _PROGRAM + ending, str(folder)]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    with program:
+        assert program.stdout.readline() == "True\n"
+        child = int(program.stdout.readline())
+        if ending == _SLOW:
+            time.sleep(1)
+            program.kill()
+        program.wait(60)
+        assert program.stderr is not None
+        printed = program.stderr.read()
+    assert printed == "" or ending == "os.abort()"
+    assert soon(lambda: not members(child))
+
+
+def test_a_process_that_ended_leaves_nothing_here(folder: Path) -> None:
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.exists():
+        pytest.skip("needs a /proc as of Linux")
+    before = len([*descriptors.iterdir()])
+    sandbox = Sandbox(HOST)
+    assert sandbox.run(function("visit"), {"module": write(folder, "")}, 20.0)
+    number = group(sandbox)
+    with pytest.raises(ChildProcessError):  # so it cannot become a zombie of this process
+        os.waitpid(-number, os.WNOHANG)
+    sandbox.release()
+    assert sandbox.pid == number
+    os.killpg(number, signal.SIGKILL)
+    assert soon(lambda: not members(number))
+    sandbox.release()
+    assert sandbox.pid is None
+    assert len([*descriptors.iterdir()]) == before
+
+
+_STRANGE = """
+import os, signal, sys
+sys.path.append({folder!r})
+from interposer_sandbox import Host, Sandbox
+from acme_visits import visit
+{before}
+sandbox = Sandbox(Host())
+for module in ("acme_sound", "acme_crash"):
+    print(sandbox.run(visit, {{"module": module}}, 20.0).reason)
+"""
+_IGNORING = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGALRM, signal.SIGABRT})
+"""
+
+
+@pytest.mark.parametrize("before", ["", "sys.path.insert(0, '')", _IGNORING])
+@pytest.mark.parametrize("flags", [[], ["-I"]])
+def test_the_surroundings_do_not_matter(before: str, flags: list[str], folder: Path) -> None:
+    here = folder / "here"
+    here.mkdir()
+    for module in ("json", "secrets", "resource", "signal"):
+        (here / f"{module}.py").write_text("import os; os._exit(7)")
+    (folder / "acme_sound.py").write_text("x = 1")
+    (folder / "acme_crash.py").write_text("import os; os.abort()")
+    script = folder / "script.py"
+    script.write_text(_STRANGE.format(before=before, folder=str(folder)))
+    command = [sys.executable, *flags, str(script)]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    assert done.stdout == "\nkilled by SIGABRT while importing acme_crash\n"
+    assert done.stderr == ""
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    program = (
+        "import sys, interposer_sandbox; "
+        "print(sorted({'torch', 'subprocess', 'ctypes', 'interposer'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def group(sandbox: Sandbox) -> int:
+    """Return the number of the process group that a sandbox runs functions in."""
+    assert sandbox.pid is not None
+    return sandbox.pid
+
+
+def members(number: int) -> list[int]:
+    """Return the processes of a group that run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, its_group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == number and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Say whether a condition holds, or does so within seconds."""
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    """Say whether a process has ended, or does so within seconds; a zombie has."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,1 @@
+"""Kernels of a distribution as a repository of Hugging Face's hub of kernels."""
