@@ -43,6 +43,12 @@ class Adaptation:
         """Say whether a module can be bound at all, whatever its kernel."""
         return judge_module(module, self.device, self._offered)
 
+    def judge_place(self, dtype: torch.dtype, device: torch.device) -> Verdict:
+        """Say whether rows of a dtype on a device can be what kernels read."""
+        if device.type == self.device.type and dtype in self._offered:
+            return Verdict.accept()
+        return Verdict.refuse(f"rows of {dtype} on {device} are not what its platform computes on")
+
     def site(self, name: str, dtype: torch.dtype) -> Site:
         """Return the site of the module ``name``."""
         return Site(self.resolver, name, dtype)

@@ -73,4 +73,6 @@ def judge_calls(
     with torch.no_grad():
         expected = original(inputs)
         found = replacement(inputs)
+    if not isinstance(expected, Tensor):
+        return Verdict.refuse(f"returns a tensor, the module a {type(expected).__name__}")
     return judge_agreement(tolerance, expected, found, reduction, magnitude, rounded)

@@ -74,11 +74,20 @@ def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: Gat
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
     """Bind projections and norms, and say of everything else with parameters why it is left."""
     transposed = _transposed_kind()
+    shared = {
+        id(module)
+        for holders in _matrices(adaptation.model).values()
+        if len(holders) > 1
+        for _, module, _ in holders
+    }
     for name, module in adaptation.model.named_modules():
         if id(module) in adaptation.done:
             continue
         kind = type(module)
-        if kind is nn.Linear or kind is transposed:
+        # A forward of its own may compute the same in other words; the comparison says so.
+        derived = isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward
+        derived = derived and not module._modules and id(module) not in shared
+        if kind is nn.Linear or kind is transposed or derived:
             _bind_projection(adaptation, module, name, kind is transposed, id(module) in heads)
         elif kind is nn.LayerNorm:
             _bind_norm(adaptation, module, name)

@@ -5,6 +5,7 @@ H is the hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import MAGNITUDES, judge_calls, normals
+from interposer_models._adapt.bare_norms import bind_bare_norm
 from interposer_models._adapt.forwards import one_input, own_forward
 from interposer_models._adapt.norm_candidates import Norm
 from interposer_ops.norms import layer_norm
@@ -37,7 +39,7 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
         return fit
     held = [parameter for parameter in module._parameters.values() if parameter is not None]
     if not held:
-        return Verdict.refuse("it has no weight, so that neither size nor dtype is known")
+        return bind_bare_norm(adaptation, module, name, norm)
     dtype, size = held[0].dtype, held[0].shape[0]
     bound = adaptation.site(name, dtype).bind_kernel(norm.op, **norm.dims(size))
     constants = {
@@ -48,7 +50,13 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
     eps = float(getattr(module, norm.eps))
     operands: tuple[Any, ...] = (*(prepared[key] for key in constants), eps)
     original = own_forward(module)
-    forward = one_input(bound.function, operands, original, dtype, adaptation.device)
+    kernel = bound.function
+    with torch.no_grad():
+        # Kernels return the layout of their input. What follows may view what the module returns.
+        columns = torch.ones(2, size, 3, dtype=dtype, device=held[0].device).transpose(1, 2)
+        if original(columns).is_contiguous():
+            kernel = _dense(kernel)
+    forward = one_input(kernel, operands, original, dtype, adaptation.device)
     largest = sum(float(t.abs().max()) for t in constants.values() if t is not None and t.numel())
     for scale in MAGNITUDES:
         x: Tensor = normals((*_ROWS, size), torch.float32, held[0].device).mul(scale).to(dtype)
@@ -59,3 +67,12 @@ def bind_norm(adaptation: Adaptation, module: nn.Module, name: str, norm: Norm) 
             return verdict
     adaptation.bind_forward(module, name, forward)
     return kernel_name(bound.choice)
+
+
+def _dense(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a kernel whose result is dense, whatever its input."""
+
+    def call(x: Tensor, *operands: Any) -> Tensor:
+        return kernel(x.contiguous(), *operands)
+
+    return call

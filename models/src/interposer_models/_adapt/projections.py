@@ -45,6 +45,10 @@ def bind_projection(
     layer = _layer(adaptation, name, plain, bias, is_head)
     call = call_of(layer)
     quantized = not isinstance(layer.method, PlainLinear)
+    if quantized and type(module) is not nn.Linear and not transposed:
+        return Verdict.refuse(
+            "its forward is its own, and cannot be compared with quantized weights"
+        )
     forward = one_input(*call, own_forward(module), weight.dtype, adaptation.device)
     if not quantized:
         verdict = judge_projection(module, forward, weight, plain, bias)
@@ -147,6 +151,8 @@ def judge_projection(
     # In the weight's own dtype, which is three times as fast; its rounding is allowed for.
     terms = torch.linalg.vector_norm(plain, 1, dim=1)
     largest = float(terms.max()) * (1 + torch.finfo(weight.dtype).eps) if terms.numel() else 0.0
+    if type(module) is not nn.Linear:  # a forward of its own may treat batches in another way
+        x = x.unsqueeze(0)
     original, sizes = own_forward(module), in_features + 1
     rounded = 0.0
     if bias is not None and bias.numel():
