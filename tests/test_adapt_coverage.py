@@ -134,10 +134,10 @@ class Handle:
     """Stands for an adapted model whose modules in ``forwards`` run on something else."""
 
     def __init__(self, model: nn.Module, forwards: dict[str, Callable[..., Any]]) -> None:
-        self.modules = {name: model.get_submodule(name) for name in forwards}
+        self.modules: dict[str, Any] = {name: model.get_submodule(name) for name in forwards}
         self.places = [SimpleNamespace(name=name, is_bound=True, reason="") for name in forwards]
         for name, forward in forwards.items():
-            self.modules[name].forward = forward  # type: ignore[method-assign]
+            self.modules[name].forward = forward
 
     def restore(self) -> None:
         for bound in self.modules.values():
