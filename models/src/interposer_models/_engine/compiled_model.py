@@ -91,8 +91,10 @@ class CompiledModel:
             torch._dynamo.mark_static(tensor)
 
     def _counted(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        built = self._build(graph, inputs, **options)
+        # Not before: torch may find on the way that numbers are constant, and start again.
         self.graphs += 1
-        return self._build(graph, inputs, **options)
+        return built
 
 
 def judge_compiler(
