@@ -17,7 +17,7 @@ from interposer import Config
 from interposer_models import load
 
 OWN = ("interposer-cpu", "interposer-models", "interposer-ops", "interposer-quantization")
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1]]
+PROMPTS = [[3, 1, 4], [2, 7]]
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     for backend in ("off", "inductor"):
         config = Config(compile=backend, plugins=OWN, canary="off", cache_dir=store)
         lm = load(path, config=config, cache_tokens=512)
-        done = lm.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)
+        done = lm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
         found[backend] = [completion.token_ids for completion in done]
     counted = torch._dynamo.utils.counters
     assert lm.engine.compiled is not None
@@ -38,7 +38,6 @@ def main() -> None:
             "hits": counted["inductor"]["fxgraph_cache_hit"],
             "misses": counted["inductor"]["fxgraph_cache_miss"],
             "graph_hits": counted["aot_autograd"]["autograd_cache_hit"],
-            "graph_misses": counted["aot_autograd"]["autograd_cache_miss"],
         },
         sys.stdout,
     )
