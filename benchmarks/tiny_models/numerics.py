@@ -144,7 +144,7 @@ def noisy(model: nn.Module, rms_norms: set[nn.Module], seed: int) -> Iterator[No
         yield
 
 
-def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, Case]:
+def error_of(module: Any, x: Tensor, result: Tensor) -> tuple[Tolerance, Case]:
     """Return the tolerance of the op that computes ``module``, and what it depends on here."""
     if isinstance(module, PRODUCTS):
         weight, bias = module.weight, module.bias
@@ -164,11 +164,12 @@ def error_of(module: nn.Module, x: Tensor, result: Tensor) -> tuple[Tolerance, C
     # What is subtracted from a row may be larger than what is left of it.
     rows = x.double()
     spread = peak(rows.abs().amax(-1) / rows.std(-1, correction=0))
-    weight = 1.0 if module.weight is None else peak(module.weight)
-    return layer_norm.tolerance, Case("", {}, reduction=x.shape[-1], magnitude=spread * weight)
+    if module.weight is not None:
+        spread *= peak(module.weight)
+    return layer_norm.tolerance, Case("", {}, reduction=x.shape[-1], magnitude=spread)
 
 
-def magnitude(module: nn.Module, x: Tensor) -> float:
+def magnitude(module: Any, x: Tensor) -> float:
     """Return the largest sum of absolute terms behind an output of ``module``."""
     x, weight = x.detach().abs(), module.weight.detach().abs()
     bias = None if module.bias is None else module.bias.detach().abs()

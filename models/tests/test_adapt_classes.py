@@ -74,9 +74,10 @@ def places(adapted: Any) -> dict[str, tuple[bool, str]]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_linear_in_other_words_is_bound(bias: bool, dtype: torch.dtype) -> None:
-    model = nn.Sequential(MatrixLinear(48, 32, bias)).to(dtype).eval()
+    layer = MatrixLinear(48, 32, bias)
+    model = nn.Sequential(layer).to(dtype).eval()
     x = torch.randn(2, 5, 48, dtype=dtype)
-    weight = model[0].weight.detach().clone()
+    weight = layer.weight.detach().clone()
     largest = float((x.abs().double() @ weight.abs().double().T).max()) + bias
     case = Case("", {}, reduction=48 + bias, magnitude=largest, rounded=largest)
     with torch.no_grad():
@@ -88,7 +89,7 @@ def test_a_linear_in_other_words_is_bound(bias: bool, dtype: torch.dtype) -> Non
         assert bool(((model(x).double() - expected.double()).abs() <= allowed).all())
         adapted.restore()
         assert torch.equal(model(x), expected)
-    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(layer.weight, weight)
 
 
 @pytest.mark.parametrize(

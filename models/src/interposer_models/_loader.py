@@ -144,7 +144,7 @@ def plan(
         model,
         sampler,
         graphs,
-        judge_compiler(config, placement),
+        judge_compiler(config, placement, graphs),
     )
 
 
@@ -203,7 +203,7 @@ def load(
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
-    compiled = None if planned.compiled is None else _compiler(planned)
+    compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
@@ -263,13 +263,13 @@ def load(
     return LanguageModel(engine, tokenizer, planned, weights)
 
 
-def _compiler(planned: Plan) -> _Compiler:
+def _compiler(planned: Plan, verdict: Verdict) -> _Compiler:
     """Return what compiles the model of a plan, once it is loaded.
 
-    Raises: ConfigError: there is no such backend.
+    Raises: ConfigError: there is no such backend, or ``verdict`` refuses it.
     """
     resolver, sizes = planned.resolver, planned.checkpoint.config
-    backend = backend_name(resolver.config, planned.placement)
+    backend = backend_name(resolver.config, planned.placement, verdict)
     key = artifacts_key(resolver, backend, {"config": sizes, "dtype": str(planned.dtype)})
     artifacts = CompiledArtifacts(default_store(resolver.config), key)
     return lambda model, caches: CompiledModel(model, caches, backend, resolver, artifacts)
