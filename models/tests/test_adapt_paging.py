@@ -56,7 +56,7 @@ FAMILIES: dict[str, Any] = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
-    "phi": lambda: PhiConfig(**DECODER, partial_rotary_factor=0.5),
+    "phi": lambda: PhiConfig(**{**DECODER, "partial_rotary_factor": 0.5}),
     "deepseek-v3": lambda: DeepseekV3Config(
         **{**DECODER, "num_key_value_heads": 4},
         moe_intermediate_size=32,

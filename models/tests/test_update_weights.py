@@ -417,7 +417,7 @@ def test_compiled_layers_compute_with_the_new_weights(
 ) -> None:
     config = Config(kernels={"linear": "reference"})
     lm = load(llama, "float32", config=config, cache_tokens=64, quantization=quantization)
-    layer = lm.engine.model.get_submodule("model.layers.1.mlp.gate_up_proj")
+    layer: nn.Module = lm.engine.model.get_submodule("model.layers.1.mlp.gate_up_proj")
     num_compiled = 0
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
