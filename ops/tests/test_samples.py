@@ -155,6 +155,12 @@ DIMS: dict[str, Dims] = {
     "l2_norm": {"head_size": 80},
     "gated_rms_norm": {"hidden_size": 688, "group_size": 172, "norm_before_gate": False},
     "rms_norm_quantize_fp8": {"hidden_size": 688, "out_dtype": "float8_e4m3fn"},
+    "fused_add_rms_norm_quantize_fp8": {
+        "hidden_size": 688,
+        "residual_dtype": "float32",
+        "out_dtype": "float8_e4m3fn",
+    },
+    "silu_and_mul_quantize_fp8": {"intermediate_size": 684, "out_dtype": "float8_e4m3fn"},
     "gelu": {"intermediate_size": 684, "approximate": "tanh"},
     "quick_gelu": {"intermediate_size": 684},
     "relu2": {"intermediate_size": 684},

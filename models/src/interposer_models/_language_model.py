@@ -61,6 +61,7 @@ class LanguageModel:
         self.path = plan.path
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
+        self.compiled: Verdict | None = getattr(plan, "compiled", None)
 
     @property
     def graphs(self) -> Verdict | None:
@@ -142,6 +143,8 @@ class LanguageModel:
             moved = self.weights.update(items, f"update of {self.path}")
         if moved and self.engine.graphs is not None:
             self.engine.graphs.forget()
+        if moved and self.engine.compiled is not None:
+            self.engine.compiled.fix_sizes()
         return moved
 
     def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:

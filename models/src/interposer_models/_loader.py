@@ -24,6 +24,7 @@ from interposer import (
     place,
 )
 from interposer.errors import ConfigError, UnknownNameError
+from interposer.tooling import default_store
 from interposer_models._checkpoint.checkpoint import Checkpoint
 from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
 from interposer_models._checkpoint.weights import Weights
@@ -39,6 +40,8 @@ from interposer_models._engine.cache_budget import (
     pages_of,
     spare_pages_for,
 )
+from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
+from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
@@ -51,6 +54,7 @@ from interposer_ops.layers.sampler import Sampler
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 _log = logging.getLogger("interposer")
+_Compiler = Callable[[CausalLM, list[torch.Tensor]], CompiledModel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +67,7 @@ class Plan:
         decoder: sizes and options of the model.
         page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
+        compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
     """
 
     checkpoint: Checkpoint | CheckpointFile
@@ -75,6 +80,7 @@ class Plan:
     model: CausalLM
     sampler: Sampler
     graphs: Verdict | None
+    compiled: Verdict | None
 
     @property
     def path(self) -> Path:
@@ -136,6 +142,7 @@ def plan(
         model,
         sampler,
         graphs,
+        judge_compiler(config, placement),
     )
 
 
@@ -177,7 +184,7 @@ def load(
         NoCandidateError: nothing that is installed can serve a part of the model.
         ConfigError: a size is not a positive integer, a fraction not one, the cache exceeds the
             free memory, no memory is left for it, a quantized checkpoint is to be quantized by
-            another method, or graphs are asked for that cannot be.
+            another method, or graphs or compilation are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     if cache_tokens is not None:
@@ -195,6 +202,7 @@ def load(
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
+    compiled = None if planned.compiled is None else _compiler(planned)
     checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
@@ -215,7 +223,9 @@ def load(
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
 
-    def engine_of(num_pages: int, capture: Capture | None = None) -> Engine:
+    def engine_of(
+        num_pages: int, capture: Capture | None = None, compiled: _Compiler | None = None
+    ) -> Engine:
         return Engine(
             planned.model,
             planned.sampler,
@@ -227,6 +237,7 @@ def load(
             graphs_required=required,
             numerics=planned.numerics,
             seed=policy.seed,
+            compiled=compiled,
             **sizes,
         )
 
@@ -237,7 +248,9 @@ def load(
         budget = CacheBudget(device, cache_tokens, pages * _page_bytes(planned))
     planned.resolver.notes.append(str(budget))
     engine = engine_of(
-        -(-budget.tokens // planned.page_size), runs_on.capture_graph if planned.graphs else None
+        -(-budget.tokens // planned.page_size),
+        runs_on.capture_graph if planned.graphs else None,
+        compiled,
     )
     planned.resolver.registry.plugins.observe(
         "interposer_finished",
@@ -248,6 +261,18 @@ def load(
         facts={"bytes": total, "device": device, "dtype": str(planned.dtype)},
     )
     return LanguageModel(engine, tokenizer, planned, weights)
+
+
+def _compiler(planned: Plan) -> _Compiler:
+    """Return what compiles the model of a plan, once it is loaded.
+
+    Raises: ConfigError: there is no such backend.
+    """
+    resolver, sizes = planned.resolver, planned.checkpoint.config
+    backend = backend_name(resolver.config, planned.placement)
+    key = artifacts_key(resolver, backend, {"config": sizes, "dtype": str(planned.dtype)})
+    artifacts = CompiledArtifacts(default_store(resolver.config), key)
+    return lambda model, caches: CompiledModel(model, caches, backend, resolver, artifacts)
 
 
 def _dtype(wanted: str | torch.dtype, stored: str, placement: Placement) -> torch.dtype:

@@ -72,6 +72,8 @@ class Config(Settings):
         tables: measured figures take part in the selection.
         graphs: whether decode steps are captured as graphs: ``"auto"`` where the platform can and
             all that is chosen is safe in one, ``"on"`` raises where not, ``"off"``.
+        compile: whether torch.compile makes one graph of a model: ``"on"`` by the platform's own
+            backend, ``"off"``, or by the backend of that name.
         float32: how products of float32 are computed: ``"highest"`` in float32, ``"high"`` with
             TensorFloat-32 or as three products of bfloat16, ``"medium"`` as one.
         reduce_in_16_bits: partial sums of products of 16 bits may be kept in 16 bits, where the
@@ -101,6 +103,7 @@ class Config(Settings):
     dequantize: bool = True
     tables: bool = True
     graphs: Literal["auto", "on", "off"] = "auto"
+    compile: Annotated[str, Field(min_length=1)] = "off"
     float32: Literal["highest", "high", "medium"] = "highest"
     reduce_in_16_bits: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -129,6 +132,7 @@ class Config(Settings):
             dequantize: bool = True,
             tables: bool = True,
             graphs: Literal["auto", "on", "off"] = "auto",
+            compile: str = "off",
             float32: Literal["highest", "high", "medium"] = "highest",
             reduce_in_16_bits: bool = False,
             seed: int | None = None,

@@ -37,7 +37,17 @@ class CacheFormat:
 
 
 class LinearMethod(ABC):
-    """Stores and applies the weights of one linear layer."""
+    """Stores and applies the weights of one linear layer.
+
+    Attributes:
+        input_codes: dtype that inputs can be quantized to by one scale before they come, known
+            after ``create_weights``; None where they cannot.
+        takes_codes: they come quantized, by the scale that is the first operand. The layer before
+            sets it, before weights are loaded.
+    """
+
+    input_codes: torch.dtype | None = None
+    takes_codes: bool = False
 
     @abstractmethod
     def create_weights(

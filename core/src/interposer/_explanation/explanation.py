@@ -268,7 +268,18 @@ def _made(model: Explainable) -> Explanation:
         tuple(rows),
         policy=settings(resolver.config, placement),
         failures=tuple(resolver.failures),
-        notes=(*_notes(placement), *resolver.notes, *_graph_notes(getattr(model, "graphs", None))),
+        notes=(
+            *_notes(placement),
+            *resolver.notes,
+            *_step_notes(
+                getattr(model, "graphs", None),
+                "decode steps run as graphs",
+                "decode steps run without graphs",
+            ),
+            *_step_notes(
+                getattr(model, "compiled", None), "steps are compiled", "steps are not compiled"
+            ),
+        ),
         unasked=inventory(resolver.registry, resolver.device),
     )
 
@@ -278,13 +289,12 @@ def _notes(placement: Placement | None) -> tuple[str, ...]:
     return (placement.choice.why,) if placement is not None and placement.described else ()
 
 
-def _graph_notes(verdict: Verdict | None) -> tuple[str, ...]:
-    """Say whether decode steps become graphs, where that is a question."""
+def _step_notes(verdict: Verdict | None, done: str, undone: str) -> tuple[str, ...]:
+    """Say whether something is done with the steps of a model, where that is a question."""
     if verdict is None:
         return ()
-    if verdict:
-        return ("decode steps run as graphs",)
-    return (f"decode steps run without graphs: {verdict.reason}",)
+    said = done if verdict else undone
+    return (f"{said}: {verdict.reason}" if verdict.reason else said,)
 
 
 def _names(subject: Subject | Request) -> tuple[str, ...]:

@@ -117,6 +117,20 @@ class AgreesWithReference:
         }
 
 
+class BecomesAnOp:
+    """Refuses a kernel that torch.compile can neither trace nor be given as an op."""
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Accept what is traceable, and what takes the arguments that the op's fake kernel does."""
+        prepares = getattr(candidate.record, "prepare", "")
+        if not prepares or "traceable" in candidate.properties:
+            return _ACCEPTED
+        return Verdict.refuse(
+            "is not traceable by torch.compile, and prepares constants, so that the reference does "
+            "not say what it returns for them"
+        )
+
+
 class TakesStoredConstants:
     """Refuses a kernel that wants constants prepared, which a running model no longer has."""
 
@@ -193,7 +207,7 @@ class Loads(ABC):
 
 
 class LoadsKernel(Loads):
-    """Loads a kernel's function and its preparation; on a described device the reference."""
+    """Loads a kernel's function, preparation and restoration; if only described, the reference."""
 
     def __init__(self, registry: Registry, op: CustomOp[..., Any], described: bool) -> None:
         super().__init__(registry)
@@ -201,14 +215,14 @@ class LoadsKernel(Loads):
         self._described = described
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the function and the preparation, None where there is none."""
+        """Hold all three, None where there is none."""
         record = candidate.record
         if self._described or not isinstance(record, Kernel):
-            self.loaded = (self._op.reference, None)
+            self.loaded = (self._op.reference, None, None)
             return _ACCEPTED
-        function = self._registry.load(candidate, record.target)
-        prepare = self._registry.load(candidate, record.prepare) if record.prepare else None
-        self.loaded = (function, prepare)
+        load, others = self._registry.load, (record.prepare, record.restore)
+        held = (load(candidate, target) if target else None for target in others)
+        self.loaded = (load(candidate, record.target), *held)
         return _ACCEPTED
 
 

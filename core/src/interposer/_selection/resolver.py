@@ -33,6 +33,7 @@ from interposer._contract.verdict import Refusal
 from interposer._plugins.registry import Registry, current_registry
 from interposer._selection.gates import (
     AgreesWithReference,
+    BecomesAnOp,
     Confirms,
     HasNotFailed,
     IsReadByLookup,
@@ -97,6 +98,8 @@ class Resolver:
         self._backends: dict[tuple[str, AttentionSpec], AttentionBackend] = {}
         self._measurements = Measurements(registry, device, config)
         self._gates: tuple[Gate, ...] = (HasNotFailed(registry),)
+        if config.compile != "off":
+            self._gates += (BecomesAnOp(),)
         if not described:
             canary = AgreesWithReference(registry, device, config.canary, trusted)
             self._gates += (Confirms(registry), canary)
@@ -291,6 +294,7 @@ class Resolver:
         choice: Choice,
         function: Callable[P, R],
         prepare: Callable[..., Any] | None,
+        restore: Callable[..., None] | None,
     ) -> BoundKernel[P, R]:
         """Return the kernel as it is, or behind a fallback where the policy asks for one."""
         # What was written or prepared cannot be taken back, so only the rest is tried again.
@@ -301,7 +305,7 @@ class Resolver:
 
             replace = partial(self._replace, op, request)
             function = Fallback(function, choice.chosen, op.reference, replace)
-        return BoundKernel(function, prepare, choice)
+        return BoundKernel(function, prepare, choice, restore)
 
     def _replace(
         self, op: CustomOp[..., Any], request: Request, failed: Candidate, reason: str, trace: str

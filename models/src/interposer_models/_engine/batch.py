@@ -21,14 +21,20 @@ class StepBatch:
     attention: AttentionBatch
 
     @classmethod
-    def build(cls, chunks: Items[Chunk], page_size: int, device: str) -> StepBatch:
-        """Return the batch in which the chunks follow each other without padding."""
+    def build(
+        cls, chunks: Items[Chunk], page_size: int, device: str, min_pages: int = 1
+    ) -> StepBatch:
+        """Return the batch in which the chunks follow each other without padding.
+
+        Args:
+            min_pages: columns that the page table has at least.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         starts = [0]
         lengths: list[int] = []
-        most_pages = max(len(chunk.sequence.pages) for chunk in chunks)
+        most_pages = max(min_pages, *(len(chunk.sequence.pages) for chunk in chunks))
         table: list[int] = []
         for chunk in chunks:
             sequence, pages = chunk.sequence, chunk.sequence.pages

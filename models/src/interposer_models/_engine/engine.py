@@ -17,6 +17,7 @@ import torch
 from interposer.errors import RequestError
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.compiled_model import CompiledModel
 from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
 from interposer_models._engine.pages import PagePool
@@ -41,6 +42,7 @@ class Engine:
 
     Attributes:
         graphs: through which steps that only decode run; None without.
+        compiled: what is called instead of the model; None where it is not compiled.
         numerics: the block in which weights are prepared and steps compute.
     """
 
@@ -59,6 +61,7 @@ class Engine:
         graphs_required: bool = False,
         numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
         seed: int | None = None,
+        compiled: Callable[[CausalLM, list[torch.Tensor]], CompiledModel] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -67,6 +70,7 @@ class Engine:
             graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
             numerics: of the platform, the block in which every step computes.
             seed: of the noise of requests that name none of their own; None draws it.
+            compiled: returns the compiled form of a model over these caches.
         """
         self.numerics = numerics
         self._seeds = None if seed is None else Random(seed)
@@ -103,6 +107,9 @@ class Engine:
             for backend, count in Counter(self.backends).items()
         }
         self.caches = [next(shared[backend]) for backend in self.backends]
+        self.compiled = None if compiled is None else compiled(model, self.caches)
+        # The compiler makes code of its own for a size of 1, which a table seldom has.
+        self._min_pages = 1 if compiled is None else 2
         self._ids = itertools.count()
 
     def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
@@ -147,7 +154,7 @@ class Engine:
         chunks = self.scheduler.next_step()
         if not chunks:
             return []
-        batch = StepBatch.build(chunks, self.pool.page_size, self.device)
+        batch = StepBatch.build(chunks, self.pool.page_size, self.device, self._min_pages)
         sampled = [chunk for chunk in chunks if chunk.is_last]
         rows = None  # a step of decodes alone needs every token
         if len(sampled) < batch.token_ids.shape[0]:
@@ -176,7 +183,7 @@ class Engine:
             raise RequestError("The cache is full of running requests. Try: finish or cancel some")
         try:
             chunk = Chunk(sequence, len(sequence))
-            batch = StepBatch.build([chunk], self.pool.page_size, self.device)
+            batch = StepBatch.build([chunk], self.pool.page_size, self.device, self._min_pages)
             return self.forward(batch, None).float()
         finally:
             self.pool.release(sequence.pages)
@@ -199,7 +206,8 @@ class Engine:
             for backend in self.backends:
                 if backend not in plans:
                     plans[backend] = backend.plan(batch.attention)
-            return self.model(  # type: ignore[no-any-return]
+            model: Callable[..., torch.Tensor] = self.compiled or self.model
+            return model(
                 batch.token_ids,
                 batch.positions,
                 self.caches,

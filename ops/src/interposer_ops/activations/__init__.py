@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         relu2,
         relu2_and_mul,
         silu_and_mul,
+        silu_and_mul_quantize_fp8,
         swiglu_clamped_and_mul,
         swiglu_oai_and_mul,
     )
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "fatrelu_and_mul", "gelu", "gelu_and_mul", "mul_and_silu", "quick_gelu", "relu2",
-    "relu2_and_mul", "silu_and_mul", "swiglu_clamped_and_mul", "swiglu_oai_and_mul",
+    "relu2_and_mul", "silu_and_mul", "silu_and_mul_quantize_fp8", "swiglu_clamped_and_mul",
+    "swiglu_oai_and_mul",
 ]
 # fmt: on
 
@@ -35,7 +37,7 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.activations._activations": (
             "fatrelu_and_mul gelu gelu_and_mul mul_and_silu quick_gelu relu2 relu2_and_mul "
-            "silu_and_mul swiglu_clamped_and_mul swiglu_oai_and_mul"
+            "silu_and_mul silu_and_mul_quantize_fp8 swiglu_clamped_and_mul swiglu_oai_and_mul"
         )
     },
 )

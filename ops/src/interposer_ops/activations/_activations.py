@@ -79,6 +79,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(x.dtype)
 
 
+# The cases stay clear of what rounds either way, so that every kernel finds the same numbers.
+@_op("silu_and_mul_quantize_fp8", tolerance=Tolerance(roundings=0))
+def silu_and_mul_quantize_fp8(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Multiply the SiLU of the first half by the second half, and quantize by one scale.
+
+    q = round(clamp(silu_and_mul(x) / scale, -m, m)), halves to even, where m is the largest number
+    of ``out_dtype``. The product is not rounded to the dtype of ``x`` on the way.
+
+    Args:
+        x: ``[..., 2 I]``, any float dtype of at least 16 bits.
+        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
+        out_dtype: of 8 bits.
+    Returns: ``[..., I]``, ``out_dtype``.
+    Dims: intermediate_size, out_dtype.
+    Source: arXiv:2209.05433 for the number formats; arXiv:2002.05202 for the activation.
+    """
+    gate, up = _halves(x)
+    largest = torch.finfo(out_dtype).max
+    return (functional.silu(gate) * up / scale).clamp(-largest, largest).to(out_dtype)
+
+
 @_gated("gelu_and_mul")
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """Multiply the GELU of the first half by the second half.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from interposer import Case, Dims
-from interposer_ops._case_numbers import normal_numbers
+from interposer_ops._case_numbers import dtype_name, normal_numbers
 from interposer_testing.cases import Axis, CaseSpace, Point, Special, peak, uniform
 
 _SHAPES = {
@@ -192,6 +192,67 @@ gelu_cases, gelu_sample = _activation(
 silu_and_mul_cases, silu_and_mul_sample = _activation()
 mul_and_silu_cases, mul_and_silu_sample = _activation(_gate_last)
 gelu_and_mul_cases, gelu_and_mul_sample = _activation(options=_FORMS, approximate="tanh")
+
+_FORMATS = {
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+}
+
+
+def _quantized(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+    shape, high = point["shape"], point["numbers"]
+    gate, up = (uniform(shape, dtype, generator, -limit, limit) for limit in (high, 6.0))
+    scale = torch.tensor([max(high, 1.0) * 6 / torch.finfo(point["format"]).max * point["share"]])
+    return _quantized_case(gate, up, scale, point["format"])
+
+
+def _quantized_case(
+    gate: Tensor, up: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
+) -> Case:
+    """Return the case with zeros for what is gated where float32 could round either way."""
+    largest = torch.finfo(out_dtype).max
+    exact = torch.nn.functional.silu(gate.double()) * up.double() / scale.double()
+    # Far more than four operations of float32 and an approximate exponential are wrong by.
+    below, above = (
+        (exact * (1 + side)).clamp(-largest, largest).to(out_dtype).double()
+        for side in (-(2.0**-16), 2.0**-16)
+    )
+    up = up.masked_fill(below != above, 0.0)
+    arguments = {"x": _gate_first(gate, up), "scale": scale, "out_dtype": out_dtype}
+    dims: Dims = {"intermediate_size": gate.shape[-1], "out_dtype": dtype_name(out_dtype)}
+    return Case(label, arguments, dims, reduction=0, magnitude=0.0)
+
+
+silu_and_mul_quantize_fp8_cases = CaseSpace(
+    _quantized,
+    Axis("shape", _SHAPES),
+    Axis("format", _FORMATS),
+    Axis("numbers", {"": 4.0, "small gates": 1e-3, "large gates": 30.0, "zeros": 0.0}),
+    Axis("share", {"": 0.9, "saturating": 0.1}),
+    strided={"x": "leading", "scale": "offset"},
+    crossed={
+        "shape": ("many rows", "odd width", "three dimensions"),
+        "format": ("e4m3",),
+        "numbers": ("",),
+        "share": ("",),
+    },
+    alone={"shape": ("no rows",)},
+)
+"""Rows of several shapes whose results are spread over and beyond each format's range."""
+
+
+def silu_and_mul_quantize_fp8_sample(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
+) -> Case:
+    """Return T rows of the merged projections and a scale at which hardly any saturate."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_tokens, int(dims["intermediate_size"]))
+    gate, up = (normal_numbers(shape, dtype, generator, deviation=2.0) for _ in range(2))
+    out_dtype = getattr(torch, str(dims.get("out_dtype", "float8_e4m3fn")))
+    scale = torch.tensor([20 / torch.finfo(out_dtype).max])
+    return _quantized_case(gate, up, scale, out_dtype, f"{num_tokens} tokens")
+
 
 # Gates whose squares are finite.
 relu2_and_mul_cases, relu2_and_mul_sample = _activation(

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from interposer_ops._triton.build import BF16, Build, given
+from interposer_ops._triton.build import BF16, E4M3, FP32, Build, given
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.rows import as_rows, row_tile
+from interposer_ops._triton.small_floats import fp8_format, fp8_memory, quantized
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -37,6 +38,12 @@ def relu2_triton(x: Tensor) -> Tensor:
 def silu_and_mul_triton(x: Tensor) -> Tensor:
     """Compute ``silu_and_mul``."""
     return _activated(x, "silu", "gate first")
+
+
+@triton_kernel("silu_and_mul_quantize_fp8")
+def silu_and_mul_quantize_fp8_triton(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Compute ``silu_and_mul_quantize_fp8``."""
+    return _activated(x, "silu", "gate first", scale=scale, out_dtype=out_dtype)
 
 
 @triton_kernel("gelu_and_mul")
@@ -75,7 +82,10 @@ def swiglu_clamped_and_mul_triton(x: Tensor, limit: float) -> Tensor:
     return _activated(x, "clamped silu", "gate first", 1.0, limit)
 
 
-def _activated(x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
+def _activated(
+    x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: float = 0.0,
+    scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Return the activation ``kind`` of the gates times what they gate.
 
     Args:
@@ -83,26 +93,29 @@ def _activated(x: Tensor, kind: str, order: str, alpha: float = 1.0, limit: floa
             gates), ``gate first``, ``gate last`` (halves), or ``pairs``.
         alpha: factor of the sigmoid's argument, or the threshold.
         limit: what gates are clamped to from above, and what they gate from both sides.
+        scale, out_dtype: of the 8-bit float that results are quantized to; None where they aren't.
     """
     width = x.shape[-1] if order == "single" else x.shape[-1] // 2
-    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    y = torch.empty((*x.shape[:-1], width), dtype=out_dtype or x.dtype, device=x.device)
+    format_ = None if out_dtype is None else fp8_format(out_dtype)
     if y.numel() == 0:
         return y
     rows = as_rows(x)
     num_rows = rows.shape[0]
     tile = row_tile("activation", x.device, width)
     _activation[(tile.row_blocks(num_rows), tile.column_blocks(width))](
-        rows, y, num_rows, rows.stride(0), float(alpha), float(limit),
-        WIDTH=width, KIND=kind, ORDER=order, **tile.options,
+        rows, y if format_ is None else fp8_memory(y), scale, num_rows, rows.stride(0),
+        float(alpha), float(limit), None if format_ is None else format_.largest,
+        WIDTH=width, KIND=kind, ORDER=order, FORMAT=format_, **tile.options,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _activation(
-    x, y, num_rows, x_stride, alpha, limit,
-    WIDTH: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x, y, divisor, num_rows, x_stride, alpha, limit, largest,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr, FORMAT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -139,7 +152,12 @@ def _activation(
         result = gate / (1.0 + tl.exp(-alpha * gate))
     if ORDER != "single":
         result *= up
-    tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = y.dtype.element_ty
+    if divisor is not None:
+        code = quantized(result, tl.load(divisor), 0.0, largest, dtype, FORMAT)
+        tl.store(y + row * WIDTH + column, code, mask=inside)
+    else:
+        tl.store(y + row * WIDTH + column, result.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -147,18 +165,26 @@ def _clamped(value, limit):
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
 
 
-BUILDS = tuple(
-    Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
-    for op, label, *options in (
-        ("gelu", "erf", "none"),
-        ("quick_gelu", "plain"),
-        ("relu2", "plain"),
-        ("silu_and_mul", "plain"),
-        ("gelu_and_mul", "tanh", "tanh"),
-        ("mul_and_silu", "plain"),
-        ("relu2_and_mul", "plain"),
-        ("fatrelu_and_mul", "plain", 0.01),
-        ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
-        ("swiglu_clamped_and_mul", "plain", 10.0),
-    )
+BUILDS = (
+    *(
+        Build(f"{op}_triton", label, given((BF16, 64, 2 * 11008), *options))
+        for op, label, *options in (
+            ("gelu", "erf", "none"),
+            ("quick_gelu", "plain"),
+            ("relu2", "plain"),
+            ("silu_and_mul", "plain"),
+            ("gelu_and_mul", "tanh", "tanh"),
+            ("mul_and_silu", "plain"),
+            ("relu2_and_mul", "plain"),
+            ("fatrelu_and_mul", "plain", 0.01),
+            ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
+            ("swiglu_clamped_and_mul", "plain", 10.0),
+        )
+    ),
+    Build(
+        "silu_and_mul_quantize_fp8_triton",
+        "float8_e4m3fn",
+        given((BF16, 64, 2 * 11008), (FP32, 1), E4M3),
+        dims={"out_dtype": "float8_e4m3fn"},
+    ),
 )

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from interposer import PluggableLayer, Site
+from interposer_ops.layers.linear import MergedLinear
+from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.self_attention import SelfAttention
 
@@ -45,6 +47,15 @@ class DecoderBlock(PluggableLayer):
             site.at("post_attention_layernorm"), hidden_size, norm_eps
         )
         self.mlp = mlp(site.at("mlp"))
+        # What a replacement reads of its parts is its own affair; a mixture reads them twice.
+        for norm, part, standard, name in (
+            (self.input_layernorm, self.self_attn, SelfAttention, "qkv_proj"),
+            (self.post_attention_layernorm, self.mlp, GatedMLP, "gate_up_proj"),
+        ):
+            if (type(self), type(norm), type(part)) == (DecoderBlock, RMSNorm, standard):
+                receiver = getattr(part, name)
+                if type(receiver) is MergedLinear:
+                    norm.quantize_for(site.at(norm.prefix.rpartition(".")[2]), receiver)
 
     def forward(
         self,

@@ -35,6 +35,10 @@ class GatedMLP(PluggableLayer):
         self.gate_up_proj = MergedLinear(site.at("gate_up_proj"), hidden_size, parts, bias)
         self.activation = GatedActivation(site.at("activation"), activation, intermediate_size)
         self.down_proj = Linear(site.at("down_proj"), intermediate_size, hidden_size, bias)
+        # What a replacement reads of its parts is its own affair.
+        standard = GatedMLP, GatedActivation, Linear
+        if (type(self), type(self.activation), type(self.down_proj)) == standard:
+            self.activation.quantize_for(site.at("activation"), self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""

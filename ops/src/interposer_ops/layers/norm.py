@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import PluggableLayer, Site
-from interposer_ops.norms._norms import fused_add_rms_norm, rms_norm
+from interposer import BoundKernel, PluggableLayer, Site
+from interposer_ops.layers.fusion import bind_quantizing
+from interposer_ops.layers.linear import Linear
+from interposer_ops.norms._norms import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_quantize_fp8,
+    rms_norm,
+    rms_norm_quantize_fp8,
+)
 
 __all__ = ["RMSNorm"]
 
@@ -27,14 +34,33 @@ class RMSNorm(PluggableLayer):
         sizes = {"hidden_size": hidden_size}
         adding = site.bind_kernel(fused_add_rms_norm, **sizes, residual_dtype=stream)
         self.norm, self.add_norm = plain.function, adding.function
-        self._bound = plain, adding
+        self._bound: tuple[BoundKernel[..., Any], ...] = (plain, adding)
+        self._receiver: tuple[Linear, ...] = ()
         # In a tuple, so that they are no parameters of their own.
-        self.constants: tuple[Any, Any] = (self.weight, self.weight)
+        self.constants: tuple[Any, ...] = (self.weight, self.weight)
 
     def finalize(self) -> None:
-        """Prepare the weight for each of the two kernels."""
-        plain, adding = (bound.prepared(weight=self.weight)["weight"] for bound in self._bound)
-        self.constants = plain, adding
+        """Prepare the weight for each of the kernels."""
+        self.constants = tuple(b.prepared(weight=self.weight)["weight"] for b in self._bound)
+
+    def quantize_for(self, site: Site, receiver: Linear) -> None:
+        """Return codes from ``forward_add``, if ``receiver`` takes some and a kernel is there.
+
+        Args:
+            receiver: all that reads the normalised rows.
+        """
+        sizes = {"hidden_size": self.weight.shape[0]}
+        stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
+        bound = bind_quantizing(
+            site,
+            receiver,
+            (rms_norm_quantize_fp8, sizes),
+            (fused_add_rms_norm_quantize_fp8, {**sizes, "residual_dtype": stream}),
+        )
+        if bound:
+            self._bound += bound
+            self._receiver = (receiver,)  # in a tuple, so that it is no module of its own
+            self._codes = receiver.method.input_codes
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, ``[..., H]``."""
@@ -46,9 +72,20 @@ class RMSNorm(PluggableLayer):
         The sum stays in float32 or wider, whatever the dtype of ``x``: rounding it after every
         block is the largest error of a model in 16 bits.
         """
+        if self._receiver:
+            return self._quantized(x, residual)
         if residual is None:
             return self.norm(x, self.constants[0], self.eps), x.to(_stream_dtype(x.dtype))
         return self.add_norm(x, residual, self.constants[1], self.eps)
+
+    def _quantized(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return ``(codes, sum)``."""
+        norm, add_norm = self._bound[2].function, self._bound[3].function
+        scale, (_, _, weight, add_weight) = self._receiver[0].operands[0], self.constants
+        if residual is None:
+            codes = norm(x, weight, scale, self.eps, self._codes)
+            return codes, x.to(_stream_dtype(x.dtype))
+        return add_norm(x, residual, add_weight, scale, self.eps, self._codes)  # type: ignore[no-any-return]
 
 
 def _stream_dtype(dtype: torch.dtype) -> torch.dtype:

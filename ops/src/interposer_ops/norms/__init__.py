@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interposer_ops.norms._norms import (
         fused_add_gemma_rms_norm,
         fused_add_rms_norm,
+        fused_add_rms_norm_quantize_fp8,
         gemma_rms_norm,
         layer_norm,
         rms_norm,
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "fused_add_gemma_rms_norm", "fused_add_rms_norm", "gated_rms_norm", "gemma_rms_norm",
-    "l2_norm", "layer_norm", "qk_norm", "rms_norm", "rms_norm_quantize_fp8",
+    "fused_add_gemma_rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_quantize_fp8",
+    "gated_rms_norm", "gemma_rms_norm", "l2_norm", "layer_norm", "qk_norm", "rms_norm",
+    "rms_norm_quantize_fp8",
 ]
 # fmt: on
 
@@ -32,8 +34,8 @@ __getattr__ = lazy_attributes(
     {
         "interposer_ops.norms._head_norms": "gated_rms_norm l2_norm qk_norm",
         "interposer_ops.norms._norms": (
-            "fused_add_gemma_rms_norm fused_add_rms_norm gemma_rms_norm layer_norm rms_norm "
-            "rms_norm_quantize_fp8"
+            "fused_add_gemma_rms_norm fused_add_rms_norm fused_add_rms_norm_quantize_fp8 "
+            "gemma_rms_norm layer_norm rms_norm rms_norm_quantize_fp8"
         ),
     },
 )

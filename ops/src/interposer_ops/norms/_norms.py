@@ -140,6 +140,33 @@ def rms_norm_quantize_fp8(
     return (unit_rows(x, eps) * weight / scale).clamp(-largest, largest).to(out_dtype)
 
 
+# In the dtypes of its cases the sum is exact, so that it is compared exactly as well.
+@_op(
+    "fused_add_rms_norm_quantize_fp8",
+    tolerance=Tolerance(roundings=0),
+    batched=("x", "residual"),
+)
+def fused_add_rms_norm_quantize_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to the residual stream, normalise the sum and quantize the result by one scale.
+
+    s = x + residual; q = rms_norm_quantize_fp8(s, weight, scale, eps, out_dtype)
+
+    Args:
+        x: ``[..., H]``, any float dtype of at least 16 bits.
+        residual: shape of ``x``, float32 or wider.
+        weight: ``[H]``, dtype of ``x``.
+        scale: ``[1]``, float32, above 0: what a quantized 1 stands for.
+        out_dtype: of 8 bits.
+    Returns: ``(q, s)`` of the shape of ``x``: q in ``out_dtype``, s in the dtype of ``residual``.
+    Dims: hidden_size, residual_dtype, out_dtype.
+    Source: as of ``rms_norm_quantize_fp8``.
+    """
+    total = x + residual
+    return rms_norm_quantize_fp8(total, weight, scale, eps, out_dtype), total
+
+
 def unit_rows(x: Tensor, eps: float) -> Tensor:
     """Return the rows of ``x`` at unit root mean square, in float32 or wider."""
     wide = widened(x)

@@ -7,6 +7,8 @@ one.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -216,52 +218,98 @@ def _layer_case(x: Tensor, weight: Tensor | None, bias: Tensor | None, label: st
     return Case(label, arguments, dims, reduction=width, magnitude=magnitude)
 
 
-def _quantize(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
+def _quantize(
+    point: Point, dtype: torch.dtype, generator: torch.Generator, *, fused: bool = False
+) -> Case:
     deviation, share, count = point["values"]
     facts = torch.finfo(point["format"])
     x = normal(point["shape"], dtype, generator, deviation)
     weight = norm_weight(x.shape[-1], dtype, generator)
     scale = torch.tensor([1 / (share * facts.max + count * facts.smallest_normal)])
-    return _quantized_case(x, weight, scale, point["format"])
+    stream = normal(point["shape"], torch.float32, generator, deviation) if fused else None
+    return _quantized_case(x, stream, weight, scale, point["format"])
 
 
-rms_norm_quantize_fp8_cases = CaseSpace(
-    _quantize,
-    Axis("shape", {"many rows": _SHAPES["many rows"], **_SHAPES}),
-    Axis("format", _FORMATS),
-    Axis("values", _VALUES),
-    strided={"x": "leading", "weight": "offset", "scale": "offset"},
-    crossed={**_CROSSED, "format": ("e4m3",), "values": ("",)},
-    alone=_ALONE,
-)
+def _quantizing_space(fused: bool = False) -> CaseSpace:
+    return CaseSpace(
+        partial(_quantize, fused=fused),
+        Axis("shape", {"many rows": _SHAPES["many rows"], **_SHAPES}),
+        Axis("format", _FORMATS),
+        Axis("values", _VALUES),
+        strided={
+            "x": "leading",
+            **({"residual": "leading"} if fused else {}),
+            "weight": "offset",
+            "scale": "offset",
+        },
+        crossed={**_CROSSED, "format": ("e4m3",), "values": ("",)},
+        alone=_ALONE,
+    )
+
+
+rms_norm_quantize_fp8_cases = _quantizing_space()
 """Rows of several shapes whose results are spread over, beyond and below each format's range."""
 
+fused_add_rms_norm_quantize_fp8_cases = _quantizing_space(fused=True)
+"""Such rows as sums with a float32 stream, which are exact in any order of additions."""
 
-def rms_norm_quantize_fp8_sample(
-    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
+
+def _quantizing_sample(
+    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int, *, fused: bool = False
 ) -> Case:
-    """Return T rows of the hidden states and a scale at which hardly any saturate."""
     generator = torch.Generator().manual_seed(seed)
     width = int(dims["hidden_size"])
     weight = norm_weight(width, dtype, generator)
     x = normal_numbers((num_tokens, width), dtype, generator)
     out_dtype = getattr(torch, str(dims.get("out_dtype", "float8_e4m3fn")))
     scale = torch.tensor([5 / torch.finfo(out_dtype).max])
-    return _quantized_case(x, weight, scale, out_dtype, f"{num_tokens} tokens")
+    wide = torch.promote_types(dtype, torch.float32)
+    stream = normal_numbers((num_tokens, width), wide, generator) if fused else None
+    return _quantized_case(x, stream, weight, scale, out_dtype, f"{num_tokens} tokens")
+
+
+rms_norm_quantize_fp8_sample = _quantizing_sample
+"""T rows of the hidden states and a scale at which hardly any saturate."""
+
+fused_add_rms_norm_quantize_fp8_sample = partial(_quantizing_sample, fused=True)
+"""The same with a residual stream of float32 or wider."""
 
 
 def _quantized_case(
-    x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype, label: str = ""
+    x: Tensor,
+    stream: Tensor | None,
+    weight: Tensor,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+    label: str = "",
 ) -> Case:
-    """Return the case of ``x`` after what might be rounded either way was moved."""
-    rows = _cleared(x, weight, scale, out_dtype)
-    options = {"eps": _EPS, "out_dtype": out_dtype}
-    arguments = {"x": rows, "weight": weight, "scale": scale, **options}
+    """Return the case of ``x``, or its sum with ``stream``, away from what rounds either way.
+
+    Numbers of both terms are then whole multiples of a power of two, of which float32 holds sums.
+    """
     dims: Dims = {"hidden_size": x.shape[-1], "out_dtype": dtype_name(out_dtype)}
-    return Case(label, arguments, dims, reduction=0, magnitude=0.0)
+    terms = {"x": x}
+    if stream is None:
+        terms["x"] = _cleared(x, weight, scale, out_dtype, lambda rows: rows.to(x.dtype))
+    else:
+        unit = 2.0 ** (math.frexp(peak(x) + peak(stream) + 1e-9)[1] - 14)
+        whole = (x.double() / unit).round() * unit
+        total = _cleared(
+            whole + stream, weight, scale, out_dtype, lambda rows: (rows / unit).round() * unit
+        )
+        terms = {"x": whole.to(x.dtype), "residual": (total - whole).to(stream.dtype)}
+        dims = {**dims, "residual_dtype": dtype_name(stream.dtype)}
+    options = {"weight": weight, "scale": scale, "eps": _EPS, "out_dtype": out_dtype}
+    return Case(label, {**terms, **options}, dims, reduction=0, magnitude=0.0)
 
 
-def _cleared(x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _cleared(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+    held: Callable[[Tensor], Tensor],
+) -> Tensor:
     """Return ``x`` with those elements moved that float32 could round either way.
 
     The squares are all positive, so that the error of the result is relative: that of the sum,
@@ -269,8 +317,11 @@ def _cleared(x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype) -
     What moves changes the statistic of its row, so the others are looked at again. An element
     moves in one direction only, every second one upwards, so that the statistic stays about the
     same; at the latest they come to an end beyond the format's range or at zero.
+
+    Args:
+        held: returns float64 numbers as those that the arguments can hold.
     """
-    x = x.clone()
+    x = held(x.double())
     margin = (x.shape[-1] + 16) * torch.finfo(torch.float32).eps / 2
     factor = weight.double() / scale.double()
     step = torch.where(torch.arange(x.shape[-1]) % 2 == 0, 1.02, 1 / 1.02)
@@ -281,7 +332,7 @@ def _cleared(x: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype) -
         unclear = below != above
         if not unclear.any():
             return x
-        moved = (wide * step).to(x.dtype)
+        moved = held(wide * step)
         moved = torch.where(moved == x, 0.0, moved)  # too small for a step
         x = torch.where(unclear, moved, x)
 

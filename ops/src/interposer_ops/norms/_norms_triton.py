@@ -55,6 +55,17 @@ def rms_norm_quantize_fp8_triton(
     ]
 
 
+@triton_kernel("fused_add_rms_norm_quantize_fp8")
+def fused_add_rms_norm_quantize_fp8_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute ``fused_add_rms_norm_quantize_fp8``."""
+    return normalised(
+        "rms_norm_quantize", "rms", x, weight, eps, residual=residual, scale=scale,
+        out_dtype=out_dtype,
+    )  # fmt: skip
+
+
 @triton_kernel("layer_norm")
 def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Compute ``layer_norm``: the mean first, then the variance of what is left."""
@@ -225,11 +236,12 @@ def _added_norm(width: int) -> Callable[[], tuple[Any, ...]]:
     return given((BF16, 64, width), (FP32, 64, width), (BF16, width), 1e-6)
 
 
-def _quantized_norm(width: int) -> Build:
-    arguments = given((BF16, 64, width), (BF16, width), (FP32, 1), 1e-6, E4M3)
+def _quantized_norm(width: int, *stream: tuple[torch.dtype, int, int]) -> Build:
+    arguments = given((BF16, 64, width), *stream, (BF16, width), (FP32, 1), 1e-6, E4M3)
     dims = {"out_dtype": "float8_e4m3fn"}
     label = f"float8_e4m3fn, {width} wide"
-    return Build("rms_norm_quantize_fp8_triton", label, arguments, dims=dims)
+    op = f"{'fused_add_' if stream else ''}rms_norm_quantize_fp8_triton"
+    return Build(op, label, arguments, dims=dims)
 
 
 BUILDS = (
@@ -243,4 +255,5 @@ BUILDS = (
     Build("layer_norm_triton", "4096 wide", given((BF16, 64, 4096), *[(BF16, 4096)] * 2, 1e-5)),
     _quantized_norm(4096),
     _quantized_norm(14336),
+    _quantized_norm(4096, (FP32, 64, 4096)),
 )

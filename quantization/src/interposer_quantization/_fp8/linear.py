@@ -95,6 +95,9 @@ class _Fp8Linear(LinearMethod):
             weight_scales="channel" if per_output else "tensor",
             biased=bias,
         )
+        # Without a kernel for the product, inputs have to be floats after all.
+        if self.input_scale is not None and not self.bound.choice.chosen.emulation:
+            self.input_codes = FORMAT
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times its scale."""
@@ -128,6 +131,8 @@ class _Fp8Linear(LinearMethod):
         }
         operands = final_operands(layer, self.bound, constants)
         product = self.bound.function
+        if self.takes_codes:
+            return self._multiply, (*static, *operands)
         if static:
             kernel = StaticProduct(self.quantize_static, product, self._multiply, (FORMAT,))
             return kernel, (*operands, *static)
