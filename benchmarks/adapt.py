@@ -5,7 +5,8 @@
     python benchmarks/adapt.py cost
 
 ``decoder`` is the shape of Qwen3-0.6B in bfloat16: transformers with sdpa, the same model adapted,
-this project's own loader, and, if asked for, transformers compiled with a static cache.
+the adapted model in the engine, this project's own loader, and, if asked for, transformers compiled
+with a static cache.
 ``encoders`` are the shapes of MiniLM, of a ViT-B and of the encoder of Whisper small, for one input
 and for a batch. ``cost`` is the time to adapt, and the memory that the process grows by. Weights
 are random; every round runs all contenders in a new order, and ratios are medians over the rounds.
@@ -36,7 +37,7 @@ from transformers import (
 )
 
 from decode import interposer_run
-from interposer_models import adapt, load
+from interposer_models import LanguageModel, adapt, language_model, load
 from random_model import SHAPES
 
 _SHAPE = "qwen3-0.6b"
@@ -69,7 +70,13 @@ def steps_of(model: Any, context: int, steps: int, cache: Callable[[], Any], cal
 
 
 def own_loader(path: Path, context: int, steps: int, quantization: str | None) -> Run:
-    run = interposer_run(load(path, quantization=quantization, cache_tokens=4 * context))
+    return in_engine(
+        load(path, quantization=quantization, cache_tokens=4 * context), context, steps
+    )
+
+
+def in_engine(lm: LanguageModel, context: int, steps: int) -> Run:
+    run = interposer_run(lm)
     ids = torch.randint(0, 1000, (context,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def both() -> tuple[float, float]:
@@ -110,6 +117,7 @@ def decoder(arguments: argparse.Namespace) -> None:
         handle = adapt(adapted, quantization=arguments.quantization)
         runs["sdpa"] = steps_of(eager, context, steps, lambda: None, eager)
         runs["adapted"] = steps_of(adapted, context, steps, handle.new_cache, adapted)
+        runs["engine"] = in_engine(language_model(handle, cache_tokens=4 * context), context, steps)
         runs["loader"] = own_loader(Path(folder), context, steps, arguments.quantization)
         if arguments.compiled:
             compiled: Any = torch.compile(eager, mode="default")

@@ -19,6 +19,11 @@ DEVICE = Device("tape", "cpu", "a tape", Capability("any", memory_bytes=2**30))
 
 
 class Tape(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch that code it compiled before runs under the tape, as under any capture."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []

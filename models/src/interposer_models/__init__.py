@@ -11,6 +11,7 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_models._adapt.handle import Adapted, adapt
+    from interposer_models._adapt.paging import language_model
     from interposer_models._adapt.place import Place
     from interposer_models._checkpoint.checkpoint import Checkpoint
     from interposer_models._decoder.config import DecoderConfig
@@ -34,6 +35,7 @@ __all__ = [
     "SamplingParams",
     "TextTokenizer",
     "adapt",
+    "language_model",
     "load",
     "plan",
     "quantize",
@@ -43,6 +45,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_models._adapt.handle": "Adapted adapt",
+        "interposer_models._adapt.paging": "language_model",
         "interposer_models._adapt.place": "Place",
         "interposer_models._checkpoint.checkpoint": "Checkpoint",
         "interposer_models._decoder.config": "DecoderConfig",

@@ -25,6 +25,7 @@ class Adaptation:
     Attributes:
         places: by the name of the module.
         done: ids of the modules that need no further look.
+        remarks: what is to be said besides, of the model as a whole.
     """
 
     def __init__(self, model: nn.Module, placement: Placement, resolver: Resolver) -> None:
@@ -34,6 +35,7 @@ class Adaptation:
         self.changes = Changes()
         self.places: dict[str, Place] = {}
         self.done: set[int] = set()
+        self.remarks: list[str] = []
         self.device = torch.device(placement.device.torch_device)
         self._offered = placement.platform.dtypes(placement.device.torch_device)
 

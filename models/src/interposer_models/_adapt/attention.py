@@ -21,6 +21,7 @@ from interposer_models._adapt.mask_pattern import Pattern
 from interposer_models._adapt.masks import MaskFacts, facts_of
 from interposer_models._adapt.place import Place
 from interposer_models._adapt.ragged_layout import flat, layout
+from interposer_models._adapt.visit import VISITOR, Asked
 from interposer_ops.attention import ragged_attention
 
 OWNER = "_interposer_attention"
@@ -170,6 +171,10 @@ def attention_by(sdpa: Attend) -> Attend:
         is_causal: bool | None = None,
         **options: Any,
     ) -> Result:
+        visitor = None if is_compiling() else VISITOR.get()
+        if visitor is not None:
+            states = (query, key, value, attention_mask)
+            return visitor.attend(Asked(module, *states, scaling, is_causal, options)), None
         owner: AdaptedAttention | None = vars(module).get(OWNER)
         if owner is not None and not is_compiling():
             found: Result | str

@@ -45,7 +45,7 @@ class Adapted(Generic[M]):
     def resolver(self) -> Resolver:
         """The resolver that made the choices, with a note for every reason of a module."""
         resolver = self._adaptation.resolver
-        resolver.notes[:] = [*notes(self.places)]
+        resolver.notes[:] = [*notes(self.places), *self._adaptation.remarks]
         return resolver
 
     @property
@@ -75,6 +75,18 @@ class Adapted(Generic[M]):
             )
         self._adaptation.changes.undo()
         return self.model
+
+
+def is_in_force(adapted: Adapted[Any]) -> bool:
+    """Say whether the model is adapted by this handle, so that it was not restored since."""
+    return vars(adapted.model).get(_MARK) is adapted
+
+
+def remark(adapted: Adapted[Any], text: str) -> None:
+    """Add a note about the model as a whole to what ``interposer.explain`` says."""
+    resolver = adapted.resolver
+    adapted._adaptation.remarks.append(text)
+    resolver.notes.append(text)
 
 
 def adapt(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from interposer_models._adapt.mask_pattern import Pattern, pattern_of
+from interposer_models._adapt.visit import VISITOR
 
 _FACTS = "_interposer_facts"
 
@@ -48,6 +49,12 @@ def mask_by(sdpa_mask: Callable[..., Tensor | None]) -> Callable[..., Tensor | N
     """Return the mask function over the one that makes masks for sdpa."""
 
     def mask_of(*args: Any, **settings: Any) -> Tensor | None:
+        visitor = None if args or is_compiling() else VISITOR.get()
+        if visitor is not None:
+            return visitor.mask(made, settings)
+        return made(*args, **settings)
+
+    def made(*args: Any, **settings: Any) -> Tensor | None:
         mask = sdpa_mask(*args, **settings)
         if mask is not None and not args and not is_compiling():
             facts = _facts(**settings)

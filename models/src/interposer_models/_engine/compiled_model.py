@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as symbolic
 from torch.utils import _pytree
 
 from interposer import Config, Placement, Resolver, Verdict
@@ -19,8 +20,9 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts
 from interposer_ops.devices.compilation import expose_kernels
 
 # Of sizes, 0 and 1 are never dynamic: tokens, sequences, wanted rows and whether they are given
-# lead to different graphs, of which a process seldom meets more than six.
+# lead to different graphs, seven with that of ``Engine.logits``. Backends may add to it.
 _MOST_GRAPHS = 64
+_OWN_GRAPHS = ("cudagraphs",)
 
 
 class CompiledModel:
@@ -53,6 +55,9 @@ class CompiledModel:
         self._caches = caches
         self._build: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
         self._artifacts = artifacts
+        # Else two sizes that are equal when a graph is made, such as the tokens and half of a head,
+        # count as one, and another graph is made for a batch in which they differ.
+        self._sizes_apart: Any = symbolic.patch(use_duck_shape=False)
         artifacts.load()
         self.fix_sizes()
         limit: dict[str, Any] = {"recompile_limit": _MOST_GRAPHS}
@@ -74,7 +79,8 @@ class CompiledModel:
     ) -> Tensor:
         """Return the logits, see ``CausalLM``."""
         before = self.graphs
-        logits: Tensor = self._compiled(token_ids, positions, caches, plans, rows)
+        with self._sizes_apart:
+            logits: Tensor = self._compiled(token_ids, positions, caches, plans, rows)
         if self.graphs != before:
             self._artifacts.save()
         return logits
@@ -85,37 +91,50 @@ class CompiledModel:
             torch._dynamo.mark_static(tensor)
 
     def _counted(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        built = self._build(graph, inputs, **options)
+        # Not before: torch may find on the way that numbers are constant, and start again.
         self.graphs += 1
-        return self._build(graph, inputs, **options)
+        return built
 
 
-def judge_compiler(config: Config, placement: Placement) -> Verdict | None:
-    """Say by which backend the steps of a model are compiled; None where nobody asks for it."""
+def judge_compiler(
+    config: Config, placement: Placement, graphs: Verdict | None = None
+) -> Verdict | None:
+    """Say by which backend the steps of a model are compiled; None where nobody asks for it.
+
+    Args:
+        graphs: whether decode steps are captured as well.
+    """
     if config.compile == "off":
         return None
-    name = placement.platform.name
-    if config.compile != "on":
-        return Verdict.accept(f"by {config.compile!r}, as Config(compile=...) says")
-    if placement.described:
-        return Verdict.accept(f"by the backend of platform {placement.device.platform!r}")
-    verdict = placement.platform.provides("compile_backend")
-    if not verdict:
-        return Verdict.refuse(f"{verdict.reason}. Try: Config(compile='inductor')")
-    backend = placement.platform.compile_backend()
-    return Verdict.accept(f"by {backend!r}, the backend of platform {name!r}")
+    name, said = config.compile, "as Config(compile=...) says"
+    if name == "on":
+        said = f"the backend of platform {placement.platform.name!r}"
+        if placement.described:
+            return Verdict.accept(f"by the backend of platform {placement.device.platform!r}")
+        verdict = placement.platform.provides("compile_backend")
+        if not verdict:
+            return Verdict.refuse(f"{verdict.reason}. Try: Config(compile='inductor')")
+        name = placement.platform.compile_backend()
+    if graphs and name in _OWN_GRAPHS:
+        return Verdict.refuse(
+            f"{name!r} captures graphs of its own, and decode steps are captured already. Try: "
+            f"Config(compile={name!r}, graphs='off'), or Config(compile='inductor') with graphs"
+        )
+    return Verdict.accept(f"by {name!r}, {said}")
 
 
-def backend_name(config: Config, placement: Placement) -> str:
+def backend_name(config: Config, placement: Placement, verdict: Verdict) -> str:
     """Return the backend that a model is compiled by.
 
+    Args:
+        verdict: of ``judge_compiler``.
     Raises:
-        ConfigError: the platform has none.
+        ConfigError: the platform has none, or it may not be used.
         UnknownNameError: torch knows no such backend.
     """
-    verdict = judge_compiler(config, placement)
-    if verdict is None or not verdict:
-        reason = "nobody asks for it" if verdict is None else verdict.reason
-        raise ConfigError(f"compile={config.compile!r} was asked for, but {reason}")
+    if not verdict:
+        raise ConfigError(f"compile={config.compile!r} was asked for, but {verdict.reason}")
     name = config.compile
     if name == "on":
         name = placement.platform.compile_backend()
