@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets bench clean
+.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -77,6 +77,9 @@ docs: $(INSTALLED) ## Build the site of the documentation into .site/.
 triton-targets: $(INSTALLED) ## Compile the Triton kernels for every GPU and write the page about it. An hour.
 	mkdir -p .docs_cache
 	$(BIN)/python -m interposer_ops._triton.aot --write .docs_cache/triton-targets.md
+
+adapt-coverage: $(INSTALLED) ## Adapt a tiny model of every architecture of transformers and write the table of it.
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/adapt_coverage.py --table benchmarks/results/adapt_coverage.txt
 
 bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/dispatch.py

@@ -31,6 +31,7 @@ PARTS = ("interposer-ops", "interposer-quantization", "interposer-models", "inte
 # Seconds that a stage may take, and a call of a kernel that does not show that it works.
 SHORT, SHORT_CALL = 1.5, 1.0
 VISIT = Path(__file__).parent / "hostile" / "visit.py"
+MODEL = Path(__file__).parents[1] / "examples" / "models" / "stdlib-lm"
 Report = dict[str, Any]
 
 each_case = pytest.mark.parametrize(
@@ -54,6 +55,18 @@ def task(case: Hostile) -> dict[str, Any]:
     if any("within 1.5 s" in word for word in case.words):
         config["probe_seconds"] = SHORT
     return {"name": case.name, "use": case.stage, "config": config, "calls": calls}
+
+
+def marked(mark: str) -> list[int]:
+    """Return the processes that have a variable of the environment; none where nobody tells."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+        except OSError:  # it has just ended, or is not ours
+            continue
+    return found
 
 
 class Visits:
@@ -119,14 +132,7 @@ class Visits:
 
     def survivors(self) -> list[int]:
         """Return the processes that it started, directly or not, and that are still there."""
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self._mark.encode() in entry.read_bytes().split(b"\0"):
-                    found.append(int(entry.parent.name))
-            except OSError:  # it has just ended, or is not ours
-                continue
-        return found
+        return marked(self._mark)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +183,7 @@ def says(text: str, case: Hostile) -> bool:
 
 
 def test_pack_is_what_it_promises() -> None:
-    assert len(CASES) >= 30
+    assert len(CASES) >= 270
     assert len({case.name for case in CASES}) == len(CASES)
     assert all(case.words for case in CASES)
 
@@ -264,6 +270,42 @@ def test_all_at_once(site: Path, folder: Path, visits: list[Visits]) -> None:
         and not any(says(text, case) for text in reasons(case, report))
     ]
     assert not missed
+
+
+COMMANDS = {
+    "explain": ("explain", "MODEL"),
+    "run": ("run", "MODEL", "--prompt", "def read(", "--max-new-tokens", "2"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_commands_survive(
+    command: tuple[str, ...], site: Path, folder: Path, visits: list[Visits]
+) -> None:
+    """They end as they should though everything is installed, and leave no process."""
+    project = folder / f"of {command[0]}"
+    project.mkdir()
+    ours = ["example-norm", "gguf", "nf4", "otel"]
+    text = f'platform = "cpu"\nprobe_seconds = {SHORT}\ncache_dir = "{folder / "cache"}"\n'
+    (project / "interposer.toml").write_text(f"{text}disable = {ours}\n", encoding="utf-8")
+    mark = f"HOSTILE_COMMAND={project}"
+    kept = {key: value for key, value in os.environ.items() if "INTERPOSER" not in key}
+    environment = {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    environment |= dict([mark.split("=", 1)])
+    words = [str(MODEL) if word == "MODEL" else word for word in command]
+    with (project / "out").open("wb") as out, (project / "err").open("wb") as errors:
+        arguments = [sys.executable, "-P", "-m", "interposer_tools", *words]
+        done = subprocess.run(
+            arguments, env=environment, cwd=project, stdout=out, stderr=errors, timeout=290
+        )
+    said = (project / "err").read_text(encoding="utf-8")
+    assert done.returncode == 0, said
+    assert "Traceback" not in said
+    assert (project / "out").read_text(encoding="utf-8").strip()
+    patience = time.monotonic() + 5
+    while marked(mark) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert marked(mark) == []
 
 
 def test_doctor_names_all(site: Path, folder: Path, visits: list[Visits]) -> None:

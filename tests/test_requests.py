@@ -219,7 +219,7 @@ class Calls:
             self.found.append((bound.choice.request, arguments.arguments))
             return bound.function(*given)
 
-        return BoundKernel(call, bound.prepare, bound.choice)
+        return BoundKernel(call, bound.prepare, bound.choice, bound.restore)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -12,11 +12,11 @@ from threading import Barrier
 import pytest
 
 from interposer import Config, current_registry, place
-from interposer._config.once import cached
+from interposer_sandbox import cached
 
 _FORK = """
 import os, signal, threading
-from interposer._config.once import cached
+from interposer_sandbox import cached
 
 entered, release = threading.Event(), threading.Event()
 

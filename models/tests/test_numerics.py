@@ -37,6 +37,7 @@ def test_exchanged_weights_are_prepared_with_the_precision_of_the_configuration(
 ) -> None:
     lm = load(llama, config=Config(float32="medium"), cache_tokens=64)
     seen: list[str] = []
+    assert lm.weights is not None
     update = lm.weights.update
 
     def noted(*arguments: Any) -> tuple[str, ...]:

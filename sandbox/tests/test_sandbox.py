@@ -26,6 +26,7 @@ import pytest
 from interposer_sandbox import (
     Finding,
     Function,
+    Guarded,
     Host,
     Reporter,
     Sandbox,
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 VISITS = """
 import os, time
 from importlib import import_module
-from interposer_sandbox import Finding, Host, SideEffects
+from interposer_sandbox import Finding, Guarded, Host, SideEffects
 
 HOST = Host(environment=lambda: os.environ)
 
@@ -155,7 +156,7 @@ _EFFECTS = [
     ("import os; os.write(1, b'from below')", "prints 'from below'"),
     ("import ctypes; ctypes.CDLL(None).printf(b'native')", "prints 'native'"),
     ("import os; os.environ['ACME'] = '1'", "changes the environment: ACME"),
-    ("import os; os.environ = {'ACME': '1'}", "changes the environment: "),
+    ("import os; os.environ = {'ACME': '1'}", "replaces os.environ"),
     ("import builtins; builtins.print = None", "replaces builtins.print"),
     (
         "import builtins; builtins.len = None; builtins.isinstance = 3",
@@ -353,12 +354,13 @@ def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> 
         "def own(): return 1\nclass Own:\n    def get(self): pass\n"
     )
     (folder / "acme_guarded.py").write_text(
-        VISITS.replace("Host(env", "Host(packages=('acme_own',), env") + "import acme_own\n"
+        VISITS.replace("Host(env", "Host(guarded=Guarded(packages=('acme_own',)), env")
+        + "import acme_own\n"
     )
     source = "import acme_own\nacme_own.own = None\nacme_own.Own.get = len\n"
     guarded: Function = importlib.import_module("acme_guarded").visit
     arguments = {"module": write(folder, source)}
-    host = Host(packages=("acme_own",), modules=("acme_guarded",))
+    host = Host(guarded=Guarded(packages=("acme_own",)), modules=("acme_guarded",))
     if here:
         finding = run_here(guarded, arguments)
     else:
@@ -366,6 +368,47 @@ def test_functions_of_the_host_may_not_be_replaced(here: bool, folder: Path) -> 
             finding = sandbox.run(guarded, arguments, 20.0)
     assert finding.reason.endswith("replaces acme_own.own, acme_own.Own.get"), finding.reason
     assert importlib.import_module("acme_own").own() == 1
+
+
+@pytest.mark.parametrize(
+    ("guarded", "source", "replaced"),
+    [
+        ("bases=('acme_base',)", "acme_base.load = print", "acme_base.load"),
+        ("bases=('acme_base',)", "acme_base.Base.get = len", "acme_base.Base.get"),
+        ("bases=('acme_base',)", "acme_base.later = json", ""),
+        ("classes=('acme_base:Base',)", "acme_base.Base.get = len", "acme_base.Base.get"),
+        (
+            "packages=('acme_base',), members=('Base.get',)",
+            "acme_base.given.get = mine",
+            "acme_base.given.get",
+        ),
+        (
+            "packages=('acme_base',), members=('Base.get',)",
+            "acme_base.given.get = json.loads",
+            "",
+        ),
+    ],
+)
+def test_what_the_host_names_is_guarded(
+    guarded: str, source: str, replaced: str, folder: Path
+) -> None:
+    base = write(  # of a name of its own: what a process knows of a module stays
+        folder,
+        "def load(): pass\nlater = object()\nclass Base:\n    def get(self): pass\n"
+        "given = Base()\n",
+    )
+    (folder / "acme_watching.py").write_text(
+        VISITS.replace("Host(env", f"Host(guarded=Guarded({guarded}), env").replace(
+            "acme_base", base
+        )
+        + f"import {base}\n"
+    )
+    visited = write(folder, f"import {base} as acme_base, json\ndef mine(): pass\n{source}\n")
+    finding = run_here(importlib.import_module("acme_watching").visit, {"module": visited})
+    assert finding.accepted == (not replaced), finding.reason
+    assert finding.reason.endswith(
+        f"replaces {replaced.replace('acme_base', base)}" if replaced else ""
+    ), finding.reason
 
 
 def test_a_function_has_to_be_found_by_its_name(sandbox: Sandbox) -> None:

@@ -294,6 +294,67 @@ CASES = (
         "torch",
     ),
     *_CHANGES,
+    _module(
+        "kernel-exit-at-exit",
+        "import atexit; atexit.register(os._exit, 0)\nrms_norm = right\n",
+        "exited with code 0 while ending the process",
+    ),
+    _module(
+        "kernel-fuse",
+        "import faulthandler\nsink = open(os.devnull, 'w')\n"
+        "faulthandler.dump_traceback_later(30, exit=True, file=sink)\nrms_norm = right\n",
+        "sets a time at which faulthandler ends the process",
+    ),
+    _module(
+        "kernel-aten",
+        "library = torch.library.Library('aten', 'IMPL')\n"
+        "library.impl('silu', lambda x: x, 'CPU')\nrms_norm = right\n",
+        "changes torch's kernels of aten",
+    ),
+    _module(
+        "kernel-module-hook",
+        "hooks = torch.nn.modules.module\n"
+        "hooks.register_module_forward_hook(lambda *facts: None)\nrms_norm = right\n",
+        "changes torch's hooks of all modules",
+    ),
+    _body(
+        "kernel-mode",
+        "torch.overrides.BaseTorchFunctionMode().__enter__()\n    return right(x, weight, eps)",
+        "changes torch's stack of function modes",
+    ),
+    _body(
+        "kernel-autocast",
+        "torch.set_autocast_enabled('cpu', True)\n    return right(x, weight, eps)",
+        "changes torch's autocast",
+    ),
+    _body(
+        "kernel-constant",
+        "torch.inf = 3.0\n    return right(x, weight, eps)",
+        "replaces torch.inf",
+    ),
+    _body(
+        "kernel-stops",
+        "import signal; os.kill(os.getpid(), signal.SIGSTOP)\n    return right(x, weight, eps)",
+        "within 1 s",
+    ),
+    _body(
+        "kernel-frees",
+        "x.untyped_storage().resize_(0)\n    return weight",
+        "departs from the reference",
+    ),
+    _module(
+        "kernel-reference",
+        "from interposer_ops.norms._norms import rms_norm as op\n"
+        "op.reference = lambda x, weight, eps: x\n\n\n"
+        "def rms_norm(x, weight, eps):\n    return x.clone()\n",
+        "rms_norm.reference",
+    ),
+    _module(
+        "kernel-shows-nothing",
+        "class Any:\n    def __getattr__(self, name): raise OSError(name)\n\n\n"
+        "def rms_norm(x, weight, eps):\n    return Any()\n",
+        "structure",
+    ),
     _predicate("predicate-raises", "raise OSError('no such device')", "OSError", "no such device"),
     _predicate("predicate-aborts", "import os; os.abort()", "SIGABRT"),
     _predicate("predicate-loops", "\n    while True: pass", "within 1.5 s"),

@@ -61,6 +61,25 @@ CASES = (
         },
     ),
     Hostile(
+        "deep-requirement",
+        FILES,
+        ("cannot be understood",),
+        altered={
+            "$info/METADATA": "Metadata-Version: 2.1\nName: hostile-deep-requirement\n"
+            "Version: 1.0\nRequires-Dist: interposer; "
+            f"{'(' * 50_000}os_name == 'x'{')' * 50_000}\n"
+        },
+    ),
+    Hostile(
+        "digits-in-version",
+        FILES,
+        ("its metadata states the version '1.0000",),
+        altered={
+            "$info/METADATA": "Metadata-Version: 2.1\nName: hostile-digits-in-version\n"
+            f"Version: 1.{'0' * 100_000}\n"
+        },
+    ),
+    Hostile(
         "altered-file",
         LOCKED,
         ("LockError", "hostile-altered-file", "$package/notes.txt"),

@@ -7,7 +7,17 @@ import sys
 from pathlib import Path
 
 from packaging import tags
-from tests.hostile import effects, hooks, imports, kernels, metadata, native, parts
+from tests.hostile import (
+    effects,
+    hooks,
+    imports,
+    interpreter,
+    kernels,
+    lies,
+    metadata,
+    native,
+    parts,
+)
 from tests.hostile.case import Hostile, provides
 from tests.hostile.wheel import Wheel
 
@@ -16,10 +26,12 @@ __all__ = ["CASES", "HEALTHY", "install", "wheel"]
 CASES = (
     *imports.CASES,
     *effects.CASES,
+    *interpreter.CASES,
     *metadata.CASES,
     *hooks.CASES,
     *kernels.CASES,
     *parts.CASES,
+    *lies.CASES,
 )
 REQUIRES = ("interposer>=0.1,<0.2", "interposer-ops>=0.1,<0.2", "torch>=2.11")
 

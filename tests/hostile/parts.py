@@ -124,6 +124,14 @@ CASES = (
     _platform("probe-loops", "within 1.5 s", probe="\n        while True: pass"),
     _platform("devices-raise", "OSError", "no bus", devices="raise OSError('no bus')"),
     _platform("devices-crash", "SIGABRT", devices="import os; os.abort()"),
+    _platform("devices-numbers", "lists 1, which is no Device", devices="return [1]"),
+    _platform(
+        "devices-endless",
+        "lists no device",
+        "TypeError",
+        devices="from itertools import repeat\n"
+        "        return (each for each in repeat(self.capability('cpu')))",
+    ),
     _platform("no-devices", "lists no device", devices="return []"),
     _backend("accepts-raises", "raise OSError('no such device')", "OSError", "no such device"),
     _backend("accepts-bool", "return True", "True", "Verdict"),

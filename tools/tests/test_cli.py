@@ -80,6 +80,7 @@ BROKEN = {
     "leaves": "raise SystemExit(7)\n",
     "lacks": "",
 }
+FATAL = "import os\nos.abort()\n"
 
 
 @pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN)
@@ -90,11 +91,34 @@ def test_a_broken_command_does_not_break_the_others_and_says_why_when_run(
     overview = run("--help")
     assert overview.returncode == 0, overview.stderr
     assert "hum" in overview.stdout
-    assert "cannot be loaded; run it to see why" in overview.stdout
+    assert "(of acme)" in overview.stdout
     done = run("hum", "--fast", "model")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: The command 'hum' cannot be loaded: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_only_the_command_that_is_asked_for_is_imported(
+    run: Run, install: Callable[..., None]
+) -> None:
+    install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=FATAL)
+    for arguments in (("--help",), ("ops",), ("lock", "--help")):
+        done = run(*arguments)
+        assert done.returncode == 0, done.stderr
+    assert run("hum").returncode < 0
+
+
+def test_entry_points_that_nobody_can_read_are_told_by_their_folder(
+    run: Run, install: Callable[..., None], tmp_path: Path
+) -> None:
+    install("acme", "[acme]\n")
+    (tmp_path / "acme-1.0.dist-info" / "entry_points.txt").write_bytes(b"[acme]\nx\xff = y\n")
+    for arguments in (("doctor",), ("explain", "model"), ("run", "model", "prompt")):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "acme-1.0.dist-info: entry_points.txt: 'utf-8' codec" in done.stderr
+        assert done.stderr.endswith("Try: reinstall or uninstall it\n")
+        assert "Traceback" not in done.stderr
 
 
 HUM = 'def hum():\n    """Hum it."""\n    print("hmm")\n'
@@ -102,7 +126,7 @@ HUM = 'def hum():\n    """Hum it."""\n    print("hmm")\n'
 
 def test_a_command_of_another_distribution_runs(run: Run, install: Callable[..., None]) -> None:
     install("acme", "[interposer.commands]\nhum = acme_commands:hum\n", acme_commands=HUM)
-    assert "Hum it." in run("--help").stdout
+    assert "Hum it." in run("hum", "--help").stdout
     assert run("hum").stdout == "hmm\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interposer._lazy import lazy_attributes
+from interposer_sandbox import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer._config.config import Config, effective_config, use

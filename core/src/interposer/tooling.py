@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interposer._lazy import lazy_attributes
+from interposer_sandbox import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer._config.config import child_environment, config_sources, variables
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from interposer._contract.platform import applied
     from interposer._contract.request import Kind
     from interposer._explanation.inventory import Row, Subject, answer, figures, strays
-    from interposer._lazy import lazy_attributes
     from interposer._plugins.acceptance import acceptance_of
-    from interposer._plugins.discovery import installed_distributions
+    from interposer._plugins.discovery import entry_points, installed_distributions
     from interposer._plugins.plugins import Plugin, Plugins, PluginWarning, Skipped
     from interposer._plugins.registry import forget_discovery
     from interposer._plugins.trust import Lock, allowed, check_lock, lock_path
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from interposer._validation.compatibility import API_RANGE, check_api
     from interposer._validation.distribution import STANDARD
     from interposer._validation.records import check_classes, check_records
+    from interposer_sandbox import lazy_attributes
 
 # fmt: off
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "PluginWarning", "Plugins", "Row", "Skipped", "Store", "Subject", "acceptance_of",
     "allowed", "answer", "applied", "check_api", "check_classes", "check_lock", "check_records",
     "checksum", "child_environment", "config_sources", "default_store",
-    "figures", "forget_discovery", "installed_distributions",
+    "entry_points", "figures", "forget_discovery", "installed_distributions",
     "lazy_attributes", "lock_path", "parse_rules", "policy_for", "strays", "unless_explicit",
     "variables", "write_text",
 ]
@@ -53,9 +53,9 @@ __getattr__ = lazy_attributes(
         "interposer._contract.platform": "applied",
         "interposer._contract.request": "Kind",
         "interposer._explanation.inventory": "Row Subject answer figures strays",
-        "interposer._lazy": "lazy_attributes",
+        "interposer_sandbox": "lazy_attributes",
         "interposer._plugins.acceptance": "acceptance_of",
-        "interposer._plugins.discovery": "installed_distributions",
+        "interposer._plugins.discovery": "entry_points installed_distributions",
         "interposer._plugins.plugins": "Plugin PluginWarning Plugins Skipped",
         "interposer._plugins.registry": "forget_discovery",
         "interposer._plugins.trust": "Lock allowed check_lock lock_path",

@@ -1,4 +1,4 @@
-"""Load language models from Hugging Face checkpoints and run them on the platform in force.
+"""Load or adapt models of Hugging Face and run them on the platform in force.
 
 Every name is loaded on first use, so that the commands print help without torch.
 """
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
+    from interposer_models._adapt.handle import Adapted, adapt
+    from interposer_models._adapt.paging import language_model
+    from interposer_models._adapt.place import Place
     from interposer_models._checkpoint.checkpoint import Checkpoint
     from interposer_models._decoder.config import DecoderConfig
     from interposer_models._decoder.decoder import CausalLM
@@ -20,15 +23,19 @@ if TYPE_CHECKING:
     from interposer_models._tokenizer import TextTokenizer
 
 __all__ = [
+    "Adapted",
     "CausalLM",
     "Checkpoint",
     "Completion",
     "DecoderConfig",
     "Delta",
     "LanguageModel",
+    "Place",
     "Plan",
     "SamplingParams",
     "TextTokenizer",
+    "adapt",
+    "language_model",
     "load",
     "plan",
     "quantize",
@@ -37,6 +44,9 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
+        "interposer_models._adapt.handle": "Adapted adapt",
+        "interposer_models._adapt.paging": "language_model",
+        "interposer_models._adapt.place": "Place",
         "interposer_models._checkpoint.checkpoint": "Checkpoint",
         "interposer_models._decoder.config": "DecoderConfig",
         "interposer_models._decoder.decoder": "CausalLM",

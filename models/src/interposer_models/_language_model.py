@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from interposer import Planned, Verdict
-from interposer.errors import RequestError
+from interposer.errors import ConfigError, RequestError
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine import sequence as sequences
 from interposer_models._engine.engine import Engine
@@ -51,7 +51,7 @@ class LanguageModel:
     """A loaded model. ``interposer.explain`` says what it was built from. Not thread-safe."""
 
     def __init__(
-        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights
+        self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
     ) -> None:
         self.engine = engine
         self.weights = weights
@@ -129,10 +129,16 @@ class LanguageModel:
         Returns: prefixes of layers whose operands could not be written in place, because what is
             held now has another form. Graphs that were captured with them are captured again.
         Raises:
+            ConfigError: the model is an adapted one.
             RequestError: a request is unfinished, and its cache was computed with other weights.
             CheckpointError: a tensor is unknown, given twice, of the wrong shape or kind of dtype,
                 unusable, or not given though others of its layer are. Nothing was changed.
         """
+        if self.weights is None:
+            raise ConfigError(
+                "The weights of an adapted model are changed in the model itself. "
+                "Try: adapted.restore(), change them, and adapt() again"
+            )
         if self.engine.busy:
             raise RequestError(
                 "Weights cannot be exchanged while requests are unfinished: their cached keys and "

@@ -34,6 +34,8 @@ from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.cache_budget import (
     CacheBudget,
     cache_budget,
+    check_cache,
+    check_sizes,
     is_host,
     measured_step,
     one_block_of_each_kind,
@@ -187,18 +189,17 @@ def load(
             another method, or graphs or compilation are asked for that cannot be.
     """
     sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
-    if cache_tokens is not None:
-        sizes["cache_tokens"] = cache_tokens
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
+    check_sizes(**sizes, cache_tokens=cache_tokens)
     _check_fraction(memory_fraction, cache_tokens)
     start = time.time_ns()
     planned = plan(path, dtype, platform, config, quantization=quantization)
     for note in planned.resolver.notes:
         _log.warning("%s: %s", path, note)
     if cache_tokens is not None:
-        _check_cache(planned, cache_tokens)
+        free_bytes = planned.placement.platform.memory(
+            planned.placement.device.torch_device
+        ).free_bytes
+        check_cache("load", free_bytes, _page_bytes(planned), planned.page_size, cache_tokens)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
@@ -220,7 +221,6 @@ def load(
     with planned.numerics():
         weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
         planned.model.finalize(device)
-    sizes = {"max_sequences": max_sequences, "max_step_tokens": max_step_tokens}
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
 
     def engine_of(
@@ -339,15 +339,4 @@ def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> 
         raise ConfigError(
             f"memory_fraction is {memory_fraction!r} and cache_tokens {cache_tokens}, which say "
             "the size of the cache twice. Try: leave one out"
-        )
-
-
-def _check_cache(planned: Plan, cache_tokens: int) -> None:
-    device = planned.placement.device.torch_device
-    free_bytes = planned.placement.platform.memory(device).free_bytes
-    fitting = free_bytes * planned.page_size // _page_bytes(planned)
-    if cache_tokens > fitting:
-        raise ConfigError(
-            f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
-            f"Try: load(..., cache_tokens={fitting // 4})"
         )

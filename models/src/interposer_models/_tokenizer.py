@@ -68,6 +68,14 @@ class TextTokenizer:
         tokenizer._slow = None
         return tokenizer
 
+    @classmethod
+    def of_transformers(cls, held: Any) -> TextTokenizer:
+        """Return the tokenizer that ``held``, one of transformers, is."""
+        tokenizer = cls.__new__(cls)
+        tokenizer._fast = None
+        tokenizer._slow = held
+        return tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
 
@@ -94,14 +102,15 @@ class TextTokenizer:
 class MissingTokenizer(TextTokenizer):
     """Stands in where a model directory holds no tokenizer: prompts are token ids, texts empty."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mend: str = "add a tokenizer.json") -> None:
         self._path = path
+        self._mend = mend
 
     def encode(self, text: str) -> list[int]:
         """Raise RequestError."""
         raise RequestError(
             f"{self._path} holds no tokenizer, so that texts cannot be read. "
-            "Try: give token ids, or add a tokenizer.json"
+            f"Try: give token ids, or {self._mend}"
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -6,7 +6,8 @@ function at a time in a fork of a process of its own and tells what became of it
 ``Reporter``, which notes how far it has come. ``SideEffects`` lists what the code in a block did
 to the process around it, and puts it back. A ``Host`` tells both what is to be guarded.
 
-``check_import_string`` looks for a name without running anything. What a finding depends on, for
+``check_import_string`` looks for a name without running anything, and ``metadata_text`` and its
+kin read what an installer left, whatever is in it. What a finding depends on, for
 whoever keeps it, are the content of the code (``digest``, ``file_facts``) and ``surroundings``.
 
 It protects against code that is broken, careless or built for another machine, and not against
@@ -17,8 +18,9 @@ Every name is loaded on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from interposer_sandbox._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_sandbox._client import (
@@ -28,41 +30,56 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from interposer_sandbox._content import digest, file_facts, is_altered
-    from interposer_sandbox._foreign import described, foreign_errors, nearest_first
-    from interposer_sandbox._host import Host
+    from interposer_sandbox._foreign import described, foreign_errors, nearest_first, traced
+    from interposer_sandbox._host import Guarded, Host
     from interposer_sandbox._import_string import check_import_string, is_loaded
+    from interposer_sandbox._lazy import lazy_attributes
     from interposer_sandbox._lock import ForkSafeLock
+    from interposer_sandbox._metadata import (
+        Metadata,
+        altered_files,
+        editable_folder,
+        entry_points,
+        has_module,
+        metadata_folder,
+        metadata_headers,
+        metadata_text,
+        recorded_files,
+    )
+    from interposer_sandbox._once import cached
     from interposer_sandbox._side_effects import SideEffects
     from interposer_sandbox._surroundings import surroundings
     from interposer_sandbox._task import Finding, Function, RefusedError, Reporter, run_here
 
 # fmt: off
 __all__ = [
-    "Finding", "ForkSafeLock", "Function", "Host", "NestedError", "RefusedError", "Reporter",
-    "Sandbox", "SandboxError", "SideEffects", "UnavailableError", "check_import_string",
-    "described", "digest", "file_facts", "foreign_errors", "is_altered", "is_loaded",
-    "nearest_first", "run_here", "surroundings",
+    "Finding", "ForkSafeLock", "Function", "Guarded", "Host", "Metadata", "NestedError",
+    "RefusedError", "Reporter", "Sandbox", "SandboxError", "SideEffects", "UnavailableError",
+    "altered_files", "cached", "check_import_string", "described", "digest",
+    "editable_folder", "entry_points", "file_facts", "foreign_errors", "has_module",
+    "is_altered", "is_loaded", "lazy_attributes", "metadata_folder", "metadata_headers",
+    "metadata_text", "nearest_first",
+    "recorded_files", "run_here", "surroundings", "traced",
 ]
 # fmt: on
 
-_HOMES = {
-    "_client": "NestedError Sandbox SandboxError UnavailableError",
-    "_content": "digest file_facts is_altered",
-    "_foreign": "described foreign_errors nearest_first",
-    "_host": "Host",
-    "_import_string": "check_import_string is_loaded",
-    "_lock": "ForkSafeLock",
-    "_side_effects": "SideEffects",
-    "_surroundings": "surroundings",
-    "_task": "Finding Function RefusedError Reporter run_here",
-}
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_sandbox._client": "NestedError Sandbox SandboxError UnavailableError",
+        "interposer_sandbox._content": "digest file_facts is_altered",
+        "interposer_sandbox._foreign": "described foreign_errors nearest_first traced",
+        "interposer_sandbox._host": "Guarded Host",
+        "interposer_sandbox._import_string": "check_import_string is_loaded",
+        "interposer_sandbox._lock": "ForkSafeLock",
+        "interposer_sandbox._metadata": "Metadata altered_files editable_folder entry_points "
+        "has_module metadata_folder metadata_headers metadata_text recorded_files",
+        "interposer_sandbox._once": "cached",
+        "interposer_sandbox._side_effects": "SideEffects",
+        "interposer_sandbox._surroundings": "surroundings",
+        "interposer_sandbox._task": "Finding Function RefusedError Reporter run_here",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -57,7 +57,7 @@ class _Process:
         # Without -P a json.py in the working directory would run first.
         flags = ["-P", *(["-I"] if sys.flags.isolated else []), "-W", "ignore"]
         names = {
-            "packages": host.packages,
+            "guarded": host.guarded,
             "modules": host.modules,
             "slow_modules": host.slow_modules,
         }

@@ -26,10 +26,12 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from interposer_sandbox._client import NestedError, forbid
 from interposer_sandbox._functions import hold_for_forks
+from interposer_sandbox._host import Guarded
 from interposer_sandbox._supervisor import (
     DEATH_SECONDS,
     DUMP_SIGNAL,
@@ -53,13 +55,16 @@ _BEAT_SECONDS = 0.05
 class _Host(NamedTuple):
     """The names that this process is given of its host, see ``Host``."""
 
-    packages: tuple[str, ...]
+    guarded: Guarded
     slow_modules: tuple[str, ...]
 
 
-def main(packages: Iterable[str], modules: Iterable[str], slow_modules: Iterable[str]) -> NoReturn:
+def main(
+    guarded: Iterable[Iterable[str]], modules: Iterable[str], slow_modules: Iterable[str]
+) -> NoReturn:
     """Answer requests on descriptor 0 with lines on descriptor 1 until there are no more."""
     try:
+        host = _Host(Guarded(*map(tuple, guarded)), tuple(slow_modules))
         for module in modules:
             importlib.import_module(module)
         if os.fork():
@@ -80,9 +85,9 @@ def main(packages: Iterable[str], modules: Iterable[str], slow_modules: Iterable
         warnings.filterwarnings("ignore", message=".*")
         if sys.platform == "linux":  # what leaves its group and its parent is handed to this one
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        hold_for_forks(tuple(packages))
+        hold_for_forks(host.guarded)
         gc.freeze()
-        _serve(asking, answering, _Host(tuple(packages), tuple(slow_modules)))
+        _serve(asking, answering, host)
         _exit(0)
     except (Ended, BrokenPipeError):
         _exit(0)
@@ -143,7 +148,7 @@ def _import(host: _Host, more: Iterable[str] = ()) -> bool:
             with suppress(BaseException):
                 importlib.import_module(module)
         signal.alarm(0)
-        hold_for_forks(host.packages)
+        hold_for_forks(host.guarded)
         gc.freeze()
     return True
 
@@ -161,6 +166,8 @@ def _do(
         os.setsid()
         if sys.platform == "linux":  # leaves with the process that forks, however that ends
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            with suppress(OSError):  # where memory runs out, this process is ended and no other
+                Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         for descriptor in private:
             os.close(descriptor)
         os.dup2(pipes.quiet, 1)

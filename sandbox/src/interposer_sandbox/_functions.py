@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple
+
+from interposer_sandbox._host import Guarded
+from interposer_sandbox._remains import origin
 
 # Packages of Python, and modules and classes of torch, whose functions everybody calls. A fork
 # that looks at all there are spends longer on copies of its parent's memory than on the code.
@@ -28,17 +32,27 @@ _TORCH_MODULES = frozenset(
     }
 )
 _TORCH_CLASSES = ("Tensor", "nn.Module", "nn.Linear", "nn.Embedding", "Generator")
+_CLASSES = {
+    "json": ("JSONDecoder", "JSONEncoder"),
+    "logging": ("Logger",),
+    "pathlib": ("Path", "PurePath"),
+    "subprocess": ("Popen",),
+    "threading": ("Thread",),
+}
 
 
 class _Held(NamedTuple):
     """The modules and classes whose functions others rely on, by name, each with what it held.
 
-    ``packages`` are those of the host; ``seen`` are the modules that were looked at.
+    ``others`` are the names of further classes by those of their modules; ``members`` are objects
+    of the host with the attribute that counts; ``seen`` are the modules that were looked at.
     """
 
-    packages: tuple[str, ...]
+    guarded: Guarded
+    others: dict[str, list[str]]
     modules: dict[str, tuple[dict[str, Any], dict[str, Any]]]
     classes: dict[str, tuple[type, dict[str, Any]]]
+    members: dict[str, tuple[Any, str]]
     seen: set[str]
 
     def refresh(self) -> None:
@@ -57,40 +71,65 @@ class _Held(NamedTuple):
             held = getattr(sys.modules.get(name), "__dict__", None)
             if self._is_watched(name) and isinstance(held, dict):
                 self.modules[name] = (held, dict(held))
-                if _root(name) in self.packages:
-                    own = (v for v in [*held.values()] if isinstance(v, type))
-                    self._add({f"{name}.{v.__name__}": v for v in own if v.__module__ == name})
+                self._look(name, held)
         torch = sys.modules.get("torch")
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
 
     def _is_watched(self, name: str) -> bool:
         root = _root(name)
-        return root in _PYTHONS or root.startswith(self.packages) or name in _TORCH_MODULES
+        known = root in _PYTHONS or root in self.guarded.bases or name in _TORCH_MODULES
+        return known or root.startswith(self.guarded.packages) or name in self.others
+
+    def _look(self, name: str, held: Mapping[str, Any]) -> None:
+        """Note the classes and members of a module that was imported."""
+        root, own = _root(name), self.guarded.packages
+        if root in own or root in self.guarded.bases:
+            # What stands for a module that is not imported yet is asked nothing.
+            classes = [v for v in [*held.values()] if issubclass(type(v), type)]
+            self._add({f"{name}.{v.__name__}": v for v in classes if v.__module__ == name})
+        for part in self.others.get(name, ()):
+            self._add({f"{name}.{part}": held[part]})
+        if root.startswith(own):
+            parts = dict(member.split(".") for member in self.guarded.members)
+            for key, value in [*held.items()]:
+                if (member := parts.get(type(value).__name__)) is not None:
+                    self.members[f"{name}.{key}.{member}"] = value, member
+
+    def is_foreign(self, place: str, value: object) -> bool:
+        """Say whether a module of the bases has a value from elsewhere.
+
+        One imports what it needs where it first uses it, and replaces what stood for that.
+        """
+        root = _root(place)
+        own = issubclass(type(value), FunctionType | type) and origin(value) == root
+        return root in self.guarded.bases and not own
 
     def _add(self, classes: Mapping[str, type]) -> None:
         self.classes.update({name: (owner, dict(vars(owner))) for name, owner in classes.items()})
 
 
-_helds: dict[tuple[str, ...], _Held] = {}
+_helds: dict[Guarded, _Held] = {}
 _forked = False
 
 
-def hold_for_forks(packages: tuple[str, ...]) -> None:
+def hold_for_forks(guarded: Guarded) -> None:
     """Note what functions mean, in a process that forks for each task."""
     global _forked
     _forked = False
-    hold(packages)
+    hold(guarded)
     _forked = True
 
 
-def hold(packages: tuple[str, ...]) -> _Held:
-    """Return what functions mean now; a fork copies only what was imported since it was forked.
-
-    Args:
-        packages: those of the host.
-    """
-    held = _helds.setdefault(packages, _Held(packages, {}, {}, set()))
+def hold(guarded: Guarded) -> _Held:
+    """Return what functions mean now; a fork copies only what was imported since it was forked."""
+    if guarded not in _helds:
+        others = {module: [*names] for module, names in _CLASSES.items()}
+        for place in guarded.classes:
+            module, _, name = place.partition(":")
+            others.setdefault(module, []).append(name)
+        _helds[guarded] = _Held(guarded, others, {}, {}, {}, set())
+    held = _helds[guarded]
     held.refresh()
     return held
 

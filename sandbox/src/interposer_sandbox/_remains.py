@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import faulthandler
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,6 +20,8 @@ _PRINTED_LIMIT = 200
 _STREAMS = ("stdout", "stderr")
 # A thread that was joined may still be listed for a moment, and one that was started not yet be.
 _GRACE_SECONDS = 0.02
+# The thread of faulthandler that was told to end does so in less.
+_FUSE_SECONDS = 0.005
 # Their threads end when nothing is left to do for them.
 _POOLS = frozenset({"concurrent", "multiprocessing"})
 
@@ -61,6 +65,10 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
         yield "forks the process"
     elif light and _has_children() and not had_children:
         yield "leaves a process behind"
+    if _num_tasks() > num_tasks and _had_a_fuse():
+        yield "sets a time at which faulthandler ends the process or prints"
+    if threading.current_thread() is threading.main_thread() and signal.set_wakeup_fd(-1) != -1:
+        yield "sets a file descriptor for signals"
     if not (light or calls):
         return
     deadline = time.monotonic() + _GRACE_SECONDS
@@ -155,6 +163,15 @@ def _has_children() -> bool:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             return True
     return False
+
+
+def _had_a_fuse() -> bool:
+    """Take back the time that faulthandler was set to, if any, and say whether there was one."""
+    before, deadline = _num_tasks(), time.monotonic() + _FUSE_SECONDS
+    faulthandler.cancel_dump_traceback_later()
+    while _num_tasks() >= before and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    return _num_tasks() < before
 
 
 def _num_tasks() -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _imp
+import codecs
 import ctypes
+import faulthandler
 import gc
 import locale
 import logging
@@ -12,7 +15,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 if sys.platform != "win32":
@@ -21,6 +26,13 @@ if sys.platform != "win32":
     _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _TINY = sys.float_info.min
+# The lines of the system that tell what a process may do, and how it minds signals.
+_RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapEff", "CapBnd", "CapAmb")
+# Signals 32 and 33, which it catches once there is a thread.
+_OF_LIBC = 3 << 31
+_ERROR_HANDLERS = ("strict", "ignore", "replace", "backslashreplace", "surrogateescape")
+# Kernels for no device, of which torch registers more as it goes, and for one that is not torch's.
+_OTHERS_KEYS = ("Meta", "PrivateUse", "AutogradPrivateUse")
 
 
 class Setting(NamedTuple):
@@ -40,12 +52,14 @@ def settings(light: bool) -> Iterator[Setting]:
     yield from _INTERPRETER
     yield from _SYSTEM
     if light:
-        yield _ROOT_LOGGER
+        yield from _LIGHT
     loaded = sys.modules
     if (found := loaded.get("random")) is not None:
         yield Setting("the state of random", found.getstate, found.setstate)
     if (found := loaded.get("numpy.random")) is not None and hasattr(found, "get_state"):
         yield _numpy(found)
+        parent = loaded["numpy"]
+        yield Setting("NumPy's errors", parent.geterr, lambda state: parent.seterr(**state))
     if (found := loaded.get("socket")) is not None:
         yield Setting(
             "the default timeout of sockets", found.getdefaulttimeout, found.setdefaulttimeout
@@ -57,6 +71,8 @@ def settings(light: bool) -> Iterator[Setting]:
         for name, get, put in _TORCH:
             yield Setting(f"torch's {name}", attrgetter(get)(torch), attrgetter(put)(torch))
         yield _generator(torch)
+        yield _autocast(torch)
+        yield from _interceptors(torch)
 
 
 # Settings of torch, each with the functions that get and set it.
@@ -94,6 +110,62 @@ def _generator(torch: Any) -> Setting:
     return Setting("the state of torch's generator", state, put)
 
 
+def _autocast(torch: Any) -> Setting:
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+
+    def put(state: list[bool]) -> None:
+        for device, enabled in zip(devices, state, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+
+    return Setting("torch's autocast", lambda: [torch.is_autocast_enabled(d) for d in devices], put)
+
+
+def _interceptors(torch: Any) -> Iterator[Setting]:
+    """Yield what torch calls instead of, or besides, what a program calls."""
+    for kind, given in (("function", ()), ("dispatch", (None,))):  # any mode of the stack
+        depth = getattr(torch._C, f"_len_torch_{kind}_stack")
+        pop = getattr(torch._C, f"_pop_torch_{kind}_stack")
+        yield Setting(
+            f"torch's stack of {kind} modes", depth, partial(_shorten, depth, partial(pop, *given))
+        )
+    hooks = [hooks for name, hooks in vars(torch.nn.modules.module).items() if _is_hooks(name)]
+
+    def put_hooks(state: list[dict[Any, Any]]) -> None:
+        for kept, before in zip(hooks, state, strict=True):
+            kept.clear()
+            kept.update(before)
+
+    yield Setting("torch's hooks of all modules", lambda: [dict(kept) for kept in hooks], put_hooks)
+    # One of these cannot be taken back but by whoever holds its library.
+    yield Setting("torch's kernels of aten", _Overrides(torch.library._impls), lambda before: None)
+
+
+class _Overrides:
+    """Returns the kernels of aten that Python registered for devices; thousands are for none."""
+
+    kept: tuple[int, frozenset[str]] = (0, frozenset())
+
+    def __init__(self, registered: set[str]) -> None:
+        self._registered = registered
+
+    def __call__(self) -> frozenset[str]:
+        if len(self._registered) != self.kept[0]:
+            names = (name for name in self._registered if name.startswith("aten/"))
+            found = {name for name in names if not name.rpartition("/")[2].startswith(_OTHERS_KEYS)}
+            _Overrides.kept = len(self._registered), frozenset(found)
+        return self.kept[1]
+
+
+def _shorten(depth: Callable[[], int], pop: Callable[[], object], before: int) -> None:
+    while depth() > before:
+        pop()
+
+
+def _is_hooks(name: str) -> bool:
+    return name.startswith("_global") and name.endswith(("_hooks", "_always_called", "_kwargs"))
+
+
 def _numpy(module: Any) -> Setting:
     def state() -> tuple[Any, ...]:
         kind, words, *rest = module.get_state()
@@ -114,13 +186,62 @@ def _start_method(module: Any) -> Setting:
     )
 
 
-def _collector() -> tuple[bool, tuple[int, ...]]:
-    return gc.isenabled(), gc.get_threshold()
+def _collector() -> tuple[bool, tuple[int, ...], int]:
+    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
 
 
-def _put_collector(state: tuple[bool, tuple[int, ...]]) -> None:
+def _put_collector(state: tuple[bool, tuple[int, ...], int]) -> None:
     (gc.enable if state[0] else gc.disable)()
     gc.set_threshold(*state[1])
+    gc.set_debug(state[2])
+
+
+def _unlock_imports(held: bool) -> None:
+    while _imp.lock_held() and not held:
+        _imp.release_lock()
+
+
+def _error_handlers() -> list[Any]:
+    return [codecs.lookup_error(name) for name in _ERROR_HANDLERS]
+
+
+def _put_error_handlers(state: list[Any]) -> None:
+    for name, handler in zip(_ERROR_HANDLERS, state, strict=True):
+        codecs.register_error(name, handler)
+
+
+def _put_async_hooks(state: Any) -> None:
+    sys.set_asyncgen_hooks(*state)
+
+
+def _status(names: tuple[str, ...]) -> list[str]:
+    """Return lines of what the system says of this process; none where it does not."""
+    try:
+        text = Path("/proc/self/status").read_text("utf-8", "replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.startswith(names)]
+
+
+def _minded() -> list[int]:
+    """Return the sets of signals that are ignored and that are caught, without libc's own two."""
+    return [int(line.split()[1], 16) & ~_OF_LIBC for line in _status(("SigIgn", "SigCgt"))]
+
+
+def _of_sys(name: str) -> Setting:
+    """Return a plain value of the module sys as a setting; lists are copied."""
+
+    def get() -> Any:
+        value = getattr(sys, name, None)
+        return [*value] if isinstance(value, list) else value
+
+    def put(state: Any) -> None:
+        if state is None and name == "tracebacklimit":  # where the value means another thing
+            del sys.tracebacklimit
+        else:
+            setattr(sys, name, state)
+
+    return Setting(f"sys.{name}", get, put)
 
 
 def _arithmetic() -> tuple[bool, ...]:
@@ -151,7 +272,25 @@ def _put_logger(state: tuple[Any, ...]) -> None:
     root.level, root.manager.disable, root.handlers[:] = state
 
 
-_ROOT_LOGGER = Setting("the root logger", _logger, _put_logger)
+def _our_logger() -> tuple[object, ...]:
+    ours = logging.getLogger("interposer")
+    return logging.getLoggerClass(), ours.level, ours.disabled, ours.propagate, [*ours.handlers]
+
+
+def _put_our_logger(state: tuple[Any, ...]) -> None:
+    ours = logging.getLogger("interposer")
+    cls, level, ours.disabled, ours.propagate, ours.handlers[:] = state
+    logging.setLoggerClass(cls)
+    ours.setLevel(level)
+
+
+# What code that is not light may do for its own sake.
+_LIGHT = [
+    Setting("the root logger", _logger, _put_logger),
+    Setting("the logger of interposer, or the class of loggers", _our_logger, _put_our_logger),
+    Setting("the fault handler", faulthandler.is_enabled, lambda _: faulthandler.enable()),
+    *map(_of_sys, ("argv", "dont_write_bytecode", "pycache_prefix", "tracebacklimit")),
+]
 _INTERPRETER = [
     Setting("the profile function", sys.getprofile, sys.setprofile),
     Setting("the trace function", sys.gettrace, sys.settrace),
@@ -164,6 +303,14 @@ _INTERPRETER = [
     Setting("the garbage collector", _collector, _put_collector),
     Setting("the locale", lambda: locale.setlocale(locale.LC_ALL), _put_locale),
     Setting("the arithmetic of floats", _arithmetic, _put_arithmetic),
+    Setting("the lock of imports", _imp.lock_held, _unlock_imports),
+    Setting("the handlers of codecs' errors", _error_handlers, _put_error_handlers),
+    Setting("the hooks of asynchronous generators", sys.get_asyncgen_hooks, _put_async_hooks),
+    Setting(
+        "the origins of coroutines",
+        sys.get_coroutine_origin_tracking_depth,
+        sys.set_coroutine_origin_tracking_depth,
+    ),
 ]
 _SYSTEM: list[Setting] = []
 if sys.platform != "win32":
@@ -206,6 +353,13 @@ if sys.platform != "win32":
             lambda value: os.setpriority(os.PRIO_PROCESS, 0, value),
         ),
         Setting("the flags of dlopen", sys.getdlopenflags, sys.setdlopenflags),
+        # Nobody gets back what he gave up.
+        Setting("the rights of the process", lambda: _status(_RIGHTS), lambda before: None),
+        Setting("its group or session", lambda: (os.getpgrp(), os.getsid(0)), lambda before: None),
+    ]
+    _LIGHT += [
+        # Those that C code installs are known to the system alone.
+        Setting("the signals it minds", _minded, lambda before: None),
     ]
 if hasattr(os, "sched_setaffinity"):
     _SYSTEM.append(

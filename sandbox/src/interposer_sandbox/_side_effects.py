@@ -43,6 +43,11 @@ _REPORTERS = frozenset(
 )
 
 
+_ANCHORS = (
+    *((sys, name) for name in ("modules", "meta_path", "path_hooks", "path_importer_cache")),
+    *((sys, name) for name in ("stdin", "__stdin__", "__stdout__", "__stderr__")),
+    (os, "environ"),
+)
 _EVERYBODYS = (Warning, UserWarning, DeprecationWarning, FutureWarning, RuntimeWarning)
 
 
@@ -88,6 +93,7 @@ class SideEffects:
             self._comparisons += [streams(shared)]
         if not shared:
             # The others call functions. What is given in code is of whoever gives it.
+            self._comparisons += [_anchors()]  # before those who go by what these hold
             self._comparisons += [self._functions()] if self.alone or self.package else []
             self._comparisons += [
                 _environment(self.host.environment),
@@ -158,7 +164,8 @@ class SideEffects:
         yield ""
         new = [entry for entry in filters if entry not in before]
         # A library may have filters for warnings of its own, but not for those of everybody.
-        if filters != before and (self.light or any(_is_for_all(*entry) for entry in new)):
+        lost = [entry for entry in before if entry not in filters]
+        if any(_is_for_all(*entry) for entry in new) or (lost and self.light):
             filters[:] = before
             yield "changes the filters of warnings"
 
@@ -171,7 +178,7 @@ class SideEffects:
                 yield f"changes {setting.name}"
 
     def _functions(self) -> Iterator[str]:
-        held = hold(self.host.packages)
+        held = hold(self.host.guarded)
         yield ""
         names = []
         for place, (space, kept) in held.modules.items():
@@ -179,7 +186,11 @@ class SideEffects:
                 continue
             for name in _changed(space, kept) if _root(place) != self.package else ():
                 path, value = f"{place}.{name}", kept[name]
-                if callable(value) and (self.light or not self._is_a_librarys(path, space, name)):
+                if held.is_foreign(place, value) or not (
+                    callable(value) or _is_constant(path, value)
+                ):
+                    continue
+                if self.light or not self._is_a_librarys(path, space, name):
                     names.append(path)
                     space[name] = value
             held.modules[place] = (space, dict(space))
@@ -187,13 +198,17 @@ class SideEffects:
             if is_same(vars(owner), kept):
                 continue
             for name in _changed(vars(owner), kept):
-                if callable(kept[name]) or isinstance(kept[name], property):
+                if callable(kept[name]) or hasattr(type(kept[name]), "__get__"):
                     names.append(f"{place}.{name}")
                     setattr(owner, name, kept[name])
             for name in [name for name in vars(owner) if name not in kept]:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
+        held = hold(self.host.guarded)  # the block may have imported further members
+        for place, (owner, part) in held.members.items() if self.package else ():
+            if origin(getattr(owner, part)) == self.package != _root(place):
+                names.append(place)
         if names:
             yield f"replaces {_listed(names)}"
 
@@ -208,6 +223,13 @@ class SideEffects:
             return getattr(value, "__name__", "") == name or path == "torch.Storage"
         pythons = place in sys.stdlib_module_names
         return not pythons and bool(self.package) and place != self.package
+
+
+def _is_constant(path: str, value: object) -> bool:
+    """Say whether a value of a module is a constant that everybody computes with."""
+    return _root(path) in ("math", "torch") and (
+        type(value) is float or type(value).__module__ == "torch"
+    )
 
 
 def _root(name: str) -> str:
@@ -236,6 +258,16 @@ def _is_for_all(
 ) -> bool:
     """Say whether a filter speaks of the warnings of everybody."""
     return message is None and module is None and not line and category in _EVERYBODYS
+
+
+def _anchors() -> Iterator[str]:
+    """Compare the objects themselves that interpreter and programs hold state in."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in _ANCHORS]
+    yield ""
+    for owner, name, value in before:
+        if getattr(owner, name, None) is not value:
+            setattr(owner, name, value)
+            yield f"replaces {owner.__name__}.{name}"
 
 
 def _environment(environment: Callable[[], MutableMapping[str, str]]) -> Iterator[str]:

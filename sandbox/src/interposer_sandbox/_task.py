@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from interposer_sandbox._foreign import described, foreign_errors
+from interposer_sandbox._foreign import described, foreign_errors, traced
 
 if TYPE_CHECKING:
     from interposer_sandbox._side_effects import SideEffects
@@ -85,11 +84,11 @@ class Finding:
     @classmethod
     def raised(cls, stage: str, error: BaseException) -> Finding:
         """Return the refusal of code that raised while ``stage``."""
-        trace = "".join(traceback.format_exception(error))
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # By its type: what it says of its class itself may be anything.
+        missing = error.name if issubclass(type(error), ModuleNotFoundError) else None  # type: ignore[attr-defined]
         # A missing part of a package may be the code's own; then only another version mends it.
         facts = {"missing": missing} if type(missing) is str and "." not in missing else {}
-        return cls.refuse(f"{stage} raised {described(error)}", trace, **facts)
+        return cls.refuse(f"{stage} raised {described(error)}", traced(error), **facts)
 
 
 class Reporter:

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from interposer.errors import ConfigError, InterposerError, StorageError
 from interposer.hookspecs import GROUP
-from interposer.tooling import API_RANGE, STANDARD
+from interposer.tooling import API_RANGE, STANDARD, entry_points
 
 _TEMPLATE = Path(__file__).parent / "templates" / "plugin"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -178,7 +178,7 @@ def _taken(name: str, package: str) -> str:
         return f"this process has a module {package!r} already"
     if spec is not None and spec.origin is not None:  # None where it is a mere folder
         return f"there is a package {package!r} already, {spec.origin}"
-    for point in importlib_metadata.entry_points(group=GROUP):
+    for point in entry_points(GROUP):
         if canonicalize_name(point.name) == name and point.dist is not None:
             return f"the installed {point.dist.name} has a plugin of this name"
     return ""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from interposer._config.once import cached
 from interposer._config.rules import (
     AnyNames,
     AnyRule,
@@ -31,6 +30,7 @@ from interposer._config.rules import (
 )
 from interposer._config.sources import ConfigFile, read_project_file, read_user_file, read_variables
 from interposer._contract.errors import ConfigError, UnknownNameError
+from interposer_sandbox import cached
 
 if TYPE_CHECKING:
     from interposer._contract.platform import NumericsPolicy

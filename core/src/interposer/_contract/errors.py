@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from interposer_sandbox import described as described
 from interposer_sandbox import foreign_errors as foreign_errors
 from interposer_sandbox import nearest_first as nearest_first
+from interposer_sandbox import traced as traced
 
 if TYPE_CHECKING:
     from interposer._contract.verdict import Refusal

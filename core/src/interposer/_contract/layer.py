@@ -24,11 +24,12 @@ L = TypeVar("L", bound="PluggableLayer")
 
 
 class BoundKernel(NamedTuple, Generic[P, R]):
-    """A kernel's own function, its preparation of constant operands if it has one, its choice."""
+    """A kernel's function, its preparation of constants if it has one, its choice, the inverse."""
 
     function: Callable[P, R]
     prepare: Callable[..., Any] | None
     choice: Choice
+    restore: Callable[..., None] | None = None
 
     def prepared(self, **constants: Any) -> dict[str, Any]:
         """Return the op's constant tensors as the kernel wants them; once, after loading."""

@@ -25,7 +25,7 @@ PROPERTIES = frozenset(
 NAMES = ("name", "op", "layer_id", "method", "suffix")
 """The fields that hold names; none may be empty."""
 
-TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
+TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "examples")
 """The fields that hold import strings; all but the first may be empty."""
 
 
@@ -63,6 +63,9 @@ class Kernel:
         predicate: import string of ``(Request) -> Verdict`` for what cannot be declared.
         prepare: import string of a function that takes the op's constant tensors by name and
             returns what the kernel wants instead, once, after the weights were loaded.
+        restore: import string of the inverse of ``prepare``: it takes what that returned and, as
+            ``into``, empty tensors by name, and fills those with the constants, bit for bit; the
+            weight can always be asked for.
         score: the higher wins among accepted kernels; the reference has 0.
         properties: promises, a subset of ``PROPERTIES``.
         form: name of what ``prepare`` returns, where kernels of several ops of one distribution
@@ -90,14 +93,16 @@ class Kernel:
     confirm: str = ""
     extra_roundings: int = 0
     proven_on: frozenset[str] | None = None
+    restore: str = ""
 
     def __post_init__(self) -> None:
         _check(self)
-        if self.form and not self.prepare:
-            raise RecordError(
-                f"{self.name!r} has the form {self.form!r}, but prepares nothing. "
-                "Try: leave out the form"
-            )
+        for label in ("form", "restore"):
+            if (held := getattr(self, label)) and not self.prepare:
+                raise RecordError(
+                    f"{self.name!r} has the {label} {held!r}, but prepares nothing. "
+                    f"Try: leave out the {label}"
+                )
         if self.name == "reference":
             raise RecordError(f"a kernel for {self.op!r} is named 'reference', as the op itself is")
 

@@ -23,6 +23,7 @@ from interposer._validation.records import check_classes, check_records
 from interposer_sandbox import (
     Finding,
     Function,
+    Guarded,
     Host,
     RefusedError,
     Reporter,
@@ -35,7 +36,12 @@ COMPARISON = "interposer_testing._canary"
 
 HOST = Host(
     environment=variables,
-    packages=("interposer", "interposer_sandbox"),
+    guarded=Guarded(
+        packages=("interposer", "interposer_sandbox"),
+        bases=("importlib_metadata", "packaging", "pluggy"),
+        classes=("pydantic.main:BaseModel",),
+        members=("CustomOp.reference",),
+    ),
     modules=(__name__,),
     slow_modules=("torch", "interposer._contract.layer", "interposer._contract.platform"),
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 from interposer._config.config import Config
-from interposer._contract.errors import PluginError, described, foreign_errors
+from interposer._contract.errors import PluginError, described, foreign_errors, traced
 from interposer._contract.records import (
     AttentionEntry,
     Kernel,
@@ -218,10 +217,10 @@ def _guarded(accepts: Accepts, request: Request) -> Verdict:
     """Turn an exception of plugin code into a refusal that keeps the traceback."""
     try:
         verdict = accepts(request)
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"{verdict!r} is not a Verdict")
+        if type(verdict) is not Verdict:  # what a subclass says of itself may be anything
+            raise TypeError(f"{verdict!r:.100} is not a Verdict")
     except PluginError as error:
-        return Verdict.refuse(error.reason, error.trace or traceback.format_exc())
+        return Verdict.refuse(error.reason, error.trace or traced(error))
     except foreign_errors() as error:
-        return Verdict.refuse(f"its own code failed: {described(error)}", traceback.format_exc())
+        return Verdict.refuse(f"its own code failed: {described(error)}", traced(error))
     return verdict

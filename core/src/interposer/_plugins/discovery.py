@@ -21,12 +21,11 @@ from interposer._examination.task import Task
 from interposer._plugins.plugins import Plugins, PluginWarning, Skipped, Source
 from interposer._plugins.trust import allowed, check_lock
 from interposer._validation.compatibility import check_api, check_requirements
-from interposer._validation.distribution import Distribution, Metadata, read_distribution
+from interposer._validation.distribution import Distribution, read_distribution
 from interposer._validation.records import NAME_LETTERS, NAME_LIMIT, is_name, plain_name
-from interposer_sandbox import Finding
+from interposer_sandbox import Finding, Metadata, metadata_folder
+from interposer_sandbox import entry_points as announced
 
-_ENTRY_POINTS = "entry_points.txt"
-_MOST_LETTERS = 100_000
 _MOST_PLUGINS = 100
 
 
@@ -96,6 +95,18 @@ def installed_distributions() -> list[Distribution]:
     return _distributions(_installed()[0])
 
 
+def entry_points(group: str) -> list[importlib_metadata.EntryPoint]:
+    """Return the entry points of a group, in no order; what cannot be used announces none."""
+    found: list[importlib_metadata.EntryPoint] = []
+    seen: set[str] = set()
+    for distribution in importlib_metadata.distributions():
+        folder = _folder(distribution)
+        if folder not in seen:  # of two of one name the first on the path counts
+            seen.add(folder)
+            found += _entries(distribution, group)[0]
+    return found
+
+
 def _installed() -> tuple[list[Source], dict[Source, str]]:
     """Return all entry points, and what cannot be used of the distributions with the reasons.
 
@@ -122,28 +133,12 @@ def _installed() -> tuple[list[Source], dict[Source, str]]:
     return [sources[place] for place in sorted(sources)], broken
 
 
-def _entries(found: Any) -> tuple[list[Any], str]:
-    """Return the entry points of plugins, or none of them and what is wrong with the file."""
-    try:
-        text = found.read_text(_ENTRY_POINTS) or ""
-    except OSError as error:
-        return [], f"its {_ENTRY_POINTS} cannot be read: {error}"
-    except UnicodeDecodeError:
-        return [], f"its {_ENTRY_POINTS} is not UTF-8" if _may_have_plugins(found) else ""
-    if hookspecs.GROUP not in text:
-        return [], ""
-    if len(text) > _MOST_LETTERS:
-        return (
-            [],
-            f"its {_ENTRY_POINTS} has {len(text):,} characters; {_MOST_LETTERS:,} are allowed",
-        )
-    try:
-        entries = list(found.entry_points.select(group=hookspecs.GROUP))
-    except foreign_errors() as error:
-        return [], f"its {_ENTRY_POINTS} cannot be read: {described(error)}"
+def _entries(found: Any, group: str = hookspecs.GROUP) -> tuple[list[Any], str]:
+    """Return the entry points of a group, or none of them and what is wrong with the file."""
+    entries, fault = announced(found, group)
     if len(entries) > _MOST_PLUGINS:
         return [], f"it announces {len(entries):,} plugins; {_MOST_PLUGINS} are allowed"
-    return entries, ""
+    return entries, fault
 
 
 def _is_beside(first: Metadata, other: Metadata) -> bool:
@@ -151,7 +146,7 @@ def _is_beside(first: Metadata, other: Metadata) -> bool:
 
     Build tools leave metadata there besides those of the installation.
     """
-    one, two = _metadata_folder(first).resolve(), _metadata_folder(other).resolve()
+    one, two = metadata_folder(first).resolve(), metadata_folder(other).resolve()
     editable = two.suffix == ".egg-info" and read_distribution(first).editable
     return one == two or (editable and Path(read_distribution(first).location) == two.parent)
 
@@ -173,19 +168,7 @@ def _source(distribution: Distribution, name: str = "", value: str = "") -> Sour
 def _folder(found: Metadata) -> str:
     """Return what tells distributions apart: the name that they are installed as."""
     # Reading the name from the metadata takes ten times as long.
-    return canonicalize_name(_metadata_folder(found).stem.partition("-")[0])
-
-
-def _metadata_folder(found: Metadata) -> Path:
-    return Path(str(getattr(found, "_path", id(found))))  # which is no public attribute
-
-
-def _may_have_plugins(found: Metadata) -> bool:
-    try:
-        text = (_metadata_folder(found) / _ENTRY_POINTS).read_bytes()
-    except OSError:
-        return False
-    return hookspecs.GROUP.encode() in text
+    return canonicalize_name(metadata_folder(found).stem.partition("-")[0])
 
 
 def _distributions(sources: Iterable[Source]) -> list[Distribution]:

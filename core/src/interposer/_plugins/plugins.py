@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from interposer._contract.errors import (
     RecordError,
     described,
     foreign_errors,
+    traced,
     warn,
 )
 from interposer._contract.records import OpEntry, Record
@@ -343,7 +343,7 @@ class Plugins:
         """File ``source`` as failed, warn of it and tell the observers."""
         mend = mend or f"mend or uninstall it, or disable it: {source.disabling}"
         if cause is not None:
-            trace = "".join(traceback.format_exception(cause))
+            trace = traced(cause)
         self._file(source, PluginError(source.name, source.origin, reason, mend), trace, platforms)
 
     def _disown(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
 from interposer._config.config import Config, effective_config
-from interposer._config.once import cached
 from interposer._config.policy import FIELDS
 from interposer._config.rules import Rule
 from interposer._contract.choice import Candidate
@@ -32,7 +31,7 @@ from interposer._plugins.acceptance import PluginCode, acceptance_of
 from interposer._plugins.discovery import discover
 from interposer._plugins.plugins import Blame, Plugin, Plugins, Source, in_code
 from interposer._validation.records import check_classes
-from interposer_sandbox import ForkSafeLock, digest
+from interposer_sandbox import ForkSafeLock, cached, digest
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,6 @@ function, and what it raises reaches the caller.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from threading import Lock
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from interposer._contract.choice import Candidate
-from interposer._contract.errors import described, foreign_errors
+from interposer._contract.errors import described, foreign_errors, traced
 
 
 class Replace(Protocol):
@@ -71,5 +70,5 @@ class Fallback:
             if self.function is not failed:
                 return  # another thread came first
             reason = f"failed at run time: {described(error)}"
-            trace = "".join(traceback.format_exception(error))
+            trace = traced(error)
             self.function, self._candidate = self._replace(self._candidate, reason, trace)

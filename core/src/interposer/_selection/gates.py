@@ -211,7 +211,7 @@ class Loads(ABC):
 
 
 class LoadsKernel(Loads):
-    """Loads a kernel's function and its preparation; on a described device the reference."""
+    """Loads a kernel's function, preparation and restoration; if only described, the reference."""
 
     def __init__(self, registry: Registry, op: CustomOp[..., Any], described: bool) -> None:
         super().__init__(registry)
@@ -219,14 +219,14 @@ class LoadsKernel(Loads):
         self._described = described
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
-        """Hold the function and the preparation, None where there is none."""
+        """Hold all three, None where there is none."""
         record = candidate.record
         if self._described or not isinstance(record, Kernel):
-            self.loaded = (self._op.reference, None)
+            self.loaded = (self._op.reference, None, None)
             return _ACCEPTED
-        function = self._registry.load(candidate, record.target)
-        prepare = self._registry.load(candidate, record.prepare) if record.prepare else None
-        self.loaded = (function, prepare)
+        load, others = self._registry.load, (record.prepare, record.restore)
+        held = (load(candidate, target) if target else None for target in others)
+        self.loaded = (load(candidate, record.target), *held)
         return _ACCEPTED
 
 

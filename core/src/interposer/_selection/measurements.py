@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 import torch
 
 from interposer._config.config import Config
-from interposer._config.once import cached
 from interposer._config.storage import default_store
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Measured
@@ -26,6 +25,7 @@ from interposer._selection.figures import (
     read_entries,
     this_host,
 )
+from interposer_sandbox import cached
 
 Accepted = Callable[[], Sequence[Candidate]]
 

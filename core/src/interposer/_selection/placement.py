@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from interposer._config.config import Config, effective_config
 from interposer._config.policy import Policy, policy_for
+from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice
 from interposer._contract.errors import (
     ConfigError,
@@ -21,6 +21,7 @@ from interposer._contract.errors import (
     UnknownNameError,
     described,
     foreign_errors,
+    traced,
 )
 from interposer._contract.platform import Placement, Platform
 from interposer._contract.records import PlatformEntry
@@ -104,11 +105,13 @@ def _opened(registry: Registry, choice: Choice) -> Placement:
     try:
         platform: Platform = registry.load(chosen, chosen.record.target)()
         device = platform.devices()[0]
+        if not isinstance(device, Device):
+            raise TypeError(f"devices() lists {device!r:.100}, which is no Device")
     except foreign_errors() as error:
         failure = f"accepted this machine, but lists no device: {described(error)}"
         raise PlatformUnavailableError(
             f"device on platform {chosen.name!r}",
-            [Refusal(chosen.name, chosen.origin, failure, traceback.format_exc())],
+            [Refusal(chosen.name, chosen.origin, failure, traced(error))],
             f"mend or reinstall {chosen.provider}, or ask for another with INTERPOSER_PLATFORM",
         ) from error
     return Placement(platform, device, choice)

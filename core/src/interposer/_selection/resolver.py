@@ -294,6 +294,7 @@ class Resolver:
         choice: Choice,
         function: Callable[P, R],
         prepare: Callable[..., Any] | None,
+        restore: Callable[..., None] | None,
     ) -> BoundKernel[P, R]:
         """Return the kernel as it is, or behind a fallback where the policy asks for one."""
         # What was written or prepared cannot be taken back, so only the rest is tried again.
@@ -304,7 +305,7 @@ class Resolver:
 
             replace = partial(self._replace, op, request)
             function = Fallback(function, choice.chosen, op.reference, replace)
-        return BoundKernel(function, prepare, choice)
+        return BoundKernel(function, prepare, choice, restore)
 
     def _replace(
         self, op: CustomOp[..., Any], request: Request, failed: Candidate, reason: str, trace: str

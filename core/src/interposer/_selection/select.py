@@ -7,7 +7,6 @@ whether it wants a platform, a kernel, a layer or a backend.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from interposer._contract.errors import (
     UnknownNameError,
     described,
     foreign_errors,
+    traced,
 )
 from interposer._contract.request import Request
 from interposer._contract.verdict import Refusal, Verdict
@@ -111,13 +111,13 @@ def _passed(gates: Iterable[Gate], request: Request, candidate: Candidate) -> Ve
             if not verdict:
                 return verdict
     except PluginError as error:
-        trace = error.trace or "".join(traceback.format_exception(error))
+        trace = error.trace or traced(error)
         return Verdict.refuse(error.reason, trace)
     except NoCandidateError as error:
         return Verdict.refuse(f"cannot be built: {error}")
     except foreign_errors() as error:
         reason = str(error) if isinstance(error, InterposerError) else f"raised {described(error)}"
-        return Verdict.refuse(reason, traceback.format_exc())
+        return Verdict.refuse(reason, traced(error))
     return _ACCEPTED
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
@@ -14,16 +13,24 @@ from typing import Any
 import importlib_metadata
 import pluggy
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from interposer import hookspecs
-from interposer._contract.errors import RecordError, described, foreign_errors, nearest_first
+from interposer._contract.errors import (
+    RecordError,
+    described,
+    foreign_errors,
+    nearest_first,
+    traced,
+)
 from interposer._contract.verdict import Verdict
 from interposer._validation.distribution import Distribution
 from interposer._validation.records import MOST_RECORDS
+
+_RANGE_LIMIT = 300
 
 API_VERSION = "1.0"
 """The version of what plugins see: records, hooks and base classes.
@@ -66,7 +73,7 @@ def check_api(plugin: object, in_code: bool) -> Verdict:
         torch = getattr(plugin, "INTERPOSER_TORCH", None)
     except foreign_errors() as error:
         reason = f"reading its INTERPOSER_API raised {described(error)}"
-        return Verdict.refuse(reason, traceback.format_exc())
+        return Verdict.refuse(reason, traced(error))
     if api is None and not in_code:
         return Verdict.refuse(
             "it does not state the API that it was built for: "
@@ -86,7 +93,8 @@ def _check_range(label: str, stated: object, subject: str, version: str | None) 
         kind = type(stated).__name__
         return Verdict.refuse(f"its {label} is of type {kind}, must be {example}")
     try:
-        specifiers = SpecifierSet(stated)
+        # To read a long one takes as long as one likes.
+        specifiers = SpecifierSet(stated if len(stated) <= _RANGE_LIMIT else "")
     except InvalidSpecifier:
         specifiers = SpecifierSet()
     if not len(specifiers):
@@ -108,7 +116,7 @@ def _check_requirement(text: str) -> Verdict:
     try:
         requirement = _parsed(text)
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    except (InvalidRequirement, UndefinedEnvironmentName, UndefinedComparison, InvalidVersion):
+    except (UndefinedEnvironmentName, UndefinedComparison, ValueError, RecursionError):
         return Verdict.refuse(f"its metadata requires {text!r:.100}, which cannot be understood")
     if not applies:
         return Verdict.accept()

@@ -45,6 +45,9 @@ NAME_LETTERS = "A-Z, a-z, 0-9, '_', '.' and '-'"
 
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300
+# A cache is made of whole pages, and each size is tried with every layer.
+_MOST_SIZES = 64
+_LARGEST_PAGE = 65_536
 # What rules and pins are written with has another meaning in them: / * @ , = and spaces.
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
@@ -192,8 +195,12 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         "extra_roundings that are no int of at least 0",
     ),
     "page_sizes": (
-        lambda value: type(value) is tuple and all(type(i) is int and i > 0 for i in value),
-        "page_sizes that are no tuple of ints of at least 1",
+        lambda value: (
+            type(value) is tuple
+            and len(value) <= _MOST_SIZES
+            and all(type(i) is int and 0 < i <= _LARGEST_PAGE for i in value)
+        ),
+        f"page_sizes that are no tuple of at most {_MOST_SIZES} ints from 1 to {_LARGEST_PAGE:,}",
     ),
     "runs": (
         lambda value: _texts(tuple)(value) and all(is_name(item) for item in value),

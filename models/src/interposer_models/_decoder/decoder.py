@@ -50,6 +50,11 @@ class CausalLM(nn.Module):
         """Compute on ``device`` what no checkpoint stores; layers are finalized as they load."""
         self.model.reserve_positions(0, device)
 
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute the angles of at least ``count`` positions, unless that is done."""
+        if count > len(self.model.cos):
+            self.model.reserve_positions(count, device)
+
     def forward(
         self,
         token_ids: torch.Tensor,

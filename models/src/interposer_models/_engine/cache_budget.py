@@ -113,6 +113,51 @@ def cache_budget(
     return CacheBudget(device, tokens, cache_bytes, fraction, memory)
 
 
+def unmeasured_budget(
+    platform: Platform,
+    device: str,
+    page_bytes: int,
+    page_size: int,
+    wanted_tokens: int,
+    max_step_tokens: int,
+) -> CacheBudget:
+    """Return the cache of a model whose steps are not measured; see ``cache_budget``."""
+    now, shared = platform.memory(device), is_host(platform)
+    memory = StepMemory(max_step_tokens, None, now.free_bytes, now.total_bytes, shared)
+    return cache_budget(
+        memory,
+        device,
+        page_bytes,
+        page_size,
+        wanted_tokens=wanted_tokens,
+        fraction=None,
+        spare_pages=0,
+    )
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ConfigError if one that is given is no positive integer."""
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name} is {size!r}, must be an integer of at least 1")
+
+
+def check_cache(
+    call: str, free_bytes: int, page_bytes: int, page_size: int, cache_tokens: int
+) -> None:
+    """Raise ConfigError if so many tokens do not fit into the free memory.
+
+    Args:
+        call: what the user called.
+    """
+    fitting = free_bytes * page_size // page_bytes
+    if cache_tokens > fitting:
+        raise ConfigError(
+            f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
+            f"Try: {call}(..., cache_tokens={fitting // 4})"
+        )
+
+
 def spare_pages_for(max_sequences: int, page_size: int) -> int:
     """Return how many pages graphs of steps of up to so many sequences take besides."""
     return DecodeGraphs.pages_for(GraphBuckets.up_to(max_sequences, 1), page_size)

@@ -11,15 +11,17 @@ from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
+from torch import nn
 
 from interposer.errors import RequestError
-from interposer_models._decoder.decoder import CausalLM
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.compiled_model import CompiledModel
 from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
+from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk, Scheduler
@@ -41,6 +43,7 @@ class Engine:
     """Runs any number of requests over one model and one paged cache. Not thread-safe.
 
     Attributes:
+        model: a ``PagedModel``; of what class it is, whoever built the engine knows.
         graphs: through which steps that only decode run; None without.
         compiled: what is called instead of the model; None where it is not compiled.
         numerics: the block in which weights are prepared and steps compute.
@@ -48,7 +51,7 @@ class Engine:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: PagedModel,
         sampler: Sampler,
         device: str,
         *,
@@ -61,7 +64,7 @@ class Engine:
         graphs_required: bool = False,
         numerics: Callable[[], AbstractContextManager[None]] = nullcontext,
         seed: int | None = None,
-        compiled: Callable[[CausalLM, list[torch.Tensor]], CompiledModel] | None = None,
+        compiled: Callable[[Any, list[torch.Tensor]], CompiledModel] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -74,7 +77,7 @@ class Engine:
         """
         self.numerics = numerics
         self._seeds = None if seed is None else Random(seed)
-        self.model = model
+        self.model: Any = model
         self.sampler = sampler
         self.device = device
         self.stop_token_ids = stop_token_ids
@@ -86,7 +89,7 @@ class Engine:
         if capture is not None:
             tokens = min(model.config.max_position_embeddings, num_pages * page_size)
             # What a graph reads must not move, so that the table has to be whole from the start.
-            model.model.reserve_positions(tokens, device)
+            model.reserve_positions(tokens, device)
             buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(tokens))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
             spare_pages = range(num_pages, num_pages + num_spare)
@@ -98,7 +101,7 @@ class Engine:
                 spare_pages=spare_pages,
                 device=device,
                 backends=self.backends,
-                model=model,
+                model=model if isinstance(model, nn.Module) else None,
                 required=graphs_required,
             )
         num_pages += len(spare_pages)
@@ -196,11 +199,9 @@ class Engine:
         Args:
             planned: plans of the batch that were made before, by backend.
         """
-        decoder = self.model.model
         # A graph has room for whole pages, of which the last may reach beyond the context.
         needed = min(batch.attention.max_seq_tokens, self.model.config.max_position_embeddings)
-        if needed > len(decoder.cos):
-            decoder.reserve_positions(needed, self.device)
+        self.model.reserve_positions(needed, self.device)
         with self.numerics():
             plans = dict(planned or {})
             for backend in self.backends:

@@ -123,13 +123,14 @@ def _native(
     dtypes: tuple[str, ...] = _FLOATS,
     properties: frozenset[str] = _INVARIANT,
     form: str = "",
+    restore: str = "",
 ) -> Kernel:
     """Return a kernel of the compiled library.
 
     Args:
         module: in ``_kernels``, holds the function, which is called as the op is.
         judge: the predicate in ``module``, or in ``MODULE:NAME``; by default that of the library.
-        prepare: in ``module``.
+        prepare: in ``module``, as ``restore``.
     """
     place = f"interposer_cpu._kernels.{module}"
     chosen = f"{place}:{judge}" if judge else "interposer_cpu.native:judge"
@@ -146,18 +147,25 @@ def _native(
         score=score,
         properties=properties,
         form=form,
+        restore=f"{place}:{restore}" if restore else "",
     )
 
 
 def _linear() -> list[Kernel]:
-    def linear(op: str, prepare: str, judge: str = "", dtypes: tuple[str, ...] = _FLOATS) -> Kernel:
+    def linear(
+        op: str,
+        prepare: str,
+        judge: str = "",
+        dtypes: tuple[str, ...] = _FLOATS,
+        restore: str = "",
+    ) -> Kernel:
         return _native(
             op, "linear", judge, prepare, score=20.0, dtypes=dtypes, properties=_DETERMINISTIC,
-            form=_FORM,
+            form=_FORM, restore=restore,
         )  # fmt: skip
 
     return [
-        linear("linear", "pack", dtypes=_WIDE),
+        linear("linear", "pack", dtypes=_WIDE, restore="unpack"),
         linear("w4a16_linear", "pack_w4a16", "judge_groups"),
         linear("w8a16_linear", "pack_w8a16", "judge_groups"),
         linear("mxfp4_linear", "pack_mxfp4"),
@@ -170,14 +178,16 @@ def _linear() -> list[Kernel]:
 
 
 def _experts() -> list[Kernel]:
-    def experts(op: str, judge: str = "", dtypes: tuple[str, ...] = _FLOATS) -> Kernel:
-        prepare = f"pack_{op}"
+    def experts(
+        op: str, judge: str = "", dtypes: tuple[str, ...] = _FLOATS, restore: str = ""
+    ) -> Kernel:
         return _native(
-            op, "experts", judge, prepare, score=20.0, dtypes=dtypes, properties=_DETERMINISTIC
-        )
+            op, "experts", judge, f"pack_{op}", score=20.0, dtypes=dtypes,
+            properties=_DETERMINISTIC, restore=restore,
+        )  # fmt: skip
 
     return [
-        experts("fused_experts", dtypes=_WIDE),
+        experts("fused_experts", dtypes=_WIDE, restore="unpack_fused_experts"),
         experts("fused_experts_w4a16", "judge_groups"),
         experts("fused_experts_mxfp4"),
         experts("fused_experts_fp8"),

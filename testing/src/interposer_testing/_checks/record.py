@@ -26,7 +26,7 @@ from interposer.tuning import read_entries
 from interposer_testing._checks.fault import Fault
 from interposer_testing.described import DeviceDescription
 
-_TARGETS = ("target", "predicate", "prepare", "confirm", "cases", "examples")
+_TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "examples")
 
 
 def check_record(record: Record, registry: Registry) -> list[Fault]:
@@ -84,6 +84,8 @@ def _check_kernel(record: Kernel, loaded: dict[str, Any], registry: Registry) ->
             yield Fault("record", "prepare", reason)
         named = dict.fromkeys(op.constants)
         yield from _check_call("prepare", loaded["prepare"], **named)
+        if "restore" in loaded:
+            yield from _check_call("restore", loaded["restore"], **named, into={})
     if "confirm" in loaded:
         yield from _check_call("confirm", loaded["confirm"], None)
 

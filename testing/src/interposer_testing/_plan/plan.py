@@ -220,7 +220,7 @@ def _unknown_dims(record: Judged, requests: list[Request]) -> Iterator[str]:
 def _missing_module(plugin: Plugin, record: Record) -> str:
     """Return the missing foreign package without which a record cannot be imported."""
     own = plugin.source.value.partition(":")[0].partition(".")[0]
-    for label in ("target", "predicate", "prepare", "cases", "examples"):
+    for label in ("target", "predicate", "prepare", "restore", "cases", "examples"):
         target = getattr(record, label, "")
         if not target:
             continue

@@ -9,6 +9,7 @@ the first two can be multiplied block by block beside each other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,6 +101,40 @@ def pack_fused_experts(
         _Matrices(form, gate_up, bias=gate_up_bias), _Matrices(form, down, bias=down_bias)
     )
     return {"gate_up": packed, "gate_up_bias": None, "down": None, "down_bias": None}
+
+
+def unpack_fused_experts(
+    gate_up: torch.Tensor,
+    gate_up_bias: None,
+    down: None,
+    down_bias: None,
+    into: Mapping[str, torch.Tensor],
+) -> None:
+    """Fill ``gate_up`` and ``down`` of ``into``, dense and both of them, from the packed memory."""
+    first, second = into["gate_up"], into["down"]
+    count, dtype = first.shape[0], first.dtype
+    form, library = PLAIN_FORMATS[dtype], native.library()
+    share = (gate_up.numel() - _HEADER) // count
+    for biased in (False, True):
+        # Only where there are biases is there room for them.
+        offsets = (each.new_zeros(each.shape[:2]) if biased else None for each in (first, second))
+        wide, narrow = (
+            _Matrices(form, each, bias=bias)
+            for each, bias in zip((first, second), offsets, strict=True)
+        )
+        parts = (wide.half(True), wide.half(False), narrow)
+        sizes = [library.packed_bytes(*part.described(0)[0]) for part in parts]
+        if sum(sizes) == share:
+            break
+    inner = first.shape[1] // 2
+    rows = torch.arange(max(inner, second.shape[1]))
+    address = gate_up.data_ptr() + _HEADER
+    for expert in range(count):
+        filled = (first[expert, :inner], first[expert, inner:], second[expert])
+        for part, size in zip(filled, sizes, strict=True):
+            words = rows.data_ptr(), len(part), part.data_ptr(), TYPES[dtype]
+            library.rows(address, *words)
+            address += size
 
 
 def pack_fused_experts_w4a16(

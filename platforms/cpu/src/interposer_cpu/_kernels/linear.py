@@ -5,6 +5,7 @@ Dimensions: T tokens, I input features, O output features, G inputs per scale.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -132,6 +133,15 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Any]:
     form = PLAIN_FORMATS[weight.dtype]
     packed = shared_copy(form, (weight, bias), lambda: _pack(form, weight, bias=bias))
     return {"weight": packed, "bias": None}
+
+
+def unpack(weight: Packed, bias: None, into: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``into["weight"]``, dense ``[O, I]``, with what ``pack`` packed."""
+    (packed, count), out = weight, into["weight"]
+    ids = torch.arange(count)
+    native.library().rows(
+        packed.data_ptr(), ids.data_ptr(), count, out.data_ptr(), TYPES[out.dtype]
+    )
 
 
 def pack_w4a16(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache, update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
-from interposer_sandbox import ForkSafeLock
+from interposer_sandbox._lock import ForkSafeLock
 
 P = ParamSpec("P")
 R = TypeVar("R")

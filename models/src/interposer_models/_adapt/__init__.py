@@ -1,0 +1,1 @@
+"""Adaptation of foreign module trees: structure proposes a kernel, numbers decide."""

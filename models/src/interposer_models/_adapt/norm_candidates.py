@@ -1,0 +1,172 @@
+"""Ops that a normalising leaf may compute, and the search for the one that it does.
+
+H is the hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import CustomOp
+from interposer_models._adapt.agreement import MAGNITUDES
+from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
+
+# Modules round to float32 inside, whatever they get.
+_CLOSE = 2e-5
+_LARGEST_EPS = 0.1
+_HIDDEN = 48
+_SEED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """What a leaf computes.
+
+    Attributes:
+        op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
+        weight, bias: names of the module's parameters; empty for none.
+        eps: name of the module's attribute.
+    """
+
+    op: CustomOp[..., Any]
+    weight: str
+    bias: str
+    eps: str
+
+    def constants(self, module: nn.Module, size: int) -> dict[str, Tensor | None]:
+        """Return the op's constants as the module holds them."""
+        weight = module._parameters.get(self.weight) if self.weight else None
+        if self.op is not layer_norm:
+            return {"weight": weight}
+        return {"weight": weight, "bias": module._parameters.get(self.bias) if self.bias else None}
+
+    def dims(self, size: int) -> dict[str, int | bool]:
+        """Return what the request states."""
+        dims: dict[str, int | bool] = {"hidden_size": size}
+        if self.op is layer_norm:
+            dims |= {"weighted": bool(self.weight), "biased": bool(self.bias)}
+        return dims
+
+
+_FOUND: dict[str, Norm | None] = {}
+_SOURCES: weakref.WeakKeyDictionary[type[nn.Module], bytes] = weakref.WeakKeyDictionary()
+
+
+def find_norm(module: nn.Module) -> Norm | None:
+    """Return the op that the class of a leaf computes, None if it is none of those known here.
+
+    What was found for a class is remembered by the hash of its source, with those of its
+    attributes that are no tensors: they may change what it computes.
+    """
+    names = [name for name, held in module._parameters.items() if held is not None]
+    shapes = {tuple(module._parameters[name].shape) for name in names}  # type: ignore[union-attr]
+    if len(names) > 2 or len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        return None
+    if not any(True for _ in _eps_names(module)):
+        return None
+    key = _key(module, names)
+    if key not in _FOUND:
+        size = next(iter(shapes))[0] if shapes else _HIDDEN
+        _FOUND[key] = _search(module, names, size)
+    return _FOUND[key]
+
+
+def _key(module: nn.Module, names: list[str]) -> str:
+    kind = type(module)
+    if kind not in _SOURCES:
+        _SOURCES[kind] = _source(kind)
+    digest = hashlib.sha256(_SOURCES[kind])
+    facts = {
+        name: held
+        for name, held in vars(module).items()
+        if isinstance(held, bool | str) and name != "training"
+    }
+    digest.update(repr((sorted(names), sorted(facts.items()))).encode())
+    return digest.hexdigest()
+
+
+def _source(kind: type[nn.Module]) -> bytes:
+    """Return the source of a class and of those that it inherits from."""
+    parts = []
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        try:
+            parts.append(inspect.getsource(base))
+        except (OSError, TypeError):
+            parts.append(f"{base.__module__}.{base.__qualname__} {id(base)}")
+    return "\n".join(parts).encode()
+
+
+def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
+    """Return the first candidate that agrees in float64 at every magnitude."""
+    generator = torch.Generator().manual_seed(_SEED)
+    try:
+        probe = copy.copy(module)
+        probe._parameters = {
+            name: nn.Parameter(torch.randn(size, generator=generator).double(), False)
+            for name in names
+        }
+    except (RuntimeError, TypeError):
+        return None
+    inputs = [
+        (torch.randn(3, 5, size, generator=generator).double() + 0.3) * scale
+        for scale in MAGNITUDES
+    ]
+    outputs = []
+    with torch.no_grad():
+        for x in inputs:
+            try:
+                y = type(module).forward(probe, x)
+            except Exception:  # noqa: BLE001 - what a foreign class raises says only that it is no norm
+                return None
+            if not isinstance(y, Tensor) or y.shape != x.shape:
+                return None
+            outputs.append(y.double())
+        for candidate in _candidates(module, names):
+            eps = getattr(module, candidate.eps)
+            constants = candidate.constants(probe, size)
+            if candidate.op is not layer_norm and constants["weight"] is None:
+                constants["weight"] = torch.ones(size, dtype=torch.float64)
+            if all(
+                _agrees(candidate.op, x, y, constants, eps)
+                for x, y in zip(inputs, outputs, strict=True)
+            ):
+                return candidate
+    return None
+
+
+def _candidates(module: nn.Module, names: list[str]) -> Iterator[Norm]:
+    for eps in _eps_names(module):
+        if not names:
+            yield Norm(rms_norm, "", "", eps)
+            yield Norm(layer_norm, "", "", eps)
+        elif len(names) == 1:
+            yield Norm(rms_norm, names[0], "", eps)
+            yield Norm(gemma_rms_norm, names[0], "", eps)
+            yield Norm(layer_norm, names[0], "", eps)
+        else:
+            for weight, bias in (names, names[::-1]):
+                yield Norm(layer_norm, weight, bias, eps)
+
+
+def _eps_names(module: nn.Module) -> Iterator[str]:
+    for name, held in vars(module).items():
+        if isinstance(held, float) and 0 < held <= _LARGEST_EPS:
+            yield name
+
+
+def _agrees(
+    op: Callable[..., Tensor], x: Tensor, y: Tensor, constants: dict[str, Tensor | None], eps: float
+) -> bool:
+    found = op(x, **constants, eps=eps)
+    return bool((found - y).abs().max() <= _CLOSE * y.abs().max())

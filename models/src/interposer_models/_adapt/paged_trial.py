@@ -1,0 +1,223 @@
+"""The trial of a paged decoder: it must compute what its model computes without a cache.
+
+A prompt is computed in chunks and token by token, beside another sequence at the end of the
+context. Whatever a model keeps elsewhere than in pages, or mixes between tokens of a row, shows in
+the logits. The layer is then the first whose outputs differ though its inputs do not.
+
+Dimensions: T tokens of the prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer_models._adapt.agreement import signs
+from interposer_models._adapt.attention_trace import UnservedLayerError
+from interposer_models._adapt.paged_decoder import PagedDecoder
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.pages import PagePool
+from interposer_models._engine.sampling_params import SamplingParams
+from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.sequence import Sequence
+
+# Tokens of the prompt and of the other sequence in each step. The other comes first in odd ones.
+_STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
+# Results that a block rounds: projections, norms, products, the attention and both sums.
+_ROUNDINGS = 10
+_OUT = "out "
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+States = dict[tuple[str, int, str], Tensor]
+"""By module, call and place among what it gets and returns: ``[T, ...]``."""
+
+
+def try_paging(
+    paged: PagedDecoder, device: str, numerics: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Run both, and compare the logits of every token.
+
+    The bound is what roundings explain. One at the embeddings is measured; each block has a few,
+    which are independent, in either run. The bound is twice their root of the sum of squares.
+
+    Raises: UnservedLayerError: they disagree, or the model fails in rows of several sequences.
+    """
+    vocabulary, context = paged.config.vocab_size, paged.config.max_position_embeddings
+    counts = [count for count, _ in _STEPS]
+    prompt = [(7 * i + 3) % vocabulary for i in range(min(sum(counts), context))]
+    with numerics(), torch.inference_mode():
+        expected = _alone(paged.model, prompt, device)
+        rounded = _rounded(paged.model, prompt, device)
+        try:
+            found = _in_steps(paged, prompt, device)
+        except _FAILURES as error:
+            if isinstance(error, UnservedLayerError):
+                raise
+            reason = f"fails on a row of several sequences: {type(error).__name__}: {error}"
+            raise UnservedLayerError("", type(paged.model).__name__, reason) from error
+        unit = torch.finfo(expected.dtype).eps / 2
+        one = max(distance(rounded, expected), unit)
+        blocks = max(len(paged.attention_layers), _num_blocks(paged.model))
+        bound = 2 * math.sqrt(2 * _ROUNDINGS * blocks) * one
+        apart = distance(found, expected)
+        if not apart <= bound:
+            raise _culprit(paged, prompt, device, bound)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return how far apart two results are, as a fraction of the expected one's norm."""
+    wide = expected.double()
+    norm = max(float(wide.norm()), torch.finfo(torch.float64).tiny)
+    return float((found.double() - wide).norm()) / norm
+
+
+def _alone(model: nn.Module, prompt: list[int], device: str) -> Tensor:
+    """Return ``[T, V]`` of the model as it is."""
+    ids = torch.tensor([prompt], device=device)
+    positions = torch.arange(len(prompt), device=device)[None]
+    logits: Tensor = model(
+        input_ids=ids, position_ids=positions, use_cache=False, return_dict=True
+    ).logits
+    return logits[0]
+
+
+def _rounded(model: nn.Module, prompt: list[int], device: str) -> Tensor:
+    """Return ``[T, V]`` where every number of the embeddings is rounded once more."""
+    holder: Any = model
+
+    def perturb(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        change = signs(tuple(out.shape), out.dtype, out.device) * (torch.finfo(out.dtype).eps / 2)
+        # A step to the next number, where half of one would be rounded away.
+        return torch.where(change > 0, out * (1 + 2 * change), out)
+
+    hook = holder.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        return _alone(model, prompt, device)
+    finally:
+        hook.remove()
+
+
+def _in_steps(
+    paged: PagedDecoder, prompt: list[int], device: str, states: list[States] | None = None
+) -> Tensor:
+    """Return ``[T, V]`` of the paged decoder.
+
+    Args:
+        states: of the prompt's tokens, one entry for each step is added.
+    """
+    size, context = paged.page_size, paged.config.max_position_embeddings
+    other_length = min(sum(count for _, count in _STEPS), context)
+    pool = PagePool(2 * -(-max(len(prompt), other_length) // size), size)
+    caches = [
+        layer.backend.kv_layout().allocate(1, pool.num_pages, device)[0]
+        for layer in paged.attention_layers
+    ]
+    vocabulary = paged.config.vocab_size
+    other = [(5 * i + 1) % vocabulary for i in range(other_length)]
+    pair = [Sequence(i, each, SamplingParams(), 0) for i, each in enumerate((prompt, other))]
+    found = []
+    for number, wanted in enumerate(_STEPS):
+        chunks = []
+        for sequence, count in zip(pair, wanted, strict=True):
+            left = min(count, len(sequence) - sequence.num_computed)
+            if left:
+                pool.extend(sequence.pages, sequence.num_computed + left)
+                chunks.append(Chunk(sequence, left))
+        if number % 2:
+            chunks.reverse()
+        if not chunks:
+            break
+        batch = StepBatch.build(chunks, size, device)
+        owners = [chunk.sequence.id for chunk in chunks for _ in range(chunk.num_tokens)]
+        is_other = torch.tensor(owners, device=device)
+        far = is_other * (context - other_length)
+        batch = replace(batch, positions=batch.positions + far)
+        mine = (is_other == 0).nonzero()[:, 0]
+        plans = {layer.backend: None for layer in paged.attention_layers}
+        planned = {backend: backend.plan(batch.attention) for backend in plans}
+        recorded: AbstractContextManager[States] = nullcontext({})
+        if states is not None:
+            recorded = _recorded(paged.model, len(owners))
+        with recorded as seen:
+            logits = paged(
+                batch.token_ids,
+                batch.positions,
+                caches,
+                [planned[layer.backend] for layer in paged.attention_layers],
+            )
+        if states is not None:
+            states.append({key: each[mine] for key, each in seen.items()})
+        found.append(logits[mine])
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+    return torch.cat(found)
+
+
+def _culprit(
+    paged: PagedDecoder, prompt: list[int], device: str, bound: float
+) -> UnservedLayerError:
+    """Return what to say of the first module that computes something else."""
+    with _recorded(paged.model, len(prompt)) as expected:
+        _alone(paged.model, prompt, device)
+    steps: list[States] = []
+    _in_steps(paged, prompt, device, steps)
+    kinds = {name: type(module).__name__ for name, module in paged.model.named_modules()}
+    reason = "computes something else with a paged cache: it keeps a state that pages do not hold"
+    strayed: set[tuple[str, int]] = set()
+    for key, whole in expected.items():
+        name, call, place = key
+        parts = [step[key] for step in steps if key in step]
+        if len(parts) < len(steps):
+            continue
+        joined = torch.cat(parts)
+        if joined.shape == whole.shape and not distance(joined, whole) <= bound:
+            if place.startswith(_OUT) and (name, call) not in strayed:
+                return UnservedLayerError(name, kinds[name], reason)
+            strayed.add((name, call))
+    return UnservedLayerError("", type(paged.model).__name__, reason)
+
+
+@contextmanager
+def _recorded(model: nn.Module, num_tokens: int) -> Iterator[States]:
+    """Note what modules get and return that has a row for each of the tokens, as they end."""
+    states: States = {}
+    calls: dict[str, int] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any], out: object) -> None:
+            call = calls[name] = calls.get(name, -1) + 1
+            places = {f"in {place}": each for place, each in enumerate(given)}
+            places |= {f"in {place}": each for place, each in named.items()}
+            results = out if isinstance(out, tuple | list) else (out,)
+            places |= {f"{_OUT}{place}": each for place, each in enumerate(results)}
+            for place, each in places.items():
+                if (
+                    isinstance(each, Tensor)
+                    and each.is_floating_point()
+                    and each.shape[:2] == (1, num_tokens)
+                ):
+                    states[name, call, place] = each[0].clone()
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(note(name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _num_blocks(model: nn.Module) -> int:
+    """Return the length of the longest list of modules, of which a decoder's blocks are one."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return max((len(each) for each in lists), default=1)
