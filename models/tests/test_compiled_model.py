@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.tests.conftest import SIZES, write_checkpoint
 from safetensors.torch import load_file, save_file
 from tests.forks import forks
 from tests.tape import TapePlatform
@@ -25,7 +26,6 @@ from interposer.records import Kernel, PlatformEntry, Record
 from interposer_models import Completion, LanguageModel, load
 from interposer_ops.devices.compilation import expose_kernels
 from interposer_ops.linear import linear
-from models.tests.conftest import SIZES, write_checkpoint
 
 SHIPPED = Path(__file__).parents[2] / "examples/models/stdlib-lm"
 OWN = ("interposer-cpu", "interposer-models", "interposer-ops", "interposer-quantization")
