@@ -278,7 +278,14 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+# Whoever runs a model plans it as well.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(words, id=name, marks=[pytest.mark.slow] if name == "explain" else [])
+        for name, words in COMMANDS.items()
+    ],
+)
 def test_commands_survive(
     command: tuple[str, ...], site: Path, folder: Path, visits: list[Visits]
 ) -> None:

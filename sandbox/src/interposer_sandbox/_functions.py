@@ -66,12 +66,16 @@ class _Held(NamedTuple):
         for place, (owner, kept) in self.classes.items():
             if not is_same(vars(owner), kept):
                 self.classes[place] = (owner, dict(vars(owner)))
+        self.look()
+
+    def look(self) -> None:
+        """Note what was imported since."""
         for name in [*(sys.modules.keys() - self.seen)]:
             self.seen.add(name)
             held = getattr(sys.modules.get(name), "__dict__", None)
             if self._is_watched(name) and isinstance(held, dict):
                 self.modules[name] = (held, dict(held))
-                self._look(name, held)
+                self._note(name, held)
         torch = sys.modules.get("torch")
         if hasattr(torch, "nn") and f"torch.{_TORCH_CLASSES[0]}" not in self.classes:
             self._add({f"torch.{path}": attrgetter(path)(torch) for path in _TORCH_CLASSES})
@@ -81,7 +85,7 @@ class _Held(NamedTuple):
         known = root in _PYTHONS or root in self.guarded.bases or name in _TORCH_MODULES
         return known or root.startswith(self.guarded.packages) or name in self.others
 
-    def _look(self, name: str, held: Mapping[str, Any]) -> None:
+    def _note(self, name: str, held: Mapping[str, Any]) -> None:
         """Note the classes and members of a module that was imported."""
         root, own = _root(name), self.guarded.packages
         if root in own or root in self.guarded.bases:

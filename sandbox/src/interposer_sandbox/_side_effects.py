@@ -205,7 +205,7 @@ class SideEffects:
                 if any(name in vars(base) for base in owner.__mro__[1:]):
                     names.append(f"{place}.{name}")
                     delattr(owner, name)
-        held = hold(self.host.guarded)  # the block may have imported further members
+        held.look()  # the block may have imported further members
         for place, (owner, part) in held.members.items() if self.package else ():
             if origin(getattr(owner, part)) == self.package != _root(place):
                 names.append(place)

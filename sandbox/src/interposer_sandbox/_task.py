@@ -160,8 +160,10 @@ def _is_installed(module: str) -> bool:
 
 def _fit(text: str, limit: int) -> str:
     """Return at most ``limit`` characters of ``text``, with what does not print escaped."""
-    shown = "".join(
-        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
-        for letter in text[: limit + 1]
-    )
+    shown = text[: limit + 1]
+    if not shown.replace("\n", "").replace("\t", "").isprintable():  # which is rare, and slow
+        shown = "".join(
+            letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+            for letter in shown
+        )
     return shown if len(shown) <= limit else f"{shown[:limit]}..."

@@ -43,7 +43,12 @@ HOST = Host(
         members=("CustomOp.reference",),
     ),
     modules=(__name__,),
-    slow_modules=("torch", "interposer._contract.layer", "interposer._contract.platform"),
+    # What most platforms and layers import; where the process has it, no fork imports it again.
+    slow_modules=(
+        *("torch", "torch.utils._device", "interposer._contract.attention"),
+        *("interposer._contract.layer", "interposer._contract.platform"),
+        *("interposer._contract.quantization", "interposer._selection.resolver"),
+    ),
 )
 
 Arguments = Mapping[str, Any]

@@ -63,12 +63,15 @@ class Registry:
     Attributes:
         config: how foreign code is examined before it is loaded.
         ops: by name.
+        definers: the plugins that define them, by the name of the op.
     """
 
     def __init__(self, plugins: Plugins, config: Config | None = None) -> None:
         self.plugins = plugins
         self.config = config or Config()
-        self.ops: dict[str, OpEntry] = {r.name: r for _, r in self.records(OpEntry)}
+        entries = self.records(OpEntry)
+        self.ops: dict[str, OpEntry] = {entry.name: entry for _, entry in entries}
+        self.definers: dict[str, Plugin] = {entry.name: plugin for plugin, entry in entries}
         self._runs: dict[str, frozenset[str]] = {}
         for _, entry in self.records(PlatformEntry):
             stated = frozenset(entry.runs)

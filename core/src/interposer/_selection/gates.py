@@ -11,11 +11,11 @@ from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice
 from interposer._contract.layer import PluggableLayer, Site, check_replacement
 from interposer._contract.op import CustomOp
-from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, OpEntry, SchemeEntry
+from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, SchemeEntry
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._examination.task import Task
-from interposer._plugins.plugins import Plugin, Source
+from interposer._plugins.plugins import Source
 from interposer._plugins.registry import Registry
 
 _STRIKES = 3
@@ -76,7 +76,7 @@ class AgreesWithReference:
         record, provider = candidate.record, candidate.provider
         if not isinstance(record, Kernel) or self._scope == "off":
             return _ACCEPTED
-        definer = self._definer(record.op).source
+        definer = self._registry.definers[record.op].source
         defines = definer.standard and definer.distribution == provider
         trusted = provider in self._trusted or defines
         proven = candidate.is_proven_on(request.capability.architecture)
@@ -96,10 +96,6 @@ class AgreesWithReference:
         if not verdict:
             known[key] = verdict
         return verdict
-
-    def _definer(self, op: str) -> Plugin:
-        entries = self._registry.records(OpEntry)
-        return next(plugin for plugin, entry in entries if entry.name == op)
 
     def _arguments(
         self, candidate: Candidate, record: Kernel, request: Request, source: Source

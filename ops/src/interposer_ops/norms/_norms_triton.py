@@ -61,7 +61,7 @@ def fused_add_rms_norm_quantize_fp8_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``fused_add_rms_norm_quantize_fp8``."""
     return normalised(
-        "rms_norm_quantize", "rms", x, weight, eps, residual=residual, scale=scale,
+        "fused_add_rms_norm_quantize", "rms", x, weight, eps, residual=residual, scale=scale,
         out_dtype=out_dtype,
     )  # fmt: skip
 
