@@ -86,7 +86,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, compile: str = "off", **more: Any) -> LanguageModel:
-    sizes = {"cache_tokens": 512, "max_sequences": 8, "max_step_tokens": 64}
+    sizes: dict[str, Any] = {"cache_tokens": 512, "max_sequences": 8, "max_step_tokens": 64}
     policy = {"plugins": OWN, "canary": "off", **more}
     return load(path, "float32", config=Config(compile=compile, **policy), **sizes)
 
@@ -175,7 +175,7 @@ def test_steps_of_compiled_models_are_captured(tiny: Path, tmp_path: Path) -> No
 
 
 def test_a_backend_that_captures_itself_is_refused_beside_graphs(tiny: Path) -> None:
-    more = {"platform": "tape", "plugins": OWN[1:]}
+    more: dict[str, Any] = {"platform": "tape", "plugins": OWN[1:]}
     with register(plugin(PlatformEntry("tape", "tests.tape:TapePlatform")), "tapes"):
         with pytest.raises(ConfigError, match=r"'cudagraphs' captures graphs of its own.*Try: "):
             loaded(tiny, "cudagraphs", **more)
@@ -212,8 +212,8 @@ def test_an_opaque_kernel_is_an_op_of_the_graph(tiny: Path, tmp_path: Path) -> N
             return graph
 
         x = torch.randn(5, layer.in_features)
-        by_op = torch.compile(layer, fullgraph=True, dynamic=True, backend=keep)(x)
-        torch.testing.assert_close(by_op, linear(x, *layer.operands))
+        by_op: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend=keep)
+        torch.testing.assert_close(by_op(x), linear(x, *layer.operands))
         (graph,) = seen
         ops = [node.target for node in graph.nodes if node.op == "call_function"]
         assert ops == [torch.ops.interposer_kernels.acme_linear_numpy.default]

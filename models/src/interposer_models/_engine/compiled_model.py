@@ -57,7 +57,7 @@ class CompiledModel:
         self._artifacts = artifacts
         # Else two sizes that are equal when a graph is made, such as the tokens and half of a head,
         # count as one, and another graph is made for a batch in which they differ.
-        self._sizes_apart: Any = symbolic.patch(use_duck_shape=False)
+        self._sizes_apart: Any = symbolic.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         artifacts.load()
         self.fix_sizes()
         limit: dict[str, Any] = {"recompile_limit": _MOST_GRAPHS}
