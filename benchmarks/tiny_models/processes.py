@@ -49,6 +49,8 @@ def _answer(write: int, model_type: str, class_name: str, adapt: Adapt, dtype: t
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.alarm(SECONDS)
+        # Threads of OpenMP that the parent had are not in this fork, and would be waited for.
+        torch.set_num_threads(1)
         row = judge(model_type, class_name, adapt, dtype)
         with os.fdopen(write, "w", encoding="utf-8") as pipe:
             json.dump(row.as_dict(), pipe)

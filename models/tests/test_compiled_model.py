@@ -212,8 +212,9 @@ def test_an_opaque_kernel_is_an_op_of_the_graph(tiny: Path, tmp_path: Path) -> N
             return graph
 
         x = torch.randn(5, layer.in_features)
-        by_op: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend=keep)
-        torch.testing.assert_close(by_op(x), linear(x, *layer.operands))
+        compiled_layer: Any = torch.compile(layer, fullgraph=True, dynamic=True, backend=keep)
+        by_op = compiled_layer(x)
+        torch.testing.assert_close(by_op, linear(x, *layer.operands))
         (graph,) = seen
         ops = [node.target for node in graph.nodes if node.op == "call_function"]
         assert ops == [torch.ops.interposer_kernels.acme_linear_numpy.default]

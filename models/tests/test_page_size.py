@@ -169,5 +169,7 @@ def test_sizes_that_are_none_are_refused(sizes: Any) -> None:
     entry = AttentionEntry("wrong", "acme_pages:Pages32", page_sizes=sizes)
     plugin = ModuleType("wrong")
     vars(plugin).update(interposer_records=hookimpl(lambda: [entry]))
-    with pytest.raises(interposer.errors.PluginError, match="page_sizes that are no tuple of ints"):
+    with pytest.raises(
+        interposer.errors.PluginError, match="page_sizes that are no tuple of at most 64 ints"
+    ):
         interposer.register(plugin)

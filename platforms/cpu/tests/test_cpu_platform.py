@@ -15,6 +15,7 @@ from interposer_cpu._features import architecture
 from interposer_cpu._platform import CPUPlatform
 
 PROVIDED = {
+    "memory_profile",
     "peak_memory_bytes",
     "numa_nodes",
     "cores",

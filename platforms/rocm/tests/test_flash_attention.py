@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from platforms.rocm.tests.fake_aiter import WORKING, install
+from platforms.rocm.tests.fake_aiter import install
 
 from interposer import Capability, Config, Device, Resolver, Site, current_registry
 from interposer.errors import NoCandidateError
@@ -22,13 +22,40 @@ from interposer_testing import attention_specs, check_attention
 PARTS = {"interposer-ops", "interposer-rocm"}
 CAPABILITY = Capability("gfx90a", frozenset({"mfma"}))
 MI250X = Device("rocm", "cpu", "one that computes on the processor", CAPABILITY)
-# What it has of the same meaning, by the names that flash-attn has for it.
-TEXT = (
-    WORKING["aiter/__init__.py"]
-    .replace("logits_soft_cap=0.0", "softcap=0.0")
-    .replace("logits_soft_cap", "softcap")
-    .replace("(-1, -1, 0)", "(-1, -1)")
-)
+# The function as flash-attn documents it, on the processor.
+TEXT = """
+import torch
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None,
+):
+    assert q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    assert block_table is None
+    group = q.shape[1] // k.shape[1]
+    parts = []
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert starts_q[-1] == len(q) and starts_k[-1] == len(k)
+    for b in range(len(starts_q) - 1):
+        queries = q[starts_q[b]:starts_q[b + 1]].float().transpose(0, 1)
+        span = slice(starts_k[b], starts_k[b + 1])
+        keys, values = (t[span].float().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+        n, m = queries.shape[1], keys.shape[1]
+        assert n <= max_seqlen_q and m <= max_seqlen_k
+        scores = queries @ keys.transpose(1, 2) * softmax_scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
+        seen = j <= i if causal else torch.ones(n, m, dtype=torch.bool)
+        if window_size[0] >= 0:
+            seen = seen & (j >= i - window_size[0])
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        parts.append((weights @ values).transpose(0, 1))
+    return torch.cat(parts).to(q.dtype)
+"""
 NOT_THERE = (
     "needs the package flash-attn, which is not installed. It is not needed: the backend 'paged' "
     "serves with Triton kernels, and 'aiter_flash' where AITER is installed"

@@ -65,6 +65,9 @@ def offspring(light: bool, calls: bool, package: str) -> Iterator[str]:
         yield "forks the process"
     elif light and _has_children() and not had_children:
         yield "leaves a process behind"
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while _num_tasks() > num_tasks and time.monotonic() < deadline:
+        time.sleep(0.001)
     if _num_tasks() > num_tasks and _had_a_fuse():
         yield "sets a time at which faulthandler ends the process or prints"
     if threading.current_thread() is threading.main_thread() and signal.set_wakeup_fd(-1) != -1:
