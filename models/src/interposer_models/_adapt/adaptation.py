@@ -20,7 +20,7 @@ Bind = Callable[[], str | Verdict]
 
 
 class Adaptation:
-    """What every part of an adaptation shares.
+    """The state that all parts of an adaptation share.
 
     Attributes:
         places: by the name of the module.

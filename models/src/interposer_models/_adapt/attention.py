@@ -33,7 +33,7 @@ _CAUSAL = Pattern(True)
 
 
 class _Key(NamedTuple):
-    """What a kernel is chosen by."""
+    """The sizes that a kernel is chosen by."""
 
     num_heads: int
     num_kv_heads: int

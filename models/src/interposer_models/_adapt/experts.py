@@ -32,7 +32,7 @@ _CLOSE = 2e-5
 
 
 class Form(NamedTuple):
-    """How a module stores its matrices, as the classes of transformers state it."""
+    """The layout of matrices in a module, as the classes of transformers state it."""
 
     biased: bool
     transposed: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+_log = logging.getLogger("interposer")
 _MULTIPLIES = (operator.mul, torch.mul, "mul")
 _CLOSE = 1e-9
 
@@ -42,7 +44,8 @@ def find_gated(module: nn.Module) -> GatedParts | None:
         return None
     try:
         graph = _Tracer().trace(module)
-    except Exception:  # noqa: BLE001 - what cannot be traced is not proposed
+    except Exception as error:  # noqa: BLE001 - what cannot be traced is not proposed
+        _log.debug("%s is no gated MLP: its trace raised %r", type(module).__name__, error)
         return None
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]

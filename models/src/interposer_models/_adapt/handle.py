@@ -50,7 +50,7 @@ class Adapted(Generic[M]):
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """What became of each module that is bound, or was left for a reason."""
+        """The outcome for each module that is bound, or was left for a reason."""
         return tuple(self._adaptation.places.values())
 
     def new_cache(self) -> Any:

@@ -19,7 +19,7 @@ MaskFunction = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a query sees.
+    """The keys that a query sees.
 
     Attributes:
         causal: no key behind its own position.

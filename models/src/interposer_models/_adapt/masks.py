@@ -28,7 +28,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class MaskFacts:
-    """What a mask says, for as many queries and keys as it is made for.
+    """The meaning of a mask, for as many queries and keys as it is made for.
 
     Attributes:
         runs: the keys of each sequence that are no padding, None where all are.

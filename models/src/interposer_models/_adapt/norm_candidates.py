@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from interposer import CustomOp
 from interposer_models._adapt.agreement import MAGNITUDES
 from interposer_ops.norms import gemma_rms_norm, layer_norm, rms_norm
 
+_log = logging.getLogger("interposer")
 # Modules round to float32 inside, whatever they get.
 _CLOSE = 2e-5
 _LARGEST_EPS = 0.1
@@ -29,7 +31,7 @@ _SEED = 2
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What a leaf computes.
+    """The norm that a leaf computes.
 
     Attributes:
         op: called as ``op(x, weight, eps)``, or with a bias before ``eps``.
@@ -127,7 +129,8 @@ def _search(module: nn.Module, names: list[str], size: int) -> Norm | None:
         for x in inputs:
             try:
                 y = type(module).forward(probe, x)
-            except Exception:  # noqa: BLE001 - what a foreign class raises says only that it is no norm
+            except Exception as error:  # noqa: BLE001 - the class is no norm, and foreign
+                _log.debug("%s is no norm: its probe raised %r", type(module).__name__, error)
                 return None
             if not isinstance(y, Tensor) or y.shape != x.shape:
                 return None

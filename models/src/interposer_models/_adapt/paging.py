@@ -39,7 +39,7 @@ _TRACED_TOKENS = 3
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What a ``LanguageModel`` asks of a plan."""
+    """The part of a plan that a ``LanguageModel`` reads."""
 
     resolver: Resolver
     placement: Placement
