@@ -20,7 +20,7 @@ from interposer_models._adapt.masks import Run
 
 
 class Layout(NamedTuple):
-    """Where the sequences start, and how long the longest are."""
+    """The starts of the sequences, and the lengths of the longest."""
 
     query_starts: Tensor
     key_starts: Tensor

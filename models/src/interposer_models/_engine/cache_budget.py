@@ -46,7 +46,7 @@ class StepMemory:
 
     @property
     def rest_bytes(self) -> int:
-        """What is left beside the step."""
+        """The bytes that are left beside the step."""
         return self.free_bytes - (self.step_bytes or 0)
 
 

@@ -1,4 +1,4 @@
-"""What torch.compile made in former processes, in the store of this host."""
+"""The code that torch.compile made in former processes, in the store of this host."""
 
 from __future__ import annotations
 

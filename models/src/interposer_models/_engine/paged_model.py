@@ -29,7 +29,7 @@ class PagedLayer(Protocol):
 
     @property
     def backend(self) -> AttentionBackend:
-        """What attends; layers with equal specs share it."""
+        """The backends that attend; layers with equal specs share it."""
         ...
 
 

@@ -45,7 +45,7 @@ class InterposerQuantizer(HfQuantizer):
 
     @property
     def device(self) -> torch.device:
-        """Where weights are quantized and used."""
+        """The place where weights are quantized and used."""
         return torch.device(self.placement.device.torch_device)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
