@@ -21,7 +21,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 """Makes a child process print where all its threads are."""
 
 DEATH_SECONDS = 1.0
-"""How long a process that was killed may take to end."""
+"""The time that a process that was killed may take to end."""
 
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 1.0
