@@ -1,4 +1,4 @@
-"""The choice of modules and methods that quantize a model, as ``load(..., quantization=...)`` does.
+"""The choice of modules and methods that quantize a model, as ``load(quantization=...)`` does.
 
 A module keeps its plain weight where the scheme leaves it out, as ``load`` does. The modules are
 those of torch's own types: projections, and the table of token embeddings that the head shares.

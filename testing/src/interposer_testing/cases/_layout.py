@@ -103,7 +103,7 @@ MEANINGS: Mapping[Strides, str] = {
     "leading": "every dimension but the last may skip memory, and there may be any number of them",
     "any": "every dimension may skip memory, in any order",
 }
-"""The layouts that an op takes of an argument, in words; all of it from any element of a storage on."""
+"""The layouts that an op takes, in words; all of it from any element of a storage on."""
 
 
 def layouts_of(strided: Mapping[str, Strides]) -> list[str]:
