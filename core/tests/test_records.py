@@ -13,6 +13,7 @@ from interposer import (
     CheckpointEntry,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     SchemeEntry,
@@ -27,10 +28,11 @@ MAKERS: list[Callable[..., Record]] = [
     lambda name="x", target=TARGET, **more: LayerEntry("rms_norm", name, target, **more),
     lambda name="x", target=TARGET, **more: AttentionEntry(name, target, **more),
     lambda name="x", target=TARGET, **more: SchemeEntry("gptq", name, target, **more),
+    lambda name="x", target=TARGET, **more: ModelEntry(("A",), name, target, **more),
     lambda name="x", target=TARGET, **more: CheckpointEntry(".acme", name, target, **more),
     lambda name="x", target=TARGET, **more: PlatformEntry(name, target, **more),
 ]
-KINDS = ["op", "kernel", "layer", "attention", "scheme", "checkpoint", "platform"]
+KINDS = ["op", "kernel", "layer", "attention", "scheme", "model", "checkpoint", "platform"]
 each_kind = pytest.mark.parametrize("make", MAKERS, ids=KINDS)
 each_scored_kind = pytest.mark.parametrize("make", MAKERS[1:], ids=KINDS[1:])
 

@@ -12,6 +12,7 @@ from interposer import (
     Config,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     SchemeEntry,
@@ -31,6 +32,7 @@ RECORDS = (
     LayerEntry("rms_norm", "acme_norm", "acme.layers:Norm"),
     AttentionEntry("paged", "acme.attention:Paged"),
     SchemeEntry("gptq", "acme_gptq", "acme.schemes:Gptq"),
+    ModelEntry(("Gem", "Gem2", "Gem"), "acme_gem", "acme.models:Gem"),
     PlatformEntry("tpu", "acme.tpu:Tpu"),
 )
 
@@ -42,6 +44,8 @@ def test_every_record_is_a_candidate(registered: Register) -> None:
         ("layer", "rms_norm", ["acme/acme_norm"]),
         ("attention", "", ["acme/paged"]),
         ("scheme", "gptq", ["acme/acme_gptq"]),
+        ("model", "Gem", ["acme/acme_gem"]),
+        ("model", "Gem2", ["acme/acme_gem"]),
         ("platform", "", ["acme/tpu"]),
     ]
     for kind, subject, names in subjects:

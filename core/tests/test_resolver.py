@@ -18,6 +18,7 @@ from interposer import (
     Config,
     Device,
     Kernel,
+    ModelEntry,
     OpEntry,
     Registry,
     Request,
@@ -286,6 +287,15 @@ def test_a_scheme_that_points_nowhere_is_refused(registered: Callable[..., Regis
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gptq"})
     with pytest.raises(UnknownNameError, match=r"quantization method 'gtpq'.* first: 'gptq'"):
         Resolver(registry, DEVICE, Config()).choose_scheme({"quant_method": "gtpq"})
+
+
+def test_a_family_that_points_nowhere_is_refused(registered: Callable[..., Registry]) -> None:
+    registry = registered(ModelEntry(("Gem",), "acme_gem", "acme_of_nowhere:Gem"))
+    resolver = Resolver(registry, DEVICE, Config())
+    with pytest.raises(NoCandidateError, match="'acme_of_nowhere:Gem' cannot be loaded"):
+        resolver.choose_model("Gem", {}, "config.json")
+    with pytest.raises(UnknownNameError, match=r"architecture 'Germ'.* first: 'Gem'"):
+        resolver.choose_model("Germ", {}, "config.json")
 
 
 class Backend:

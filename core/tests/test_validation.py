@@ -21,6 +21,7 @@ from interposer import (
     Dim,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     Platform,
     PlatformEntry,
@@ -32,6 +33,7 @@ from interposer import (
 )
 from interposer._contract.attention import AttentionBackend
 from interposer._contract.checkpoint import CheckpointFile
+from interposer._contract.model import ModelFamily
 from interposer._contract.op import Case
 from interposer._contract.quantization import QuantizationScheme
 from interposer._validation.records import MOST_RECORDS, check_classes, check_records
@@ -146,6 +148,10 @@ class SlyKernel(Kernel):
         (DeviceEntry("a", "ac me", "acme:b.json"), "the platform 'ac me'; names"),
         (LayerEntry("a@b", "c", "math:x"), "the layer_id 'a@b'; names"),
         (SchemeEntry("a=b", "c", "math:x"), "the method 'a=b'; names"),
+        (ModelEntry("Llama", "c", "math:x"), "architectures that are no tuple of names"),  # type: ignore[arg-type]
+        (ModelEntry((), "c", "math:x"), "architectures that are no tuple of names"),
+        (ModelEntry(("a b",), "c", "math:x"), "architectures that are no tuple of names"),
+        (ModelEntry(("a",), "c", "math:x", reads=("", "b")), "reads that are no tuple of names"),
         (Kernel("rms norm", "c", "math:x"), "the op 'rms norm'; names"),
         (OpEntry("a" * 101, "math:x"), "a name of 101 characters; 100 are allowed"),
         (OpEntry("a", f"math.{'b' * 500}:x"), "a target of 507 characters; 300 are allowed"),
@@ -320,6 +326,18 @@ class Methodless(QuantizationScheme):
     parse = linear_method = None  # type: ignore[assignment]
 
 
+class Gem(ModelFamily):
+    """A family that is all there."""
+
+    parse = attention = build = None  # type: ignore[assignment]
+
+
+class Unbuilt(ModelFamily):
+    """A family that builds nothing."""
+
+    parse = attention = None  # type: ignore[assignment]
+
+
 class Archive(CheckpointFile):
     """A file that is all there."""
 
@@ -348,6 +366,9 @@ HERE = __name__
         (SchemeEntry("marbles", "b", f"{HERE}:Scheme"), "whose method is 'beads', not 'marbles'"),
         (SchemeEntry("beads", "b", f"{HERE}:Methodless"), "whose method is None, not 'beads'"),
         (SchemeEntry("beads", "b", f"{HERE}:number"), "is 3, which does not subclass"),
+        (ModelEntry(("Gem",), "g", f"{HERE}:Gem"), ""),
+        (ModelEntry(("Gem",), "g", f"{HERE}:Unbuilt"), "lacks the required members build"),
+        (ModelEntry(("Gem",), "g", f"{HERE}:Scheme"), "does not subclass ModelFamily"),
         (CheckpointEntry(".zip", "z", f"{HERE}:Archive"), ""),
         (CheckpointEntry(".zip", "z", f"{HERE}:Wordless"), "lacks the required members tokenizer"),
         (CheckpointEntry(".zip", "z", f"{HERE}:Scheme"), "does not subclass CheckpointFile"),

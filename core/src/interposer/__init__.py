@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from interposer._contract.checkpoint import CheckpointFile
     from interposer._contract.choice import Candidate, Choice
     from interposer._contract.layer import BoundKernel, PluggableLayer, Site
+    from interposer._contract.model import CausalModel, ModelFamily
     from interposer._contract.op import (
         Case,
         CaseGenerator,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         DeviceEntry,
         Kernel,
         LayerEntry,
+        ModelEntry,
         OpEntry,
         PlatformEntry,
         SchemeEntry,
@@ -67,16 +69,17 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry", "AttentionSpec",
-    "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case", "CaseGenerator",
-    "CaseSampler", "CheckpointEntry", "CheckpointFile", "Choice", "Config", "CustomOp", "Device",
-    "DeviceEntry", "Dim", "Dims", "EmbeddingMethod", "ExpertsMethod", "ExpertsSpec",
-    "Explanation", "KVCacheLayout", "Kernel", "LayerEntry", "LinearMethod", "Memory",
-    "NumericsPolicy", "OpEntry", "Placement", "Planned", "Platform", "PlatformEntry",
-    "PluggableLayer", "Policy", "QuantizationScheme", "Refusal", "Registration", "Registry",
-    "Request", "Requires", "Resolver", "Rule", "SchemeEntry", "Site", "Tolerance",
-    "TuningEntry", "Verdict", "current_platform", "current_registry", "custom_op",
-    "effective_config", "explain", "hookimpl", "place", "planned", "register", "select", "use",
+    "API_VERSION", "AttentionBackend", "AttentionBatch", "AttentionEntry",
+    "AttentionSpec", "BoundKernel", "CacheFormat", "Call", "Candidate", "Capability", "Case",
+    "CaseGenerator", "CaseSampler", "CausalModel", "CheckpointEntry", "CheckpointFile", "Choice",
+    "Config", "CustomOp", "Device", "DeviceEntry", "Dim", "Dims", "EmbeddingMethod",
+    "ExpertsMethod", "ExpertsSpec", "Explanation", "KVCacheLayout", "Kernel", "LayerEntry",
+    "LinearMethod", "Memory", "ModelEntry", "ModelFamily", "NumericsPolicy", "OpEntry",
+    "Placement", "Planned", "Platform", "PlatformEntry", "PluggableLayer", "Policy",
+    "QuantizationScheme", "Refusal", "Registration", "Registry", "Request", "Requires",
+    "Resolver", "Rule", "SchemeEntry", "Site", "Tolerance", "TuningEntry", "Verdict",
+    "current_platform", "current_registry", "custom_op", "effective_config", "explain",
+    "hookimpl", "place", "planned", "register", "select", "use",
 ]
 # fmt: on
 
@@ -93,6 +96,7 @@ __getattr__ = lazy_attributes(
         "interposer._contract.checkpoint": "CheckpointFile",
         "interposer._contract.choice": "Candidate Choice",
         "interposer._contract.layer": "BoundKernel PluggableLayer Site",
+        "interposer._contract.model": "CausalModel ModelFamily",
         "interposer._contract.op": (
             "Case CaseGenerator CaseSampler CustomOp Dims Tolerance custom_op"
         ),
@@ -102,8 +106,8 @@ __getattr__ = lazy_attributes(
             "QuantizationScheme"
         ),
         "interposer._contract.records": (
-            "AttentionEntry CheckpointEntry DeviceEntry Kernel LayerEntry OpEntry "
-            "PlatformEntry SchemeEntry TuningEntry"
+            "AttentionEntry CheckpointEntry DeviceEntry Kernel LayerEntry ModelEntry "
+            "OpEntry PlatformEntry SchemeEntry TuningEntry"
         ),
         "interposer._contract.request": "Request",
         "interposer._contract.requires": "Dim Requires",

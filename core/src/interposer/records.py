@@ -9,6 +9,7 @@ from interposer._contract.records import (
     DeviceEntry,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     Record,
@@ -22,7 +23,7 @@ from interposer._contract.records import (
 # fmt: off
 __all__ = [
     "PROPERTIES", "AttentionEntry", "CheckpointEntry", "DeviceEntry", "Kernel", "LayerEntry",
-    "OpEntry", "PlatformEntry", "Record", "SchemeEntry", "TuningEntry", "identity",
-    "load_target", "resource_path",
+    "ModelEntry", "OpEntry", "PlatformEntry", "Record", "SchemeEntry", "TuningEntry",
+    "identity", "load_target", "resource_path",
 ]
 # fmt: on

@@ -58,6 +58,7 @@ class Config(Settings):
         layers: rules by layer id.
         attention: rules by attention type.
         quantization: rules by quantization method.
+        models: rules by architecture.
         require: properties that every kernel and every attention backend must promise.
         disable: names of plugins or distributions that are not to be loaded.
         plugins: distributions whose plugins may be loaded; None or ``"all"`` allows every one,
@@ -92,6 +93,7 @@ class Config(Settings):
     layers: Rules
     attention: Rules
     quantization: Rules
+    models: Rules
     require: Required = frozenset()
     disable: Names = frozenset()
     plugins: Annotated[Names | None, BeforeValidator(_as_names)] = None
@@ -121,6 +123,7 @@ class Config(Settings):
             layers: Mapping[str, AnyRule] = ...,
             attention: Mapping[str, AnyRule] = ...,
             quantization: Mapping[str, AnyRule] = ...,
+            models: Mapping[str, AnyRule] = ...,
             require: AnyNames = ...,
             disable: AnyNames = ...,
             plugins: AnyNames | Literal["all", "none"] | None = None,
@@ -143,8 +146,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _require_what_is_promised(self) -> Config:
-        rules = [(f"layers.{key}", rule) for key, rule in self.layers.items()]
-        rules += [(f"quantization.{key}", rule) for key, rule in self.quantization.items()]
+        fields = {"layers": self.layers, "quantization": self.quantization, "models": self.models}
+        rules = [(f"{name}.{key}", rule) for name in fields for key, rule in fields[name].items()]
         for place, rule in [*rules, ("platform", self.platform)]:
             if rule is not None and rule.require:
                 raise ConfigError(

@@ -15,6 +15,7 @@ FIELDS: dict[Kind, str] = {
     "layer": "layers",
     "attention": "attention",
     "scheme": "quantization",
+    "model": "models",
 }
 """The fields of a ``Config`` that hold rules, by what they are on."""
 _PROMISING = frozenset({"kernel", "attention"})  # kinds whose records have properties

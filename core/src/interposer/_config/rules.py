@@ -25,10 +25,14 @@ REQUIRABLE = frozenset({"batch_invariant", "deterministic", "graph_safe", "trace
 """The properties that can be required of a kernel or an attention backend."""
 
 
-class Settings(BaseModel):
-    """Fields that cannot change; what is wrong with them is one of our own errors."""
+class Exact(BaseModel):
+    """Fields of exact types that cannot change, and no others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Settings(Exact):
+    """Fields of which what is wrong is one of our own errors."""
 
     if not TYPE_CHECKING:
 

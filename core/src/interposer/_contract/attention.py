@@ -5,6 +5,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, B sequences, P pages, S 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,8 @@ class AttentionSpec:
         window_tokens: a token sees itself and the ``window_tokens - 1`` before it; None sees all.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None leaves them.
         sinks: one learned score per head joins the softmax.
-        latent: keys and values come from one latent vector (MLA).
+        latent: a cached vector is the key of all heads (MLA), and begins with their value.
+        latent_size: elements of that value, and of the output; 0 unless ``latent``.
         sparse: an indexer names the tokens that are attended to.
         prefix_lm: prompt tokens see each other in both directions.
         alibi: a slope per head lowers the scores of distant tokens.
@@ -52,6 +54,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     latent: bool = False
+    latent_size: int = 0
     sparse: bool = False
     prefix_lm: bool = False
     alibi: bool = False
@@ -63,6 +66,7 @@ class AttentionSpec:
 
     def dims(self) -> dict[str, int | float | str | bool]:
         """Return what a declarative ``Requires`` can judge; ops name the same facts the same."""
+        rest = self.head_size - self.latent_size
         return {
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -74,6 +78,7 @@ class AttentionSpec:
             "alibi": self.alibi,
             "prefix_lm": self.prefix_lm,
             "cache_dtype": str(self.cache_dtype).removeprefix("torch."),
+            **({"latent_size": self.latent_size, "rotary_size": rest} if self.latent else {}),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -92,9 +97,7 @@ class AttentionSpec:
     def judge_plain_decoder(self) -> Verdict:
         """Accept decoder attention over an unconverted cache, at most windowed or softcapped.
 
-        Heads come in groups of one size, each of which shares a kv head.
-
-        The part of ``AttentionBackend.accepts`` that plain backends share.
+        Heads share kv heads in groups of one size. Plain backends ask it in ``accepts``.
         """
         if self.type != "decoder":
             return Verdict.refuse(f"serves decoder attention only, got {self.type}")
@@ -185,10 +188,7 @@ class KVCacheLayout:
 
     def page_bytes(self) -> int:
         """Return the bytes of one page of one layer."""
-        elements = 1
-        for size in self.page_shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.page_shape) * self.dtype.itemsize
 
     def allocate(
         self,
@@ -326,9 +326,6 @@ class AttentionBackend(ABC):
 
         Only backends that accept a spec with ``sinks`` and such a cache are asked.
 
-        Args:
-            scales: of ``prepare_scales``.
-            sinks: ``[N]``, dtype of ``query``: scores of the layer that have no value.
         Raises: MissingMemberError: unless it is overridden.
         """
         accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"

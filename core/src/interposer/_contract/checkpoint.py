@@ -58,3 +58,7 @@ class CheckpointFile(ABC):
 
         Raises: CheckpointError: the file holds no tokenizer, or one that cannot be told so.
         """
+
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """Return what tokenizer_config.json would hold, such as ``chat_template``; here nothing."""
+        return {}

@@ -29,8 +29,17 @@ TARGETS = ("target", "predicate", "prepare", "restore", "confirm", "cases", "exa
 """The fields that hold import strings; all but the first may be empty."""
 
 
+class _Checked:
+    """A record that is refused where it is made, if it cannot mean anything."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        _check(self)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
-class OpEntry:
+class OpEntry(_Checked):
     """Names a ``CustomOp``: ``target`` is the op object, defined beside its reference.
 
     Attributes:
@@ -44,9 +53,6 @@ class OpEntry:
     target: str
     properties: frozenset[str] = frozenset()
     emulation: str = ""
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerEntry:
+class LayerEntry(_Checked):
     """A class for a layer id: the standard one, or a replacement that subclasses it.
 
     ``cases`` of a standard layer is the import string of a ``LayerCaseGenerator``, on whose cases
@@ -126,12 +132,9 @@ class LayerEntry:
     cases: str = ""
     properties: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class AttentionEntry:
+class AttentionEntry(_Checked):
     """An ``AttentionBackend`` class; its ``accepts`` judges the specification.
 
     ``predicate`` is an import string of ``(AttentionSpec, Capability) -> Verdict`` that answers
@@ -151,12 +154,9 @@ class AttentionEntry:
     page_sizes: tuple[int, ...] = ()
     proven_on: frozenset[str] | None = None
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class SchemeEntry:
+class SchemeEntry(_Checked):
     """A ``QuantizationScheme`` class for one ``quant_method`` of checkpoints.
 
     ``examples`` is the import string of a function without parameters that returns settings of
@@ -174,8 +174,24 @@ class SchemeEntry:
     examples: str = ""
     instead_of: frozenset[str] = frozenset()
 
-    def __post_init__(self) -> None:
-        _check(self)
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry(_Checked):
+    """A ``ModelFamily`` class for the ``architectures`` that config.json names.
+
+    ``reads`` are the fields of config.json that it computes with, which explanations show.
+
+    ``examples`` is the import string of a function without parameters that returns the content of
+    config.json by label, of models with few weights. The conformance suite compares the family on
+    them with the class of transformers that has the architecture's name.
+    """
+
+    architectures: tuple[str, ...]
+    name: str
+    target: str
+    score: float = 10.0
+    examples: str = ""
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,24 +233,19 @@ class PlatformEntry:
 
     def __post_init__(self) -> None:
         _check(self)
+        runs = f"{self.name!r} runs"
         if not isinstance(self.runs, tuple):
-            raise RecordError(
-                f"{self.name!r} runs {self.runs!r}, which is no tuple. Try: runs=('cpu',)"
-            )
+            raise RecordError(f"{runs} {self.runs!r}, which is no tuple. Try: runs=('cpu',)")
         for other in self.runs:
             if not (isinstance(other, str) and other):
-                raise RecordError(
-                    f"{self.name!r} runs {other!r}, which is not the name of a platform"
-                )
+                raise RecordError(f"{runs} {other!r}, which is not the name of a platform")
             if other == self.name:
-                raise RecordError(
-                    f"{self.name!r} runs {other!r}, which is itself. Try: leave it out; "
-                    "what names a platform runs there anyway"
-                )
+                mend = "leave it out; what names a platform runs there anyway"
+                raise RecordError(f"{runs} {other!r}, which is itself. Try: {mend}")
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceEntry:
+class DeviceEntry(_Checked):
     """A description of a device of ``platform``: a JSON file inside the plugin's package.
 
     ``resource`` is ``"package:path/inside.json"``, see
@@ -245,12 +256,9 @@ class DeviceEntry:
     platform: str
     resource: str
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 @dataclass(frozen=True, slots=True)
-class TuningEntry:
+class TuningEntry(_Checked):
     """A table measured on the devices whose name matches the glob ``device``.
 
     ``resource`` is ``"package:path/inside.json"``, see ``Table``.
@@ -260,9 +268,6 @@ class TuningEntry:
     device: str
     resource: str
 
-    def __post_init__(self) -> None:
-        _check(self)
-
 
 Record = (
     OpEntry
@@ -270,6 +275,7 @@ Record = (
     | LayerEntry
     | AttentionEntry
     | SchemeEntry
+    | ModelEntry
     | CheckpointEntry
     | PlatformEntry
     | DeviceEntry

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from interposer._contract.capability import Capability
 
-Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "checkpoint"]
+Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "model", "checkpoint"]
 AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
 
 
@@ -27,9 +27,9 @@ class Request:
     """One question to the selection mechanism.
 
     Attributes:
-        kind: ``platform``, ``kernel``, ``layer``, ``attention``, ``scheme`` or ``checkpoint``.
-        name: the op, layer id, attention type, quantization method or suffix of files; empty for
-            platforms.
+        kind: of what is asked for.
+        name: the op, layer id, attention type, quantization method, architecture or suffix of
+            files; empty for platforms.
         platform: name of the platform to run on; empty when platforms themselves are chosen.
         capability: of the device to run on.
         dtype: torch name without ``torch.``, or empty where it does not matter.

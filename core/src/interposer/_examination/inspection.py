@@ -133,10 +133,9 @@ def examine_platform(arguments: Arguments, reporter: Reporter) -> Finding:
     watch = _watch(target, reporter, light=False)
     if _verdict(reporter, f"probing {target}", watch, lambda: platform.probe()):
         reporter.begin(f"listing the devices of {target}")
-        # What it raises is met again, and told of, by whoever chooses it.
         try:
             platform().devices()
-        except foreign_errors():
+        except foreign_errors():  # it is met again, and told of, by whoever chooses it
             pass
     return Finding.accept()
 
@@ -150,6 +149,18 @@ def examine_predicate(arguments: Arguments, reporter: Reporter) -> Finding:
     given = (request,) if request.detail is None else (request.detail, request.capability)
     watch = _watch(target, reporter, light=False, calls=True)
     _verdict(reporter, f"asking {target}", watch, asked, *given)
+    return Finding.accept()
+
+
+def examine_model(arguments: Arguments, reporter: Reporter) -> Finding:
+    """Parse a config once, so that what never comes back is found."""
+    target = str(arguments["target"])
+    (family,) = _load([target], reporter)
+    reporter.begin(f"parsing a config.json by {target}")
+    try:
+        family.parse(arguments["config"], "config.json")
+    except foreign_errors():  # it is met again, and told of, by whoever chooses it
+        pass
     return Finding.accept()
 
 
@@ -279,5 +290,6 @@ FUNCTIONS: Mapping[TaskName, Function] = {
     "target": examine_targets,
     "platform": examine_platform,
     "predicate": examine_predicate,
+    "model": examine_model,
     "kernel": examine_kernel,
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TaskName = Literal["plugin", "target", "platform", "predicate", "kernel"]
+TaskName = Literal["plugin", "target", "platform", "predicate", "model", "kernel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Task:
             - ``target`` loads every import string in ``targets``.
             - ``platform`` loads the class ``target``, probes with it and lists its devices.
             - ``predicate`` asks ``target``, or its attribute ``member``, about ``request``.
+            - ``model`` has the family ``target`` parse the content of config.json, ``config``.
             - ``kernel`` compares ``target``, with ``prepare``, to the reference of ``op`` for
               ``dtype`` and ``dims`` on ``device``. ``plugin`` and ``kernel`` name the record
               whose requirements choose the cases; ``platform`` and ``capability`` are what those

@@ -83,7 +83,7 @@ class Explanation:
     full: bool = False
 
     def why(self, name: str) -> Explanation:
-        """Return what concerns one op, layer id, attention type or scheme only, in full.
+        """Return what concerns one op, layer id, attention type, scheme or architecture, in full.
 
         ``"platform"`` and ``"attention"`` stand for themselves.
 
@@ -128,7 +128,7 @@ class Explanation:
         nearest = nearest_first(name, names)
         left = len(nearest) - _MOST_NAMED
         hint = f"... and {left} more: interposer explain" if left > 0 else ""
-        kind = "op, layer id, attention type or scheme"
+        kind = "op, layer id, attention type, scheme or architecture"
         return UnknownNameError(kind, name, nearest[:_MOST_NAMED], hint)
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,9 +136,7 @@ class Explanation:
         return {
             "version": VERSION,
             "device": {
-                "platform": self.device.platform,
-                "torch_device": self.device.torch_device,
-                "name": self.device.name,
+                name: getattr(self.device, name) for name in ("platform", "torch_device", "name")
             },
             "policy": [
                 {"setting": str(s), "value": s.value, "source": s.source} for s in self.policy
@@ -271,14 +269,8 @@ def _made(model: Explainable) -> Explanation:
         notes=(
             *_notes(placement),
             *resolver.notes,
-            *_step_notes(
-                getattr(model, "graphs", None),
-                "decode steps run as graphs",
-                "decode steps run without graphs",
-            ),
-            *_step_notes(
-                getattr(model, "compiled", None), "steps are compiled", "steps are not compiled"
-            ),
+            *_step_notes(model, "graphs", "decode steps run {} graphs", ("as", "without")),
+            *_step_notes(model, "compiled", "steps are {}compiled", ("", "not ")),
         ),
         unasked=inventory(resolver.registry, resolver.device),
     )
@@ -289,11 +281,14 @@ def _notes(placement: Placement | None) -> tuple[str, ...]:
     return (placement.choice.why,) if placement is not None and placement.described else ()
 
 
-def _step_notes(verdict: Verdict | None, done: str, undone: str) -> tuple[str, ...]:
+def _step_notes(
+    model: Explainable, name: str, text: str, words: tuple[str, str]
+) -> tuple[str, ...]:
     """Say whether something is done with the steps of a model, where that is a question."""
+    verdict: Verdict | None = getattr(model, name, None)
     if verdict is None:
         return ()
-    said = done if verdict else undone
+    said = text.format(words[not verdict])
     return (f"{said}: {verdict.reason}" if verdict.reason else said,)
 
 

@@ -18,7 +18,7 @@ from interposer._plugins.plugins import Plugin
 from interposer._plugins.registry import Registry
 from interposer._selection.figures import duration
 
-KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme")
+KINDS: tuple[Kind, ...] = ("kernel", "attention", "layer", "scheme", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An op, a layer id, a scheme or attention, with its candidates."""
+    """An op, a layer id, a scheme, an architecture or attention, with its candidates."""
 
     kind: Kind
     name: str
@@ -105,6 +105,12 @@ def requirements(candidate: Candidate) -> list[str]:
         needs.append(f"dtype {' or '.join(requires.dtypes)}")
     needs += [f"{name} {_bounds(dim)}" for name, dim in requires.dims.items()]
     return [*needs, f"what {record.predicate} says"] if record.predicate else needs
+
+
+def reads(candidate: Candidate) -> list[str]:
+    """Return a line with the fields of config.json that a model family computes with."""
+    named = getattr(candidate.record, "reads", ())
+    return [f"reads {', '.join(named)}"] if named else []
 
 
 def _stray_subjects(registry: Registry) -> Iterator[Subject]:
@@ -179,6 +185,7 @@ def row_lines(row: Row, full: bool) -> list[str]:
     lines.append(f"  -> {choice.chosen.name} ({choice.chosen.origin}): {choice.why}")
     if choice.seconds:
         lines.append(f"     measured: {', '.join(figures(choice))}")
+    lines += [f"     {line}" for line in reads(choice.chosen) if full]
     lines += [f"     note: {note}" for note in choice.notes]
     return [*lines, *refused_lines(choice.refusals, full, "     not ")]
 
@@ -202,6 +209,7 @@ def subject_lines(subject: Subject, full: bool) -> list[str]:
         if full:
             lines.append(f"      target: {getattr(candidate.record, 'target', '')}")
             lines += [f"      needs {need}" for need in requirements(candidate)]
+            lines += [f"      {read}" for read in reads(candidate)]
             if candidate.properties:
                 lines.append(f"      promises {', '.join(sorted(candidate.properties))}")
     return lines

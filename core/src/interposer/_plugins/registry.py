@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args
 
@@ -16,6 +17,7 @@ from interposer._contract.records import (
     CheckpointEntry,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     Record,
@@ -42,6 +44,7 @@ _SUBJECTS: dict[Kind, str] = {
     "layer": "layer id",
     "attention": "attention type",
     "scheme": "quantization method",
+    "model": "architecture",
     "checkpoint": "suffix of files",
 }
 _KINDS: dict[type[Record], Kind] = {
@@ -50,6 +53,7 @@ _KINDS: dict[type[Record], Kind] = {
     LayerEntry: "layer",
     AttentionEntry: "attention",
     SchemeEntry: "scheme",
+    ModelEntry: "model",
     CheckpointEntry: "checkpoint",
     PlatformEntry: "platform",
 }
@@ -98,9 +102,7 @@ class Registry:
         ]
 
     def candidates(self, kind: Kind, subject: str = "") -> list[Candidate]:
-        """Return every candidate for an op, a layer id, a quantization method or a suffix.
-
-        Platforms and attention backends have no subject.
+        """Return every candidate for a subject, which platforms and attention backends have not.
 
         Raises: UnknownNameError: no installed plugin knows the subject.
         """
@@ -113,7 +115,7 @@ class Registry:
         return self._candidates[kind].get(subject, [])
 
     def subjects(self, kind: Kind) -> list[str]:
-        """Return the ops, layer ids, quantization methods or suffixes that have candidates."""
+        """Return the names of one kind that have candidates, such as all quantization methods."""
         return sorted(self.ops if kind == "kernel" else self._candidates[kind])
 
     def runs(self, platform: str) -> frozenset[str]:
@@ -133,6 +135,10 @@ class Registry:
     def examine(self, candidate: Candidate, task: Task) -> Verdict:
         """Return what an examination of a candidate's code found, remembered where it can be."""
         return self._code_of(candidate).examine(task)
+
+    def trial(self, candidate: Candidate, task: Task) -> Verdict:
+        """Say whether this process may run a task of a candidate; the SDK's own parts may."""
+        return self._code_of(candidate).trial(task)
 
     def owner(self, candidate: Candidate) -> Plugin:
         """Return the plugin that declares ``candidate``."""
@@ -184,7 +190,8 @@ class Registry:
             record,
             acceptance_of(record, code, self.runs),
         )
-        self._candidates[kind].setdefault(subject, []).append(candidate)
+        for named in dict.fromkeys(getattr(record, "architectures", (subject,))):
+            self._candidates[kind].setdefault(named, []).append(candidate)
 
     def _drivers_of(self, plugin: Plugin) -> str:
         """Return what tells apart the drivers that a plugin's code may meet."""
@@ -211,6 +218,7 @@ class Registry:
         return "\n".join([hint, *failed] if hint else failed)
 
 
+@dataclass(eq=False, repr=False)
 class Registration:
     """A plugin that was added in code, until it is removed.
 
@@ -218,10 +226,9 @@ class Registration:
     keeps working; what is built afterwards knows nothing of it.
     """
 
-    def __init__(self, source: Source, plugin: Any, records: tuple[Record, ...]) -> None:
-        self.source = source
-        self.plugin = plugin
-        self.records = records
+    source: Source
+    plugin: Any
+    records: tuple[Record, ...]
 
     def remove(self) -> None:
         """Take the plugin out again; doing so twice does nothing."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from packaging.utils import canonicalize_name
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from interposer._config.config import Config, config_sources
-from interposer._config.rules import first_fault
+from interposer._config.rules import Exact, first_fault
 from interposer._config.storage import checksum, write_text
 from interposer._contract.errors import LockError, StorageError, UnknownNameError
 from interposer._contract.verdict import Verdict
@@ -54,14 +54,12 @@ def _canonical(name: str) -> str:
     return name
 
 
-class LockedDistribution(BaseModel):
+class LockedDistribution(Exact):
     """One distribution as it was locked.
 
     ``record_hash`` is ``Distribution.fingerprint``. An editable installation changes with every
     edit, so it is locked as ``"editable"``: by name and version only.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(min_length=1), AfterValidator(_canonical)]
     version: Annotated[str, Field(min_length=1)]
@@ -76,13 +74,11 @@ def _distinct(distributions: tuple[LockedDistribution, ...]) -> tuple[LockedDist
     return distributions
 
 
-class Lock(BaseModel):
+class Lock(Exact):
     """The distributions whose plugins may be used, with their exact content.
 
     The file is pretty JSON with a checksum over the rest, sorted by name, made to be committed.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: Literal[1] = 1
     distributions: Annotated[tuple[LockedDistribution, ...], AfterValidator(_distinct)] = ()

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AwareDatetime, Field, JsonValue, ValidationError
 
-from interposer._config.rules import first_fault
+from interposer._config.rules import Exact, first_fault
 from interposer._config.storage import JSON, checksum
 from interposer._contract.errors import StorageError
 
@@ -25,11 +25,7 @@ def this_host() -> str:
     return platform.node() or "unknown"
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Key(_Model):
+class Key(Exact):
     """A request, and the device that it was measured on; equal keys get one figure.
 
     Attributes:
@@ -51,7 +47,7 @@ class Key(_Model):
         return f"{self.kind} {self.name!r} [{self.dtype} {dims}]".replace(" ]", "]")
 
 
-class Figures(_Model):
+class Figures(Exact):
     """The times of one candidate.
 
     Attributes:
@@ -73,7 +69,7 @@ class Figures(_Model):
         return f"{seconds} ({low} to {high})"
 
 
-class Measurement(_Model):
+class Measurement(Exact):
     """The value that is kept for a key.
 
     Attributes:
@@ -89,7 +85,7 @@ class Measurement(_Model):
     failed: dict[Name, tuple[str, str]] = Field(default_factory=dict)
 
 
-class Entry(_Model):
+class Entry(Exact):
     """One key with what was measured for it."""
 
     key: Key
@@ -110,7 +106,7 @@ class Entry(_Model):
             return first_fault(error)
 
 
-class _File(_Model):
+class _File(Exact):
     version: Literal[1]
     entries: list[Entry]
     checksum: str

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from interposer._contract.attention import AttentionBackend, AttentionSpec
 from interposer._contract.capability import Device
 from interposer._contract.choice import Candidate, Choice
+from interposer._contract.errors import InterposerError
 from interposer._contract.layer import PluggableLayer, Site, check_replacement
+from interposer._contract.model import ModelFamily
 from interposer._contract.op import CustomOp
-from interposer._contract.records import AttentionEntry, Kernel, LayerEntry, SchemeEntry
+from interposer._contract.records import (
+    AttentionEntry,
+    Kernel,
+    LayerEntry,
+    ModelEntry,
+    SchemeEntry,
+)
 from interposer._contract.request import Request
 from interposer._contract.verdict import Verdict
 from interposer._examination.task import Task
@@ -22,11 +30,13 @@ _STRIKES = 3
 _ACCEPTED = Verdict.accept()
 
 
-class HasNotFailed:
-    """Refuses a kernel that failed at run time before."""
-
+class _OfRegistry:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+
+
+class HasNotFailed(_OfRegistry):
+    """Refuses a kernel that failed at run time before."""
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Accept unless a failure is noted."""
@@ -34,11 +44,8 @@ class HasNotFailed:
         return _ACCEPTED if failure is None else Verdict.refuse(failure)
 
 
-class Confirms:
+class Confirms(_OfRegistry):
     """Asks the function that a kernel's record names as ``confirm``."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
 
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
         """Return its answer; a record without one is accepted."""
@@ -189,7 +196,7 @@ class ReadsFormOf:
         )
 
 
-class Loads(ABC):
+class Loads(_OfRegistry, ABC):
     """The last gate: loads what a record names, once, and holds it for whoever binds it.
 
     Attributes:
@@ -197,9 +204,6 @@ class Loads(ABC):
     """
 
     loaded: Any = None
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
 
     @abstractmethod
     def __call__(self, request: Request, candidate: Candidate) -> Verdict:
@@ -274,4 +278,33 @@ class LoadsScheme(Loads):
         """Hold the class."""
         assert isinstance(candidate.record, SchemeEntry)
         self.loaded = self._registry.load(candidate, candidate.record.target)
+        return _ACCEPTED
+
+
+class LoadsModel(Loads):
+    """Has a model family parse config.json; ``told`` is what the first that refuses it said."""
+
+    told: InterposerError | None = None
+
+    def __init__(self, registry: Registry, config: Mapping[str, Any], source: object) -> None:
+        super().__init__(registry)
+        self._config = config
+        self._source = source
+
+    def __call__(self, request: Request, candidate: Candidate) -> Verdict:
+        """Hold the settings; what never comes back is found in another process."""
+        assert isinstance(candidate.record, ModelEntry)
+        target = candidate.record.target
+        task = Task("model", {"target": target, "config": dict(self._config)})
+        verdict = self._registry.trial(candidate, task)
+        if not verdict:
+            return verdict
+        family = self._registry.load(candidate, target)
+        try:
+            self.loaded = family.parse(self._config, self._source)
+        except InterposerError as error:
+            self.told = self.told or error
+            raise
+        if not isinstance(self.loaded, ModelFamily):
+            return Verdict.refuse(f"its parse returned {self.loaded!r:.100}, not a ModelFamily")
         return _ACCEPTED

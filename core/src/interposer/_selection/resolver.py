@@ -25,6 +25,7 @@ from interposer._contract.errors import (
     nearest_first,
 )
 from interposer._contract.layer import BoundKernel, PluggableLayer, Site
+from interposer._contract.model import ModelFamily
 from interposer._contract.op import CustomOp, Dims
 from interposer._contract.platform import Placement
 from interposer._contract.quantization import QuantizationScheme
@@ -41,6 +42,7 @@ from interposer._selection.gates import (
     LoadsBackend,
     LoadsKernel,
     LoadsLayer,
+    LoadsModel,
     LoadsScheme,
     ReadsFormOf,
     TakesStoredConstants,
@@ -126,7 +128,7 @@ class Resolver:
 
         Raises: NoCandidateError: every kernel was refused, or the pinned one.
         """
-        request = self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
+        request = self._request("kernel", op.name, Site(self, prefix, dtype), dims)
         choice, loaded = self._choose(request, self._gates, self._loads(op))
         return self._bound(op, request, choice, *loaded)
 
@@ -147,7 +149,7 @@ class Resolver:
         Raises: NoCandidateError: every kernel was refused, or a pinned one.
         """
         rows, multiply = (
-            self._request("kernel", op.name, prefix, dtype=dtype, dims=dims)
+            self._request("kernel", op.name, Site(self, prefix, dtype), dims)
             for op, dims, prefix in (lookup, product)
         )
         forms = {form_of(c) for c in acceptable(rows, self._candidates(rows), self._policy(rows))}
@@ -168,15 +170,14 @@ class Resolver:
 
     def layer(self, standard: type[L], site: Site) -> type[L]:
         """Return the class to build for ``standard``: itself or its replacement."""
-        request = self._request("layer", standard.layer_id, site.prefix, dtype=site.dtype)
+        request = self._request("layer", standard.layer_id, site, {})
         _, loaded = self._choose(request, (), LoadsLayer(self.registry, standard))
         return cast("type[L]", loaded)
 
     def attention(self, spec: AttentionSpec, site: Site) -> AttentionBackend:
         """Return the backend for ``spec``, shared by all layers with an equal spec."""
-        request = self._request(
-            "attention", spec.type, site.prefix, dtype=spec.dtype, dims=spec.dims(), detail=spec
-        )
+        at = Site(self, site.prefix, spec.dtype)
+        request = self._request("attention", spec.type, at, spec.dims(), spec)
         loads = LoadsBackend(self.registry, spec, site, self._backends)
         return cast(AttentionBackend, self._choose(request, (), loads)[1])
 
@@ -190,6 +191,24 @@ class Resolver:
         request = Request("scheme", str(settings.get("quant_method")))
         _, scheme = self._choose(request, (), LoadsScheme(self.registry))
         self.scheme = scheme.parse(settings)
+
+    def choose_model(
+        self, architecture: str, config: Mapping[str, Any], source: object
+    ) -> ModelFamily:
+        """Return what the family for an architecture makes of config.json, which is ``source``.
+
+        Raises:
+            UnknownNameError: no installed plugin has the architecture.
+            CheckpointError: the family does not take what ``config`` says.
+            NoCandidateError: all families for it were refused.
+        """
+        loads = LoadsModel(self.registry, config, source)
+        try:
+            return cast(ModelFamily, self._choose(Request("model", architecture), (), loads)[1])
+        except NoCandidateError as error:
+            if loads.told is None or len(error.refusals) > 1:
+                raise
+            raise loads.told from None
 
     def accepted(self, request: Request) -> list[Candidate]:
         """Return the candidates that accept ``request``, whatever the policy says of them."""
@@ -329,25 +348,11 @@ class Resolver:
         return LoadsKernel(self.registry, op, self.described)
 
     def _request(
-        self,
-        kind: Kind,
-        name: str,
-        prefix: str,
-        *,
-        dtype: torch.dtype,
-        dims: Dims | None = None,
-        detail: AttentionSpec | None = None,
+        self, kind: Kind, name: str, site: Site, dims: Dims, detail: AttentionSpec | None = None
     ) -> Request:
-        return Request(
-            kind,
-            name,
-            self.device.platform,
-            self.device.capability,
-            str(dtype).removeprefix("torch."),
-            dims or {},
-            detail,
-            prefix,
-        )
+        device, dtype = self.device, str(site.dtype).removeprefix("torch.")
+        place = device.platform, device.capability
+        return Request(kind, name, *place, dtype, dims, detail, site.prefix)
 
     def _policy(self, request: Request) -> Policy:
         return policy_for(self.config, request, self._defaults)

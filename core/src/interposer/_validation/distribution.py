@@ -26,7 +26,7 @@ from interposer_sandbox import (
 STANDARD = frozenset(
     {
         *("interposer", "interposer-models", "interposer-ops", "interposer-quantization"),
-        *("interposer-sandbox", "interposer-testing", "interposer-tools"),
+        *("interposer-sandbox", "interposer-serve", "interposer-testing", "interposer-tools"),
     }
 )
 """The distributions that the SDK itself consists of."""

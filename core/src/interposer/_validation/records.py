@@ -19,6 +19,7 @@ from interposer._contract.records import (
     DeviceEntry,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     Record,
@@ -43,6 +44,7 @@ NAME_LIMIT = 100
 NAME_LETTERS = "A-Z, a-z, 0-9, '_', '.' and '-'"
 """The characters of names, for people."""
 
+_NAMES = f"names, of at most {NAME_LIMIT} of {NAME_LETTERS}"
 _KINDS = get_args(Record)
 _TARGET_LIMIT = 300
 # A cache is made of whole pages, and each size is tried with every layer.
@@ -82,9 +84,8 @@ def check_classes(
 ) -> list[str]:
     """Return what is wrong with the classes of layers and platforms, which are loaded.
 
-    Ops, attention backends, schemes and formats of files are checked where their modules are
-    imported already. What cannot be imported here is left for later: what it needs may be on other
-    machines.
+    Others are checked where their modules are imported already. What cannot be imported here is
+    left for later: what it needs may be on other machines.
 
     Args:
         load: returns what an import string names.
@@ -177,6 +178,10 @@ def _texts(kind: type[frozenset[str] | tuple[str, ...]]) -> Callable[[Any], bool
     return lambda value: type(value) is kind and all(type(item) is str for item in value)
 
 
+def _are_names(value: Any) -> bool:
+    return _texts(tuple)(value) and all(map(is_name, value))
+
+
 # By exact types: a subclass may compare and print as it likes.
 _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
     "score": (
@@ -202,10 +207,12 @@ _SOUND: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         f"page_sizes that are no tuple of at most {_MOST_SIZES} ints from 1 to {_LARGEST_PAGE:,}",
     ),
-    "runs": (
-        lambda value: _texts(tuple)(value) and all(is_name(item) for item in value),
-        f"runs that are no tuple of names, of at most {NAME_LIMIT} of {NAME_LETTERS}",
+    "architectures": (
+        lambda value: bool(value) and _are_names(value),
+        f"architectures that are no tuple of {_NAMES}",
     ),
+    "reads": (_are_names, f"reads that are no tuple of {_NAMES}"),
+    "runs": (_are_names, f"runs that are no tuple of {_NAMES}"),
     "explicit": (lambda value: type(value) is bool, "an explicit that is neither True nor False"),
 }
 
@@ -282,5 +289,6 @@ _PARENTS: dict[type[Record], tuple[str, str]] = {
     OpEntry: ("op", "interposer._contract.op:CustomOp"),
     AttentionEntry: ("attention backend", "interposer._contract.attention:AttentionBackend"),
     SchemeEntry: ("scheme", "interposer._contract.quantization:QuantizationScheme"),
+    ModelEntry: ("model family", "interposer._contract.model:ModelFamily"),
     CheckpointEntry: ("format of files", "interposer._contract.checkpoint:CheckpointFile"),
 }
