@@ -108,6 +108,9 @@ def test_modules_that_are_not_there_are_refused(package: Package) -> None:
     "source",
     [
         "from os.path import *",
+        "from os.path import \\\n *",
+        "ｇlobals()['x'] = 1",  # noqa: RUF001 - Python reads it as the plain name
+        "def f():\n    global x\n    x = 1",
         "def __getattr__(name): return 1",
         "from acme_named import __getattr__",
         "globals()['x'] = 1",

@@ -10,7 +10,16 @@ from typing import Literal
 __all__ = ["Hostile", "Stage", "plugin", "provides"]
 
 Stage = Literal[
-    "attention", "discovery", "kernel", "layer", "lock", "observer", "platform", "tie", "tuning"
+    "attention",
+    "discovery",
+    "kernel",
+    "layer",
+    "lock",
+    "model",
+    "observer",
+    "platform",
+    "tie",
+    "tuning",
 ]
 """The stage at which a plugin has to be refused, and its visit in ``visit.py``."""
 

@@ -11,6 +11,7 @@ KERNEL = 'Kernel("rms_norm", {name!r}, "$package.kernels:rms_norm")'
 KERNELS = "from interposer_ops.norms._norms import rms_norm as op\n\nrms_norm = op.reference\n"
 LAYER = 'LayerEntry("rms_norm", "norm_$name", "$package.layers:Norm", score=1000.0)'
 BACKEND = 'AttentionEntry("attention_$name", "$package.attention:Backend", score=1000.0)'
+FAMILY = 'ModelEntry(("LlamaForCausalLM",), "family_$name", "$package.family:Family", score=1000.0)'
 PLATFORM = 'PlatformEntry("hostile", "$package.platforms:Hostile", score=1000.0)'
 
 PLATFORM_HEAD = """
@@ -55,6 +56,14 @@ def _backend(name: str, body: str, *words: str) -> Hostile:
     )
     files = {"plugin.py": provides(BACKEND), "attention.py": source}
     return Hostile(name, files, words, "attention")
+
+
+def _family(name: str, body: str, *words: str) -> Hostile:
+    source = (
+        "from interposer_models.families import Llama\n\n\nclass Family(Llama):\n"
+        f"    @classmethod\n    def parse(cls, config, source):\n        {body}\n"
+    )
+    return Hostile(name, {"plugin.py": provides(FAMILY), "family.py": source}, words, "model")
 
 
 def _platform(
@@ -136,6 +145,10 @@ CASES = (
     _backend("accepts-raises", "raise OSError('no such device')", "OSError", "no such device"),
     _backend("accepts-bool", "return True", "True", "Verdict"),
     _backend("accepts-crashes", f"exec({LOADED!r})", "SIGSEGV"),
+    _family("family-raises", "raise OSError('no such model')", "OSError", "no such model"),
+    _family("family-number", "return 7", "returned 7, not a ModelFamily"),
+    _family("family-crashes", "import os; os.abort()", "SIGABRT"),
+    _family("family-loops", "\n        while True: pass", "within 1.5 s"),
     _table("corrupt-table", '{"version": 1, "entries": [', "table.json"),
     # A pickle that would run a command, if somebody loaded it.
     _table("pickle-table", "cos\nsystem\n(S'touch $name'\ntR.", "table.json"),

@@ -62,7 +62,7 @@ def visit(task: dict[str, Any]) -> dict[str, Any]:
         use(task, config, reasons)
         layer, right = norm(config, reasons)
         report |= {"kernel": layer.norm.__module__, "right": right}
-        if task["use"] in ("attention", "tuning", "everything"):
+        if task["use"] in ("attention", "model", "tuning", "everything"):
             planned = plan(MODEL, config=config)
             reasons += chosen(planned.resolver)
         reasons += failed(current_registry(config))

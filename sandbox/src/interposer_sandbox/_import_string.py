@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -17,6 +18,11 @@ from interposer_sandbox._foreign import nearest_first
 # A module that uses one of these may define names that its source does not show.
 _DYNAMIC = frozenset(
     {"__getattr__", "__path__", "eval", "exec", "globals", "locals", "setattr", "vars"}
+)
+# What the text of a module has somewhere if a statement in it can be dynamic or a global one.
+# Letters beyond ASCII may be other ways to write a name.
+_TELLING = re.compile(
+    rb"\b(?:global|%s)\b|import[\s(\\]*\*|[\x80-\xff]" % "|".join(_DYNAMIC).encode()
 )
 
 
@@ -143,11 +149,12 @@ def _read(file: object) -> _Source | None:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, _mtime_ns: int, _size: int) -> _Source | None:
     try:
-        tree = ast.parse(path.read_bytes())
+        text = path.read_bytes()
+        tree = ast.parse(text)
         bound = list(_bound(tree.body))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # importing it will say what is wrong
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(tree)) if _TELLING.search(text) else []
     declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     own = declared.union(name for name, imported in bound if not imported)
     imported = {name for name, imported in bound if imported} - own
