@@ -5,7 +5,7 @@ Dimensions: T tokens, H hidden size, E experts, I intermediate size, K chosen ex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +49,21 @@ class Router(PluggableLayer):
         site = replace(site, dtype=self.dtype)
         sizes = {"in_features": hidden_size, "out_features": num_experts}
         self.bound = site.bind_kernel(linear, **sizes, biased=bias)
-        chosen = {"num_experts": num_experts, "top_k": top_k}
-        self.choose = site.bind(topk_softmax, **chosen, renormalize=renormalize)
+        self.bind_choice(site, {"num_experts": num_experts, "top_k": top_k})
         weight = torch.empty(num_experts, hidden_size, dtype=site.dtype)
         self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         offsets = torch.empty(num_experts, dtype=site.dtype) if bias else None
         parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
         self.register_parameter("bias", parameter)
         self.operands: tuple[Tensor | None, ...] = ()
+
+    def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
+        """Bind what chooses the experts; a subclass may choose in another way."""
+        self.select = site.bind(topk_softmax, **sizes, renormalize=self.renormalize)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and ids of the experts for the logits ``[T, E]``."""
+        return self.select(logits, self.top_k, self.renormalize)
 
     def finalize(self) -> None:
         """Prepare the projection's weights if its kernel wants them so."""
@@ -69,7 +76,7 @@ class Router(PluggableLayer):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
         logits = self.bound.function(x.to(self.dtype), *self.operands)  # type: ignore[arg-type]
-        return self.choose(logits, self.top_k, self.renormalize)
+        return self.choose(logits)
 
 
 class PlainExperts(ExpertsMethod):

@@ -11,28 +11,31 @@ from interposer import BoundKernel, PluggableLayer, Site
 from interposer_ops.layers.fusion import bind_quantizing
 from interposer_ops.layers.linear import Linear
 from interposer_ops.norms._norms import (
+    fused_add_gemma_rms_norm,
     fused_add_rms_norm,
     fused_add_rms_norm_quantize_fp8,
+    gemma_rms_norm,
     rms_norm,
     rms_norm_quantize_fp8,
 )
 
-__all__ = ["RMSNorm"]
+__all__ = ["GemmaRMSNorm", "RMSNorm"]
 
 
 class RMSNorm(PluggableLayer):
     """Normalise over the last dimension; see the ops ``rms_norm`` and ``fused_add_rms_norm``."""
 
     layer_id = "rms_norm"
+    ops = (rms_norm, fused_add_rms_norm)
 
     def __init__(self, site: Site, hidden_size: int, eps: float) -> None:
         super().__init__(site)
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=site.dtype), requires_grad=False)
-        plain = site.bind_kernel(rms_norm, hidden_size=hidden_size)
+        plain = site.bind_kernel(self.ops[0], hidden_size=hidden_size)
         stream = str(_stream_dtype(site.dtype)).removeprefix("torch.")
         sizes = {"hidden_size": hidden_size}
-        adding = site.bind_kernel(fused_add_rms_norm, **sizes, residual_dtype=stream)
+        adding = site.bind_kernel(self.ops[1], **sizes, residual_dtype=stream)
         self.norm, self.add_norm = plain.function, adding.function
         self._bound: tuple[BoundKernel[..., Any], ...] = (plain, adding)
         self._receiver: tuple[Linear, ...] = ()
@@ -86,6 +89,12 @@ class RMSNorm(PluggableLayer):
             codes = norm(x, weight, scale, self.eps, self._codes)
             return codes, x.to(_stream_dtype(x.dtype))
         return add_norm(x, residual, add_weight, scale, self.eps, self._codes)  # type: ignore[no-any-return]
+
+
+class GemmaRMSNorm(RMSNorm):
+    """Normalise as ``gemma_rms_norm`` does, by one more than the weight."""
+
+    ops = (gemma_rms_norm, fused_add_gemma_rms_norm)
 
 
 def _stream_dtype(dtype: torch.dtype) -> torch.dtype:

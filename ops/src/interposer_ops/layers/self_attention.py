@@ -27,9 +27,13 @@ class SelfAttention(PluggableLayer):
         norm_eps: of the norms of query and key heads; None where there are none.
         qkv_bias: of the first projection.
         bias: of the last one.
+
+    ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for.
     """
 
     layer_id = "self_attention"
+    norm_type: type[RMSNorm] = RMSNorm
+    rotary_type: type[RotaryEmbedding] = RotaryEmbedding
 
     def __init__(
         self,
@@ -50,9 +54,9 @@ class SelfAttention(PluggableLayer):
         self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
         self.q_norm = self.k_norm = None
         if norm_eps is not None:
-            self.q_norm = RMSNorm(site.at("q_norm"), size, norm_eps)
-            self.k_norm = RMSNorm(site.at("k_norm"), size, norm_eps)
-        self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
+            self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)
+            self.k_norm = self.norm_type(site.at("k_norm"), size, norm_eps)
+        self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
         self.attn = Attention(site.at("attn"), spec)
 
     def forward(
