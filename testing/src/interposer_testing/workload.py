@@ -95,13 +95,17 @@ def random_projections(
 ) -> list[torch.Tensor]:
     """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1.
 
-    ``fused`` gives them as slices of one product.
+    ``fused`` gives them as slices of one product. Where the spec is latent, the value is the first
+    part of the key.
     """
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     shape = (num_tokens, sum(heads), spec.head_size)
     product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
-    parts = product.split(heads, dim=1)
-    return list(parts) if fused else [part.contiguous() for part in parts]
+    query, key, value = product.split(heads, dim=1)
+    if spec.latent:
+        value = key[..., : spec.latent_size]
+    parts = [query, key, value]
+    return parts if fused else [part.contiguous() for part in parts]
 
 
 def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """The check of an attention backend against the references of the ops that define it.
 
-Dimensions: T tokens, N heads, K kv heads, D head size, P pages, S page size.
+Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, S page size.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
+# Heads, latent and rotary size; the second is that of DeepSeek's models.
+_LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
 _PAGE_SIZES = (4, 16)
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
@@ -47,8 +49,9 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, or sinks, are combined with heads and masks only. Only those that differ
-    from the first of their dtype in one axis are there if ``quick``.
+    A quantized cache, or sinks, are combined with heads and masks only; latent vectors are in
+    pages of all sizes. Only those that differ from the first of their dtype in one axis are there
+    if ``quick``.
 
     Args:
         page_sizes: of the backend's record, which go before the usual ones.
@@ -61,6 +64,27 @@ def attention_specs(
         is_crossed = is_other[4] and (is_other[2] or is_other[3])
         if not is_crossed and not (quick and sum(is_other) > 1):
             yield _spec(heads, mask, head_size, page_size, extra, dtype)
+    for (label, sizes), page_size, dtype in product(_LATENT.items(), pages, _DTYPES):
+        if not (quick and label != next(iter(_LATENT)) and page_size != pages[0]):
+            yield _latent_spec(label, *sizes, page_size, dtype)
+
+
+def _latent_spec(
+    label: str, num_heads: int, latent_size: int, rotary_size: int, page_size: int, dtype: Any
+) -> tuple[str, AttentionSpec]:
+    head_size = latent_size + rotary_size
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=1,
+        head_size=head_size,
+        dtype=dtype,
+        cache_dtype=dtype,
+        page_size=page_size,
+        scale=3 * head_size**-0.5,
+        latent=True,
+        latent_size=latent_size,
+    )
+    return f"{label} page {page_size}", spec
 
 
 def _spec(
@@ -92,7 +116,8 @@ def check_attention(
     plan serves two layers, as in a model. What the backend raises is passed on.
 
     Args:
-        site: of the layer; its registry must have ``paged_attention`` and what writes caches.
+        site: of the layer; its registry must have ``paged_attention``, or for latent vectors
+            ``latent_attention_decode``, and what writes caches.
     """
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():
@@ -127,7 +152,8 @@ class _Layer:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
         written = _writer(spec)
         self.write: CustomOp[..., Any] = load_target(registry.ops[written].target)
-        self.attend: CustomOp[..., Any] = load_target(registry.ops["paged_attention"].target)
+        attended = "latent_attention_decode" if spec.latent else "paged_attention"
+        self.attend: CustomOp[..., Any] = load_target(registry.ops[attended].target)
         self.spec = spec
         self.cache = cache
         shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
@@ -177,7 +203,8 @@ class _Layer:
         output = self.forward(backend, query, key, value, plan)
         expected = self._expected(batch, *given)
         # The contract leaves the stride of the output to the backend.
-        faults = [f for f in compare_form(output, torch.empty_like(query)) if f.check != "stride"]
+        form = torch.empty_like(query)[..., : expected.shape[-1]]
+        faults = [f for f in compare_form(output, form) if f.check != "stride"]
         yield from faults
         if not any(fault.check in ("structure", "shape") for fault in faults):
             yield from compare_value("output", output, expected, self._bound(expected, batch))
@@ -189,6 +216,9 @@ class _Layer:
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Return the references' result; stored values are exact in either way of storing."""
+        places = batch.page_table, batch.query_starts, batch.seq_lens, batch.max_query_tokens
+        if self.spec.latent:
+            return self._expected_of_latent(batch, places, query.double(), key.double())
         rounding: tuple[Any, ...] = self.scales
         if not rounding:
             key, value = key.double(), value.double()
@@ -199,10 +229,7 @@ class _Layer:
             query.double(),
             self.keys,
             self.values,
-            batch.page_table,
-            batch.query_starts,
-            batch.seq_lens,
-            batch.max_query_tokens,
+            *places,
             self.spec.scale,
             True,
             self.spec.window_tokens,
@@ -211,6 +238,18 @@ class _Layer:
             *((None, None, *self.scales) if self.scales else ()),
         )
         return expected
+
+    def _expected_of_latent(
+        self,
+        batch: AttentionBatch,
+        places: tuple[Any, ...],
+        query: torch.Tensor,
+        vectors: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return ``[T, N, C]``: the reference's cache of keys holds the vectors ``[T, 1, D]``."""
+        size, cache = self.spec.latent_size, self.keys[:, :, 0]
+        self.write.reference(vectors[:, 0, :size], vectors[:, 0, size:], cache, batch.slots)
+        return self.attend.reference(query, cache, *places, size, self.spec.scale)  # type: ignore[no-any-return]
 
     def _bound(self, expected: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the op's bound, for numbers that all lie between -1 and 1.
@@ -231,6 +270,8 @@ class _Layer:
 
 def _writer(spec: AttentionSpec) -> str:
     """Return the name of the op that stores keys and values."""
+    if spec.latent:
+        return "write_latent_cache"
     if not spec.is_quantized:
         return "reshape_and_cache"
     kind = "fp8" if spec.cache_dtype.is_floating_point else "int8"

@@ -19,6 +19,7 @@ Check = Literal[
     "guard",
     "import",
     "layer",
+    "model",
     "mutation",
     "opcheck",
     "record",

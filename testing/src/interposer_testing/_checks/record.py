@@ -13,6 +13,7 @@ from interposer.records import (
     CheckpointEntry,
     DeviceEntry,
     Kernel,
+    ModelEntry,
     OpEntry,
     PlatformEntry,
     Record,
@@ -65,6 +66,8 @@ def _check_form(record: Record, loaded: dict[str, Any], registry: Registry) -> I
             yield from _check_platform(loaded["target"])
         case SchemeEntry():
             yield from _check_constructor(loaded["target"], "parse", "the settings of a checkpoint")
+        case ModelEntry():
+            yield from _check_constructor(loaded["target"], "parse", "what config.json holds")
         case CheckpointEntry():
             yield from _check_constructor(loaded["target"], "open", "the path of a file")
     if "predicate" in loaded:

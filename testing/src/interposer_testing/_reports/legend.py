@@ -27,6 +27,7 @@ ASPECTS: Mapping[str, str] = {
     "wheel": "the tag of the wheel, which must name a platform where it holds native code",
     "layer": "the replacement of a standard layer, against the standard one",
     "scheme": "the weights of a quantized checkpoint, against their reference",
+    "model": "logits and tokens of small models, against those of transformers",
 }
 
 CHECKS: Mapping[str, str] = {
@@ -40,6 +41,7 @@ CHECKS: Mapping[str, str] = {
     "guard": "it writes into memory beside an argument",
     "import": "code cannot be imported, or imports more than it may",
     "layer": "the layer departs from the standard one that it replaces",
+    "model": "a model departs from the one of transformers for the same config",
     "mutation": "it writes an argument that the op does not declare as written",
     "opcheck": "torch.library's own check of a custom op fails",
     "record": "the record promises what its code does not hold",

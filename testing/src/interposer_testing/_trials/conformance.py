@@ -36,6 +36,7 @@ from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.kernel import check_subject
 from interposer_testing._trials.claims import Promises
 from interposer_testing._trials.declaration import declaration_trials
+from interposer_testing._trials.families import family_trials
 from interposer_testing._trials.layers_and_schemes import layer_trials, scheme_trials
 from interposer_testing._trials.trial import Aspect, Trial
 from interposer_testing.cases._space import PlannedCase, planned_cases
@@ -61,9 +62,9 @@ def conformance(
 
     Kernels are tried on every case of their op, and what they promise on few small ones; the
     references are among them, so that an op contradicting its own tolerance is found. Then come
-    attention backends, layers, schemes, the records themselves and the plugin modules. What is for
-    another platform is left out, but its records say so; what refuses a case is yielded with its
-    reason.
+    attention backends, layers, schemes, model families, the records themselves and the plugin
+    modules. What is for another platform is left out, but its records say so; what refuses a case
+    is yielded with its reason.
 
     Args:
         distribution: name of the only distribution to try; empty tries all.
@@ -82,6 +83,7 @@ def conformance(
     yield from attention_trials(registry, device, distribution, seed, quick=quick)
     yield from layer_trials(registry, device, distribution, seed)
     yield from scheme_trials(registry, device, distribution, seed)
+    yield from family_trials(registry, device, distribution, seed)
     yield from declaration_trials(registry, device, distribution)
 
 

@@ -12,6 +12,7 @@ from interposer.records import (
     DeviceEntry,
     Kernel,
     LayerEntry,
+    ModelEntry,
     OpEntry,
     Record,
     SchemeEntry,
@@ -95,6 +96,8 @@ def _request(record: Record, device: Device) -> Request:
             return Request("attention", "", *place)
         case SchemeEntry():
             return Request("scheme", record.method)
+        case ModelEntry():
+            return Request("model", record.architectures[0])
         case CheckpointEntry():
             return Request("checkpoint", record.suffix)
         case _:

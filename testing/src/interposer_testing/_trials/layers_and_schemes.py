@@ -43,7 +43,7 @@ def layer_trials(
             yield from _one_layer(registry, device, everyone, tried, request, seed)
         except foreign_errors() as error:
             fault = Fault.raised("layer", f"cases of the standard layer {layer_id!r}", error)
-            yield _failed(tried[0], request, "layer", fault)
+            yield failed(tried[0], request, "layer", fault)
 
 
 def _one_layer(
@@ -61,11 +61,11 @@ def _one_layer(
         if standard is not None:
             reason = f"the standard layer, {standard.qualified_name}, declares no cases"
         for candidate in tried:
-            yield _untried(candidate, request, "layer", reason)
+            yield not_tried(candidate, request, "layer", reason)
         return
     generate: LayerCaseGenerator = load_target(cases)
     for dtype in _DTYPES:
-        asked = _with_dtype(request, dtype)
+        asked = with_dtype(request, dtype)
         for case in generate(dtype, seed):
             for candidate in tried:
                 check = partial(check_layer, registry, device, standard, candidate, case, dtype)
@@ -85,7 +85,7 @@ def scheme_trials(
                     yield from _one_scheme(registry, device, candidate, request, seed)
                 except foreign_errors() as error:
                     fault = Fault.raised("scheme", "examples", error)
-                    yield _failed(candidate, request, "scheme", fault)
+                    yield failed(candidate, request, "scheme", fault)
 
 
 def _one_scheme(
@@ -93,7 +93,7 @@ def _one_scheme(
 ) -> Iterator[Trial]:
     assert isinstance(candidate.record, SchemeEntry)
     if not candidate.record.examples:
-        yield _untried(candidate, request, "scheme", "the record names no examples of settings")
+        yield not_tried(candidate, request, "scheme", "the record names no examples of settings")
         return
     examples: Callable[[], Mapping[str, Mapping[str, Any]]] = load_target(candidate.record.examples)
     for label, settings in examples().items():
@@ -101,7 +101,7 @@ def _one_scheme(
             check = partial(
                 _check_scheme, candidate.record, settings, registry, device, dtype, seed
             )
-            asked = _with_dtype(request, dtype)
+            asked = with_dtype(request, dtype)
             yield Trial(candidate, asked, label, candidate.judge(asked), check, "scheme")
 
 
@@ -120,14 +120,17 @@ def _layer_entry(candidate: Candidate) -> LayerEntry:
     return candidate.record
 
 
-def _with_dtype(request: Request, dtype: torch.dtype) -> Request:
+def with_dtype(request: Request, dtype: torch.dtype) -> Request:
+    """Return a request for a dtype."""
     name = str(dtype).removeprefix("torch.")
     return Request(request.kind, request.name, request.platform, request.capability, name)
 
 
-def _failed(candidate: Candidate, request: Request, aspect: Aspect, fault: Fault) -> Trial:
+def failed(candidate: Candidate, request: Request, aspect: Aspect, fault: Fault) -> Trial:
+    """Return the trial of what has no cases, as making them raised."""
     return Trial(candidate, request, "cases", Verdict.accept(), lambda: [fault], aspect)
 
 
-def _untried(candidate: Candidate, request: Request, aspect: Aspect, reason: str) -> Trial:
+def not_tried(candidate: Candidate, request: Request, aspect: Aspect, reason: str) -> Trial:
+    """Return the trial of what has no cases, with the reason."""
     return Trial(candidate, request, "cases", Verdict.accept(), list, aspect, reason)

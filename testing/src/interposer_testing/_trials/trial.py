@@ -24,6 +24,7 @@ Aspect = Literal[
     "wheel",
     "layer",
     "scheme",
+    "model",
 ]
 """In what respect something is tried. Only claimed properties are."""
 
