@@ -50,6 +50,7 @@ MODULES = {
     PluginKind.ATTENTION: ("backend.py",),
     PluginKind.QUANTIZATION: ("ops.py", "scheme.py"),
     PluginKind.LAYER: ("layers.py",),
+    PluginKind.MODEL: ("family.py",),
     PluginKind.PLATFORM: ("platform.py",),
     NATIVE: ("kernels.py",),
 }
@@ -270,6 +271,7 @@ def verified(name: str, folder: Path, *options: str, env: dict[str, str]) -> dic
         (PluginKind.QUANTIZATION, ["--quick"]),
         pytest.param(PluginKind.QUANTIZATION, [], marks=pytest.mark.slow),
         (PluginKind.LAYER, []),
+        (PluginKind.MODEL, []),
         (PluginKind.PLATFORM, []),
         (PluginKind.PLATFORM, ["--platform", "acme-platform"]),
         (NATIVE, ["--quick"]),
@@ -291,6 +293,7 @@ def test_installed_package_is_verified_to_be_correct(
         PluginKind.ATTENTION: ("", "side_by_side_acme_attention", "numerics"),
         PluginKind.QUANTIZATION: ("acme_quantization", "squares", "scheme"),
         PluginKind.LAYER: ("activation", "sliced_acme_layer", "layer"),
+        PluginKind.MODEL: ("SeedOssForCausalLM", "acme_model", "model"),
         PluginKind.PLATFORM: ("", "acme-platform", "records"),
         NATIVE: ("silu_and_mul", "silu_and_mul_acme_native", "numerics"),
     }[kind]
@@ -493,18 +496,24 @@ def _dangling_link(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def facts(path: Path) -> tuple[int, ...]:
+    """Return what of a file changes when it is written, but not when it is read."""
+    found = path.lstat()
+    return found.st_ino, found.st_mode, found.st_size, found.st_mtime_ns
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, _file, _dangling_link])
 def test_what_exists_is_left_alone(
     make: Callable[[Path], None], command: Command, tmp_path: Path
 ) -> None:
     target = tmp_path / "acme-norms"
     make(target)
-    before = target.lstat()
+    before = facts(target)
     code, out, err = command("plugin", "acme_norms", "--kind", "kernel", "--into", tmp_path)
     assert (code, out) == (1, "")
     assert err.startswith(f"error: {target}: exists already\nTry: another name, ")
     assert names(tmp_path) == ["acme-norms"]
-    assert target.lstat() == before
+    assert facts(target) == before
 
 
 def test_folder_to_write_into_must_exist(command: Command, tmp_path: Path) -> None:
@@ -605,7 +614,7 @@ def test_author_is_one_line() -> None:
     [
         (
             ("plugin", "acme", "--kind", "norm"),
-            "'kernel', 'attention', 'quantization', 'layer', 'platform'",
+            "'kernel', 'attention', 'quantization', 'layer', 'model', 'platform'",
         ),
         (("plugin", "acme"), "--kind"),
         (("plugin", "--kind", "layer"), "NAME"),

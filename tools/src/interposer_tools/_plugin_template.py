@@ -35,6 +35,7 @@ class PluginKind(StrEnum):
     ATTENTION = "attention"
     QUANTIZATION = "quantization"
     LAYER = "layer"
+    MODEL = "model"
     PLATFORM = "platform"
 
 

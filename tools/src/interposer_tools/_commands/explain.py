@@ -22,12 +22,15 @@ from interposer_tools.options import (
 
 def explain(
     model: Annotated[
-        Path | None, typer.Argument(help="A model directory; without one, all that there is.")
+        Path | None,
+        typer.Argument(help="A model directory or a name; without one, all that there is."),
     ] = None,
     why: Annotated[
         str | None,
         typer.Option(
-            "--why", metavar="OP", help="One op, layer id, attention type or scheme, in full."
+            "--why",
+            metavar="OP",
+            help="One op, layer id, attention type, scheme or architecture, in full.",
         ),
     ] = None,
     on: Annotated[

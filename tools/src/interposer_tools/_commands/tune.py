@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def tune(
     model_dir: Annotated[
         Path | None,
-        typer.Argument(help="A Hugging Face model directory; without one, nothing is measured."),
+        typer.Argument(help="A model directory or a name; without one, nothing is measured."),
     ] = None,
     tokens: Annotated[
         str, typer.Option(help="Numbers of tokens of a step, each timed.")

@@ -61,6 +61,7 @@ _RULES: dict[str, Kind] = {
     "layers": "layer",
     "attention": "attention",
     "quantization": "scheme",
+    "models": "model",
 }
 _GRAPHS = {
     "auto": "decode steps become graphs where all that a model chooses is safe in one",
