@@ -45,7 +45,8 @@ def check(level: str, *options: str | Path) -> None:
     assert found["level"] == level
     assert found["wrong"] == [], found["text"]
     assert sum(name.endswith("_native") for name in found["correct"]) > 30
-    assert found["not run"] == []
+    # The tag of a wheel says nothing about levels, and an editable installation has none.
+    assert [reason for reason in found["not run"] if ", wheel: " not in reason] == []
 
 
 @pytest.mark.parametrize("level", native.levels())

@@ -6,6 +6,7 @@
 #include "block.h"
 #include "codes.h"
 #include "formats.h"
+#include "halves.h"
 #include "matrices.h"
 #include "tiled.h"
 
@@ -70,6 +71,10 @@ INTERPOSER_INLINE void multiply_tiles(const interposer_product& product, const P
     }
     if constexpr (kByMatrices) {
       multiply_matrices<F>(sums, words, x, group_steps);
+      words += group_steps * kBlock * 4;
+      for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
+    } else if constexpr (InHalves<F>::kKnown) {
+      multiply_halves<F, kFetch>(sums, words, x, group_steps, ahead);
       words += group_steps * kBlock * 4;
       for (int m = 0; m < M; ++m) x[m] += group_inputs * F::kInputBytes;
     } else {

@@ -100,7 +100,16 @@ def _of_torch() -> list[Kernel]:
     # Where each was seen to win.
     float32 = Requires(_AVX512, _X86, ("float32",))
     bfloat16 = Requires(_AVX512 | {"avx512_bf16"}, _X86, ("bfloat16",))
+    by_heads = Kernel(
+        "batched_linear",
+        "batched_linear_torch",
+        "interposer_cpu._linear:batched_linear",
+        "cpu",
+        bfloat16,
+        properties=frozenset({"deterministic", "traceable"}),
+    )
     return [
+        by_heads,
         packed("packed", float32, "linear_packed", "judge_packed", "pack"),
         packed("packed_bfloat16", bfloat16, "linear_packed", "judge_packed", "pack"),
         packed(

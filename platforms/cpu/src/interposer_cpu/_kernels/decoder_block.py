@@ -93,12 +93,16 @@ class NativeDecoderBlock(DecoderBlock):
         )
         self.takes_mlp = self.is_fusable and isinstance(last, NativeGatedMLP) and last.is_fusable
         # Found faster than submodules are, and with what they hold after weights were exchanged.
-        norms = (self.input_layernorm, mixer.q_norm, mixer.k_norm, self.post_attention_layernorm)
-        self._parts: Any = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
+        self._parts: Any = ()
+        mixers: tuple[Any, ...] = ()
+        if self.is_fusable:  # another attention may have other parts
+            before, behind = self.input_layernorm, self.post_attention_layernorm
+            norms = (before, mixer.q_norm, mixer.k_norm, behind)
+            self._parts = (mixer.qkv_proj, mixer.o_proj, *norms, mixer.attn)
+            mixers = (mixer, mixer.rotary)
         up_and_down = (last.gate_up_proj, last.down_proj) if self.takes_mlp else ()
         self._last: Any = up_and_down
-        parts = [m for m in (*self._parts, mixer, mixer.rotary) if m is not None]
-        self._hooks = ForwardHooks(parts)
+        self._hooks = ForwardHooks([m for m in (*self._parts, *mixers) if m is not None])
         after = (last, last.activation, *up_and_down) if self.takes_mlp else ()
         self._mlp_hooks = ForwardHooks(after)
         self._bound = _Bound((), False, None)
