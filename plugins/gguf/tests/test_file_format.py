@@ -162,7 +162,7 @@ from collections import Counter
 from pathlib import Path
 import torch
 from interposer.errors import InterposerError
-from interposer_models import DecoderConfig
+from interposer_models.families import DecoderFamily
 from interposer_models import plan
 from interposer_models import TextTokenizer
 from interposer_gguf._checkpoint import GGUFCheckpoint
@@ -203,7 +203,7 @@ def read():
     for _, tensor in checkpoint.stream():
         tensor.sum()
     TextTokenizer.of_json(checkpoint.tokenizer(), path).encode("abc ab")
-    DecoderConfig.parse(checkpoint.config, path)
+    DecoderFamily.parse(checkpoint.config, path)
     if planned:
         plan(path, dtype="float32")
 

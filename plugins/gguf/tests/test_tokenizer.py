@@ -224,3 +224,20 @@ def test_a_long_piece_is_refused(small: Callable[..., Path]) -> None:
 def test_every_end_of_a_turn_ends_a_generation(small: Callable[..., Path]) -> None:
     path = small(**{KEY + "eot_token_id": 0})
     assert GGUFCheckpoint.open(path).config["eos_token_id"] == [0, 6]
+
+
+def test_the_chat_template_of_the_file_writes_its_special_tokens(
+    small: Callable[..., Path],
+) -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = small(**SENTENCE_PIECE, **{"tokenizer.chat_template": template})
+    checkpoint = GGUFCheckpoint.open(path)
+    settings = checkpoint.tokenizer_settings()
+    tokenizer = TextTokenizer.of_json(checkpoint.tokenizer(), path, settings)
+    prompt = tokenizer.chat.token_ids([{"role": "user", "content": "[x]"}], None, None, {})
+    assert (prompt[0], prompt[-1]) == (1, 2)
+    assert len(TOKENS) - 1 in prompt
+    with pytest.raises(CheckpointError, match="names token 7000 as bos"):
+        GGUFCheckpoint.open(
+            small(**{**SENTENCE_PIECE, KEY + "bos_token_id": 7000})
+        ).tokenizer_settings()

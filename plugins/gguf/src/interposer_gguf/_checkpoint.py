@@ -14,7 +14,7 @@ from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._decoder_settings import Settings, decoder_config
 from interposer_gguf._file_format import GGUFFile, StoredTensor
 from interposer_gguf._tensor_names import QUERY_AND_KEY, ROPE_FACTORS, hugging_face_name
-from interposer_gguf._tokenizer import end_tokens, tokenizer_json
+from interposer_gguf._tokenizer import end_tokens, tokenizer_json, tokenizer_settings
 
 # Ends of the names of matrices that are held as they are stored.
 _IN_BLOCKS: tuple[str, ...] = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
@@ -78,6 +78,13 @@ class GGUFCheckpoint(CheckpointFile):
             UnsupportedModelError: its kind is not read.
         """
         return tokenizer_json(self.settings, int(self.config["vocab_size"]))
+
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """Return the special tokens of the file, and its chat template.
+
+        Raises: CheckpointError: one of them is none of its tokens.
+        """
+        return tokenizer_settings(self.settings, int(self.config["vocab_size"]))
 
     def _parameter(self, stored: str) -> str:
         """Return the name under which a tensor is yielded."""

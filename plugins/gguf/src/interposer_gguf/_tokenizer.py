@@ -19,6 +19,8 @@ _KEY = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _NORMAL = 1
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+_CHAT_TEMPLATE = "tokenizer.chat_template"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Of one token; merges of a longer one would be too many to try.
 _LONGEST = 512
@@ -60,6 +62,22 @@ def tokenizer_json(settings: Settings, vocab_size: int) -> str:
         **parts,
     }
     return json.dumps(whole, ensure_ascii=False)
+
+
+def tokenizer_settings(settings: Settings, vocab_size: int) -> dict[str, Any]:
+    """Return what tokenizer_config.json would hold of special tokens, and the chat template.
+
+    Raises: CheckpointError: an id is of no token.
+    """
+    vocabulary = _Vocabulary(settings, vocab_size)
+    found: dict[str, Any] = {
+        f"{named}_token": vocabulary.token(settings, stored)
+        for stored, named in _SPECIAL.items()
+        if f"{_KEY}{stored}_token_id" in settings
+    }
+    if _CHAT_TEMPLATE in settings:
+        found["chat_template"] = settings.text(_CHAT_TEMPLATE)
+    return found
 
 
 class _Vocabulary:
