@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,10 +61,13 @@ def judged(*arguments: str) -> Rows:
 
 def check(rows: Rows, table: dict[str, dict[str, Any]]) -> None:
     """Compare rows with those of the table: no less may be bound, kind by kind."""
-    known = [table[row["model_type"]] for row in rows]
-    for name in ("model_type", "status"):
-        assert [row[name] for row in rows] == [row[name] for row in known]
-    run = [pair for pair in zip(rows, known, strict=True) if pair[0]["status"] != "not run"]
+    pairs = [(row, table[row["model_type"]]) for row in rows]
+    # What the table lists as not run lacked a package, which somebody may have installed.
+    further = [row for row, known in pairs if known["status"] == "not run" != row["status"]]
+    assert {row["status"] for row in further} <= {"adapted"}
+    pairs = [(row, known) for row, known in pairs if row not in further]
+    assert [row["status"] for row, _ in pairs] == [known["status"] for _, known in pairs]
+    run = [pair for pair in pairs if pair[0]["status"] != "not run"]
     assert [row["modules"] for row, _ in run] == [row["modules"] for _, row in run]
     for kind in module("tiny_models.modules").KINDS:
         found, listed = (sum(pair[at]["bound_modules"][kind] for pair in run) for at in (0, 1))
@@ -232,14 +234,19 @@ def test_a_wrong_adapter_is_judged_wrong(
     assert any(part in row.reason for part in reason.split("|")), row.reason
 
 
-def crash(model: Any) -> Handle:
-    os.abort()
+CRASH = f"""
+import os, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from tiny_models.processes import judge_apart
+row = judge_apart("bert", "BertModel", lambda model: os.abort())
+print(row.model_type, row.status, row.reason)
+"""
 
 
 def test_a_crash_is_a_row() -> None:
-    processes = module("tiny_models.processes")
-    row = processes.judge_apart("bert", "BertModel", crash)
-    assert (row.model_type, row.status, row.reason) == ("bert", "crashed", "SIGABRT")
+    # Not in a fork of this process, whose threads and handlers of signals other tests left.
+    done = forks().run("-c", CRASH)
+    assert done.stdout == "bert crashed SIGABRT\n", done.stderr
 
 
 def test_what_cannot_be_built_says_why() -> None:

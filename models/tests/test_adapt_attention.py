@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -58,6 +59,26 @@ def mixed() -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+def capped() -> Any:
+    torch.manual_seed(0)
+    more: dict[str, Any] = {
+        "attn_logit_softcapping": 2.0,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 8,
+    }
+    config = Gemma2Config(**SIZES, head_dim=8, **more)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def sunk() -> Any:
+    torch.manual_seed(0)
+    more: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES, head_dim=8, **more)).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
 def reasons(adapted: Any) -> list[str]:
     return [place.reason for place in adapted.places if place.kind.endswith("Attention")]
 
@@ -70,7 +91,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @torch.no_grad()
 @settings(max_examples=12, deadline=None)
 @given(
-    kind=st.sampled_from([llama, windowed, mixed]),
+    kind=st.sampled_from([llama, windowed, mixed, capped, sunk]),
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     before=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     behind=st.integers(0, 2),
@@ -144,10 +165,58 @@ def test_a_static_cache_computes_the_same() -> None:
 
 def test_attention_that_was_chosen_otherwise_stays() -> None:
     torch.manual_seed(0)
-    config = GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2)
+    config = LlamaConfig(**SIZES)
+    config._attn_implementation = "eager"
     adapted = adapt(AutoModelForCausalLM.from_config(config).eval())
     assert any("its attention is 'eager'" in note for note in adapted.resolver.notes)
     assert adapted.model.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [capped, sunk])
+def test_caps_and_sinks_run_on_a_kernel(kind: Any) -> None:
+    model = kind()
+    ids = torch.arange(1, 10)[None]
+    expected = model(ids, output_attentions=True)
+    adapted = adapt(model)
+    assert close(model(ids).logits, expected.logits)
+    attentions = [place for place in adapted.places if place.kind.endswith("Attention")]
+    assert len(attentions) == 2
+    assert all(place.is_bound for place in attentions)
+    # What is said of them besides is not that a call was delegated.
+    said = {place.reason.partition(" by ")[0] for place in attentions}
+    assert said <= {"", "rotary embedding"}
+    # Weights of the softmax are nothing that a kernel returns.
+    found = model(ids, output_attentions=True)
+    assert close(found.logits, expected.logits)
+    assert len(found.attentions) == len(expected.attentions) == 2
+    assert any("its weights are asked for" in reason for reason in reasons(adapted))
+    adapted.restore()
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(ids).logits, expected.logits)
+
+
+def test_an_attention_that_does_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_supports_sdpa", False)
+    eager = modeling_llama.eager_attention_forward
+
+    def doubled(*args: Any, **named: Any) -> Any:
+        out, weights = eager(*args, **named)
+        return 2 * out, weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", doubled)
+    model = llama()
+    ids = torch.arange(1, 10)[None]
+    expected = model(ids).logits
+    adapted = adapt(model)
+    assert model.config._attn_implementation == "eager"
+    assert any("in a trial its results were" in note for note in adapted.resolver.notes)
+    assert close(model(ids).logits, expected)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
+    adapt(adapted.restore())
+    assert model.config._attn_implementation == "interposer"
 
 
 def test_the_configuration_is_given_back_and_not_saved(tmp_path: Any) -> None:
@@ -160,6 +229,34 @@ def test_the_configuration_is_given_back_and_not_saved(tmp_path: Any) -> None:
     assert saved[0] == saved[1]
     adapted.restore()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_that_share_a_configuration_are_adapted_each_for_itself() -> None:
+    model = capped()
+    other = AutoModelForCausalLM.from_config(model.config).eval()
+    assert other.config is model.config
+    ids = torch.arange(1, 10)[None]
+    expected = model(ids).logits, other(ids).logits
+    first = adapt(model)
+    assert other.config._attn_implementation == "eager"
+    assert torch.equal(other(ids).logits, expected[1])
+    second = adapt(other)
+    for adapted, wanted in zip((first, second), expected, strict=True):
+        assert close(adapted.model(ids).logits, wanted)
+        kernels = {p.kernel for p in adapted.places if p.kind.endswith("Attention")}
+        assert all("ragged_attention" in kernel for kernel in kernels), kernels
+    first.restore()
+    assert second.model.config._attn_implementation == "interposer"
+    second.restore()
+    assert model.config is other.config
+
+
+def test_what_is_assigned_to_a_configuration_outlives_the_adaptation() -> None:
+    model = llama()
+    adapted = adapt(model)
+    model.config.pad_token_id = 7
+    adapted.restore()
+    assert model.config.pad_token_id == 7
 
 
 def states(cache: Any) -> list[torch.Tensor]:
@@ -269,6 +366,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "top_k": 20},
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "sampled beams": {"do_sample": True, "num_beams": 2, "top_k": 20},
     "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
     "penalty": {"do_sample": False, "repetition_penalty": 1.3},
     "without a cache": {"do_sample": False, "use_cache": False},
@@ -277,7 +375,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [llama, windowed, mixed])
+@pytest.mark.parametrize("kind", [llama, windowed, mixed, capped, sunk])
 @pytest.mark.parametrize("mode", MODES)
 def test_generate_gives_the_same_tokens(kind: Any, mode: str) -> None:
     if mode == "static":

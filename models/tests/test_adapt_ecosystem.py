@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_submodules
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tests.adapted_models import close, llama
+from torch import nn
 
 from interposer.errors import ConfigError
 from interposer_models import adapt
@@ -20,33 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 IDS = torch.arange(1, 13).view(2, 6)
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 def with_lora(model: Any) -> Any:
     torch.manual_seed(1)
     targets = ["q_proj", "gate_proj", "down_proj"]
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     return get_peft_model(model, config).eval()
-
-
-def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Say whether float32 results of some twenty operations in a row agree."""
-    return bool((found - expected).abs().max() <= 2e-5 * expected.abs().max())
 
 
 @torch.no_grad()
@@ -91,19 +71,71 @@ def test_offloaded_modules_are_left() -> None:
     adapted = adapt(model)
     assert not any(place.is_bound for place in adapted.places)
     assert {place.reason for place in adapted.places} == {
-        "the forward of this instance is replaced already"
+        "its weight has no memory: it is on the meta device"
     }
     assert close(model(IDS).logits, expected)
 
 
 @torch.no_grad()
-def test_torch_compile_sees_one_graph() -> None:
+def test_modules_with_hooks_of_accelerate_are_bound_within_them() -> None:
     model = llama()
-    expected = model(IDS, use_cache=False).logits
-    adapt(model)
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    assert close(compiled(IDS, use_cache=False).logits, expected)
-    torch.compiler.reset()
+    expected = model(IDS).logits
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    adapted = adapt(model)
+    assert all(place.is_bound for place in adapted.places if place.kind == "Linear")
+    assert close(model(IDS).logits, expected)
+    remove_hook_from_submodules(model)
+    assert close(model(IDS).logits, expected)
+
+
+@torch.no_grad()
+def test_hooks_of_accelerate_are_given_back() -> None:
+    model = llama()
+    expected = model(IDS).logits
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    adapt(model).restore()
+    assert torch.equal(model(IDS).logits, expected)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(IDS).logits, expected)
+    # accelerate leaves the forward of the class on the instance.
+    assert next(p for p in adapt(model).places if p.name == "lm_head").is_bound
+
+
+class Around:
+    """Forwards for an instance: each calls the one of the class in another way."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        forward: Any = inner.forward
+
+        def doubled(x: torch.Tensor) -> torch.Tensor:
+            return 2 * cast("torch.Tensor", forward(x))
+
+        def exchanged(x: torch.Tensor) -> torch.Tensor:
+            before = inner._parameters["weight"]
+            inner._parameters["weight"] = nn.Parameter(3 * before.detach())  # type: ignore[union-attr]
+            try:
+                return cast("torch.Tensor", forward(x))
+            finally:
+                inner._parameters["weight"] = before
+
+        self.doubled, self.exchanged = doubled, exchanged
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["doubled", "exchanged"])
+def test_a_kernel_goes_within_the_forward_that_was_set_on_an_instance(kind: str) -> None:
+    torch.manual_seed(0)
+    inner = nn.Linear(16, 24).eval()
+    outer = getattr(Around(inner), kind)
+    inner.forward = outer  # type: ignore[method-assign]
+    x = torch.randn(5, 16)
+    expected = inner(x)
+    model = nn.Sequential(inner).eval()
+    adapted = adapt(model)
+    assert adapted.places[0].is_bound
+    assert close(model(x), expected)
+    assert adapted.restore()[0].forward is outer
+    assert torch.equal(inner(x), expected)
 
 
 @torch.no_grad()

@@ -78,6 +78,20 @@ def test_plain_weights_are_given_up() -> None:
     assert torch.equal(held.float(), held.data.float())
 
 
+@pytest.mark.parametrize("kernel", ["chosen", "reference"])
+def test_no_weight_of_a_block_is_held_twice(kernel: str) -> None:
+    model = tiny(torch.bfloat16)
+    layer = model.model.layers[0]
+    parts = [layer.get_submodule(f"mlp.{label}_proj") for label in ("gate", "up")]
+    plain = [part.weight for part in parts]
+    before = [weight.detach().clone() for weight in plain]
+    adapted = adapt(model, Config(kernels={"linear": "reference"} if kernel == "reference" else {}))
+    assert [weight.numel() for weight in plain] == [0, 0]
+    assert all(torch.equal(p.weight.data, held) for p, held in zip(parts, before, strict=True))
+    adapted.restore()
+    assert all(torch.equal(weight, held) for weight, held in zip(plain, before, strict=True))
+
+
 def test_a_saved_model_has_the_same_files(tmp_path: Path) -> None:
     model = tiny(torch.bfloat16, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "before")
@@ -121,7 +135,8 @@ class Wrapped(torch.Tensor):
 
 
 def replaced(module: nn.Module) -> None:
-    module.forward = module.forward
+    weight: Any = module.weight
+    module.forward = lambda x: nn.functional.linear(x, 2 * weight)
 
 
 def subclassed(module: nn.Module) -> None:

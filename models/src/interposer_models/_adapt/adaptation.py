@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import Choice, Placement, Resolver, Site, Verdict
+from interposer import Choice, Placement, PluggableLayer, Resolver, Site, Verdict
 from interposer.errors import ConfigError
 from interposer_models._adapt.changes import Changes
 from interposer_models._adapt.fitness import judge_module
+from interposer_models._adapt.forwards import Forward, own_forward
+from interposer_models._adapt.inner_forward import around_forward, is_wrapped
 from interposer_models._adapt.place import Place
 
 Bind = Callable[[], str | Verdict]
@@ -26,6 +28,9 @@ class Adaptation:
         places: by the name of the module.
         done: ids of the modules that need no further look.
         remarks: what is to be said besides, of the model as a whole.
+        layers: what computes the products of projections, or a gated MLP, by the ids of the
+            modules that it stands for.
+        wrapped: ids of the modules that had a forward of another library.
     """
 
     def __init__(self, model: nn.Module, placement: Placement, resolver: Resolver) -> None:
@@ -36,12 +41,18 @@ class Adaptation:
         self.places: dict[str, Place] = {}
         self.done: set[int] = set()
         self.remarks: list[str] = []
+        self.layers: dict[tuple[int, ...], PluggableLayer] = {}
+        self.wrapped: set[int] = set()
         self.device = torch.device(placement.device.torch_device)
         self._offered = placement.platform.dtypes(placement.device.torch_device)
 
-    def judge(self, module: nn.Module) -> Verdict:
-        """Say whether a module can be bound at all, whatever its kernel."""
-        return judge_module(module, self.device, self._offered)
+    def judge(self, module: nn.Module, *, sharded: bool = False) -> Verdict:
+        """Say whether a module can be bound at all, whatever its kernel.
+
+        Args:
+            sharded: its parameters may be ``DTensor``s.
+        """
+        return judge_module(module, self.device, self._offered, sharded=sharded)
 
     def judge_place(self, dtype: torch.dtype, device: torch.device) -> Verdict:
         """Say whether rows of a dtype on a device can be what kernels read."""
@@ -79,9 +90,25 @@ class Adaptation:
         self.places[name] = Place(name, type(module).__name__, kernel, reason)
         self.done.add(id(module))
 
-    def bind_forward(self, module: nn.Module, name: str, forward: Callable[..., Any]) -> None:
-        """Let an instance run ``forward``; its class, its hooks and its children stay."""
-        self.changes.set(module, "forward", forward)
+    def bind_forward(
+        self, module: nn.Module, name: str, forward: Forward, *, guarded: bool = True
+    ) -> None:
+        """Let an instance run ``forward``; its class, its hooks and its children stay.
+
+        What another library set around the forward of the class stays around this one. It may
+        exchange parameters for the time of a call: that call is the class's own.
+
+        Args:
+            guarded: False where ``forward`` looks after that itself.
+        """
+        attribute: str = "forward"
+        found: Any = forward
+        if is_wrapped(module):
+            self.wrapped.add(id(module))
+            around = around_forward(module)
+            assert around is not None, "the judgement refuses others"
+            attribute, found = around(_guarded(module, forward) if guarded else forward)
+        self.changes.set(module, attribute, found)
         self.changes.set(module, "train", _refuse_training(module, name))
         self.changes.set(module, "_apply", _refuse_conversion(module, name))
 
@@ -89,6 +116,19 @@ class Adaptation:
 def kernel_name(choice: Choice) -> str:
     """Return ``provider/name`` of what was chosen."""
     return choice.chosen.qualified_name
+
+
+def _guarded(module: nn.Module, forward: Forward) -> Forward:
+    """Return ``forward`` for the parameters that are there now, the class's own for others."""
+    held, original = dict(module._parameters), own_forward(module)
+
+    def guarded(*args: Any, **named: Any) -> Any:
+        now = module._parameters
+        if all(now.get(name) is parameter for name, parameter in held.items()):
+            return forward(*args, **named)
+        return original(*args, **named)
+
+    return guarded
 
 
 def _refuse_training(module: nn.Module, name: str) -> Callable[[bool], nn.Module]:

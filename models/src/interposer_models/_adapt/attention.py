@@ -6,7 +6,7 @@ tokens, U key tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,19 @@ from interposer import Verdict
 from interposer.errors import NoCandidateError
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import judge_agreement, normals
+from interposer_models._adapt.compiled_attention import is_traceable, labels, traced_attention
 from interposer_models._adapt.mask_pattern import Pattern
+from interposer_models._adapt.mask_reading import read_mask
 from interposer_models._adapt.masks import MaskFacts, facts_of
 from interposer_models._adapt.place import Place
+from interposer_models._adapt.plain_attention import plain_attention
 from interposer_models._adapt.ragged_layout import flat, layout
 from interposer_models._adapt.visit import VISITOR, Asked
 from interposer_ops.attention import ragged_attention
 
 OWNER = "_interposer_attention"
+_LABEL = "_interposer_label"
+_CAPS = "_interposer_caps"
 Result = tuple[Tensor, Tensor | None]
 Attend = Callable[..., Result]
 
@@ -41,6 +46,8 @@ class _Key(NamedTuple):
     value_size: int
     causal: bool
     windowed: bool
+    softcapped: bool
+    sinks: bool
     dtype: torch.dtype
 
 
@@ -70,14 +77,21 @@ class AdaptedAttention:
         mask: Tensor | None,
         scaling: float | None,
         is_causal: bool | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Result | str:
         """Return what the attention returns, or why the call is to be delegated."""
         num_heads, num_queries, head_size = query.shape[1:]
         num_kv_heads, num_keys, value_size = value.shape[1:]
-        facts = None if mask is None else facts_of(mask)
+        facts = None
+        if mask is not None:
+            facts = facts_of(mask) or read_mask(mask, query.shape[0], num_queries, num_keys)
+            if facts is not None and facts.num_keys < num_keys:
+                # Of a cache with room for more, it sees no key behind these.
+                key, value = key[:, :, : facts.num_keys], value[:, :, : facts.num_keys]
+                num_keys = facts.num_keys
         if mask is None:
-            causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-            pattern = _CAUSAL if causal and num_queries > 1 else _EVERY_KEY
+            pattern = _CAUSAL if _is_causal(module, query, is_causal) else _EVERY_KEY
             if pattern.causal and num_keys > num_queries:
                 # What lies behind is not filled yet.
                 key, value = key[:, :, :num_queries], value[:, :, :num_queries]
@@ -99,6 +113,8 @@ class AdaptedAttention:
             value_size,
             pattern.causal,
             windowed,
+            softcap is not None,
+            sinks is not None,
             query.dtype,
         )
         kernel, reason = self._kernel(module, chosen)
@@ -106,7 +122,29 @@ class AdaptedAttention:
             return reason
         window = pattern.window if windowed else None
         scale = head_size**-0.5 if scaling is None else scaling
-        return _attend(kernel, query, key, value, pattern.causal, window, facts, scale), None
+        more = softcap, sinks
+        return _attend(kernel, query, key, value, pattern.causal, window, facts, scale, *more), None
+
+    def compute(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        is_causal: bool | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return ``[B, T, N, E]`` of a call within a compiled graph."""
+        module = self._adaptation.model.get_submodule(name)
+        states = query, key, value, mask, scaling, is_causal
+        found = self(module, *states, softcap, sinks)
+        if isinstance(found, str):
+            self.delegate(module, found)
+            found = _otherwise(module, self._sdpa, *states, {"softcap": softcap, "s_aux": sinks})
+        return found[0].contiguous()
 
     def _kernel(self, module: nn.Module, key: _Key) -> tuple[Callable[..., Tensor] | None, str]:
         """Return the kernel and its name, or None and why there is none."""
@@ -118,12 +156,10 @@ class AdaptedAttention:
         return found
 
     def _bound(self, name: str, key: _Key) -> tuple[Callable[..., Tensor] | None, str]:
-        *_, windowed, dtype = key
-        dims = dict(zip(_Key._fields[:5], key[:5], strict=True))
-        options = {"softcapped": False, "sinks": False, "alibi": False}
-        site = self._adaptation.site(name, dtype)
+        dims = dict(zip(_Key._fields[:-1], key[:-1], strict=True))
+        site = self._adaptation.site(name, key.dtype)
         try:
-            bound = site.bind_kernel(ragged_attention, **dims, windowed=windowed, **options)
+            bound = site.bind_kernel(ragged_attention, **dims, alibi=False)
         except NoCandidateError as error:
             return None, str(error)
         verdict = _judge(bound.function, key, self._adaptation.device, self._sdpa)
@@ -132,8 +168,9 @@ class AdaptedAttention:
         return bound.function, kernel_name(bound.choice)
 
     def delegate(self, module: nn.Module, reason: str) -> None:
-        """Note that a call was left to sdpa."""
-        self._tell(module, "", f"calls are delegated to sdpa: {reason}")
+        """Note that a call was left to sdpa, or to what has caps and sinks."""
+        other = "plain operations" if vars(module).get(_CAPS) else "sdpa"
+        self._tell(module, "", f"calls are delegated to {other}: {reason}")
 
     def _name(self, module: nn.Module) -> str:
         found: str | None = self._names.get(id(module))
@@ -153,8 +190,21 @@ class AdaptedAttention:
 
 def own(attention: AdaptedAttention, adaptation: Adaptation) -> None:
     """Let ``attention`` serve the modules of its model until the changes are undone."""
+    names = {id(module): name for name, module in adaptation.model.named_modules()}
+    known = labels(attention, names)
     for module in adaptation.model.modules():
         adaptation.changes.set(module, OWNER, attention)
+        adaptation.changes.set(module, _LABEL, known[id(module)])
+
+
+def serve_caps(adaptation: Adaptation, config: object) -> None:
+    """Let the modules with this configuration have the caps and sinks that they name.
+
+    sdpa has neither, and does what it does with those of a model that asks for sdpa.
+    """
+    for module in adaptation.model.modules():
+        if getattr(module, "config", None) is config:
+            adaptation.changes.set(module, _CAPS, True)
 
 
 def attention_by(sdpa: Attend) -> Attend:
@@ -173,33 +223,70 @@ def attention_by(sdpa: Attend) -> Attend:
     ) -> Result:
         visitor = None if is_compiling() else VISITOR.get()
         if visitor is not None:
-            states = (query, key, value, attention_mask)
-            return visitor.attend(Asked(module, *states, scaling, is_causal, options)), None
-        owner: AdaptedAttention | None = vars(module).get(OWNER)
-        if owner is not None and not is_compiling():
-            found: Result | str
+            asked = Asked(module, query, key, value, attention_mask, scaling, is_causal, options)
+            return visitor.attend(asked), None
+        held = vars(module)
+        owner: AdaptedAttention | None = held.get(OWNER)
+        caps = (options.get("softcap"), options.get("s_aux")) if held.get(_CAPS) else (None, None)
+        states = query, key, value, attention_mask, scaling, is_causal
+        if owner is not None:
+            found: Result | str = ""
             if dropout:
                 found = "it drops out"
             elif options.get("position_bias") is not None or options.get("cache") is not None:
                 found = "it has a position bias or a paged cache"
-            else:
-                found = owner(module, query, key, value, attention_mask, scaling, is_causal)
+            elif options.get("output_attentions") and held.get(_CAPS):
+                found = "its weights are asked for"
+            elif not is_compiling():
+                found = owner(module, *states, *caps)
+            elif is_traceable(query, key, value):
+                return traced_attention(held[_LABEL], *states, *caps), None
             if not isinstance(found, str):
                 return found
-            owner.delegate(module, found)
-        return sdpa(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **options,
-        )
+            if not is_compiling():
+                owner.delegate(module, found)
+        return _otherwise(module, sdpa, *states, options, dropout)
 
     return attention
+
+
+def _otherwise(
+    module: nn.Module,
+    sdpa: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool | None,
+    options: Mapping[str, Any],
+    dropout: float = 0.0,
+) -> Result:
+    """Return what sdpa does, or operations that have caps and sinks."""
+    if vars(module).get(_CAPS) and not dropout:
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        causal = _is_causal(module, query, is_causal)
+        caps = options.get("softcap"), options.get("s_aux")
+        return plain_attention(query, key, value, mask, scale, causal, *caps)
+    if options.get("softcap") is None:
+        options = {name: each for name, each in options.items() if name != "softcap"}
+    return sdpa(
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **options,
+    )
+
+
+def _is_causal(module: nn.Module, query: Tensor, asked: bool | None) -> bool:
+    """Say whether a call without a mask hides what is behind each query."""
+    causal = asked if asked is not None else getattr(module, "is_causal", True)
+    return bool(causal) and query.shape[2] > 1
 
 
 def _unfit(query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> str:
@@ -226,6 +313,8 @@ def _attend(
     window: int | None,
     facts: MaskFacts | None,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return ``[B, T, N, E]``."""
     batch, num_heads, num_queries, _ = query.shape
@@ -234,10 +323,13 @@ def _attend(
     (keys, values), distance = flat((key, value))
     runs = None if facts is None else facts.runs
     starts = layout(batch, num_queries, num_keys, distance, runs, causal, query.device)
-    out = kernel(queries, keys, values, *starts, scale, causal, window, None, None, None)
+    if sinks is not None:
+        sinks = sinks.detach().to(query.dtype)
+    out = kernel(queries, keys, values, *starts, scale, causal, window, softcap, sinks, None)
     return out.view(batch, num_queries, num_heads, -1)
 
 
+_JUDGED_CAP = 1.5
 _JUDGED = ((1, 1, 7), (2, 5, 9), (2, 6, 6))  # B, T, U
 
 
@@ -256,12 +348,17 @@ def _judge(kernel: Callable[..., Tensor], key: _Key, device: torch.device, sdpa:
         seen = distance >= 0 if key.causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             seen = seen & (distance.abs() < window)
-        groups = key.num_heads // key.num_kv_heads
-        wide = (keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
-        expected, _ = sdpa(
-            nn.Module(), query, *wide, seen[None, None].to(device), scaling=0.25, is_causal=False
-        )
-        found = _attend(kernel, query, keys, values, key.causal, window, None, 0.25)
+        mask = seen[None, None].to(device)
+        more: tuple[float | None, Tensor | None] = (None, None)
+        if key.softcapped or key.sinks:
+            cap = _JUDGED_CAP if key.softcapped else None
+            more = cap, normals((key.num_heads,), key.dtype, device) if key.sinks else None
+            expected, _ = plain_attention(query, keys, values, mask, 0.25, False, *more)
+        else:
+            groups = key.num_heads // key.num_kv_heads
+            wide = (keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1))
+            expected, _ = sdpa(nn.Module(), query, *wide, mask, scaling=0.25, is_causal=False)
+        found = _attend(kernel, query, keys, values, key.causal, window, None, 0.25, *more)
         largest = float(values.abs().max())
         reduction = num_keys + key.head_size
         verdict = judge_agreement(

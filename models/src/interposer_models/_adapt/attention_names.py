@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,23 +11,45 @@ from torch import nn
 
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.attention import AdaptedAttention, Attend, attention_by, own
+from interposer_models._adapt.configurations import own_configurations
+from interposer_models._adapt.eager_attention import bind_eager, has_no_other
 from interposer_models._adapt.masks import mask_by
 
 NAME = "interposer"
-_SDPA = "sdpa"
-_HELD = "_attn_implementation_internal"
+_SDPA, _EAGER = "sdpa", "eager"
+HELD = "_attn_implementation_internal"
 
 
 def bind_attention(adaptation: Adaptation) -> None:
-    """Let the attention of a model of transformers come here, where it is sdpa's now."""
+    """Let the attention of a model of transformers come here, where it is sdpa's now.
+
+    It comes here as well where its class has none but its own, and a trial agrees.
+    """
     if "transformers" not in sys.modules:
         return
-    configs = list(_configs(adaptation))
-    if not configs:
+    if not any(_served(adaptation).values()):
+        _note_others(adaptation, {})
         return
+    own_configurations(adaptation)
+    found = _served(adaptation)
+    mark = adaptation.changes.mark()
     own(AdaptedAttention(adaptation, register_attention()), adaptation)
-    for config in configs:
-        adaptation.changes.set(config, _HELD, NAME)
+    for config in found[_SDPA]:
+        adaptation.changes.set(config, HELD, NAME)
+    reasons = {}
+    if found[_EAGER]:
+        places = dict(adaptation.places)
+        verdict = bind_eager(adaptation, found[_EAGER], HELD, NAME)
+        if not verdict:
+            adaptation.places = places
+            reasons = {id(config): verdict.reason for config in found[_EAGER]}
+            if not found[_SDPA]:
+                adaptation.changes.undo(mark)
+    _note_others(adaptation, reasons)
+
+
+def _served(adaptation: Adaptation) -> dict[str, list[Any]]:
+    return {name: [*_configs(adaptation, name)] for name in (_SDPA, _EAGER)}
 
 
 def register_attention() -> Attend:
@@ -50,7 +72,7 @@ def following(model: nn.Module) -> tuple[Any, ...]:
     fixed: set[int] = set()
     for module in model.modules():
         config = getattr(module, "config", None)
-        if isinstance(config, PretrainedConfig) and _HELD in vars(config):
+        if isinstance(config, PretrainedConfig) and HELD in vars(config):
             known[id(config)] = config
             if isinstance(module, PreTrainedModel) and not _follows_interface(module):
                 fixed.add(id(config))
@@ -64,35 +86,57 @@ def named_attention(configs: Iterable[Any]) -> Iterator[None]:
     try:
         for config in configs:
             held = vars(config)
-            if held[_HELD] != NAME:
-                changed.append((held, held[_HELD]))
-                held[_HELD] = NAME
+            if held[HELD] != NAME:
+                changed.append((held, held[HELD]))
+                held[HELD] = NAME
         yield
     finally:
         for held, before in changed:
-            held[_HELD] = before
+            held[HELD] = before
 
 
-def _configs(adaptation: Adaptation) -> Iterator[Any]:
-    """Yield the configurations by which modules choose sdpa, and note the others."""
+def _configs(adaptation: Adaptation, name: str) -> Iterator[Any]:
+    """Yield the configurations by which modules choose an attention that can come here.
+
+    Args:
+        name: of the attention; ``eager`` counts where no class with it has another.
+    """
+    for config, models in _choosing(adaptation):
+        follows = all(_follows_interface(model) for _, model in models)
+        fits = name != _EAGER or (models and all(has_no_other(model) for _, model in models))
+        if follows and fits and getattr(config, HELD) == name:
+            yield config
+
+
+def _choosing(adaptation: Adaptation) -> list[tuple[Any, list[tuple[str, nn.Module]]]]:
+    """Return each configuration that names an attention, with the models that have it."""
     from transformers import PretrainedConfig, PreTrainedModel
 
-    known: dict[int, Any] = {}
-    fixed: set[int] = set()
+    known: dict[int, tuple[Any, list[tuple[str, nn.Module]]]] = {}
     for name, module in adaptation.model.named_modules():
         config = getattr(module, "config", None)
-        if not isinstance(config, PretrainedConfig) or not hasattr(config, _HELD):
-            continue
-        known.setdefault(id(config), config)
-        if isinstance(module, PreTrainedModel) and not _follows_interface(module):
-            fixed.add(id(config))
-            _leave(adaptation, module, name, "its class has an attention of its own")
-        elif isinstance(module, PreTrainedModel) and getattr(config, _HELD) != _SDPA:
-            reason = f"its attention is {getattr(config, _HELD)!r}, not {_SDPA!r}"
-            _leave(adaptation, module, name, reason)
-    for key, config in known.items():
-        if key not in fixed and getattr(config, _HELD) == _SDPA:
-            yield config
+        if isinstance(config, PretrainedConfig) and hasattr(config, HELD):
+            _, models = known.setdefault(id(config), (config, []))
+            if isinstance(module, PreTrainedModel):
+                models.append((name, module))
+    return list(known.values())
+
+
+def _note_others(adaptation: Adaptation, reasons: Mapping[int, str]) -> None:
+    """Note the models whose attention stays.
+
+    Args:
+        reasons: what is to be said besides, by the id of the configuration.
+    """
+    for config, models in _choosing(adaptation):
+        chosen = getattr(config, HELD)
+        for name, model in models:
+            if not _follows_interface(model):
+                _leave(adaptation, model, name, "its class has an attention of its own")
+            elif chosen != NAME:
+                reason = f"its attention is {chosen!r}, not {_SDPA!r}"
+                more = reasons.get(id(config))
+                _leave(adaptation, model, name, f"{reason}: {more}" if more else reason)
 
 
 def _follows_interface(model: nn.Module) -> bool:

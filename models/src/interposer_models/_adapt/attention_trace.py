@@ -83,6 +83,9 @@ class AttentionTrace:
         given = {**settings, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return make(**given)
 
+    def pages(self, module: nn.Module) -> None:
+        """Return None: every layer is to ask."""
+
     def attend(self, asked: Asked) -> Tensor:
         """Note the layer, and return what sdpa makes of it, without sinks and softcap.
 

@@ -15,73 +15,99 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-_LEAST = 256
-
-
-class _Rows:
-    """Two buffers ``[B, C, K, D]`` of which the tokens from ``start`` to ``end`` are held."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.buffers = tuple(self._room(states, _LEAST) for states in (keys, values))
-        self.start = self.end = 0
-
-    @staticmethod
-    def _room(states: Tensor, tokens: int) -> Tensor:
-        batch, heads, _, size = states.shape
-        return states.new_empty(batch, tokens, heads, size)
-
-    def append(self, *states: Tensor) -> None:
-        """Hold ``[B, K, U, D]`` of keys and of values behind the others."""
-        length = states[0].shape[2]
-        if self.end + length > self.buffers[0].shape[1]:
-            self._make_room(length)
-        for buffer, new in zip(self.buffers, states, strict=True):
-            buffer[:, self.end : self.end + length] = new.transpose(1, 2)
-        self.end += length
-
-    def _make_room(self, length: int) -> None:
-        held = self.end - self.start
-        room = max(_LEAST, 2 * (held + length))
-        moved = []
-        for buffer in self.buffers:
-            # Half of the room at least is free afterwards, so that a token is copied a few times.
-            batch, _, heads, size = buffer.shape
-            wider = buffer.new_empty(batch, room, heads, size)
-            wider[:, :held] = buffer[:, self.start : self.end]
-            moved.append(wider)
-        self.buffers = tuple(moved)
-        self.start, self.end = 0, held
-
-    def views(self, start: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``[B, K, U, D]`` of keys and values, without a copy."""
-        first = self.start if start is None else start
-        keys, values = (b[:, first : self.end].transpose(1, 2) for b in self.buffers)
-        return keys, values
-
-    def select(self, index: Tensor) -> None:
-        """Keep the sequences that ``index`` names, in its order."""
-        device = self.buffers[0].device
-        index = index.to(device)
-        if torch.equal(index, torch.arange(self.buffers[0].shape[0], device=device)):
-            return
-        moved = []
-        for buffer in self.buffers:
-            _, room, heads, size = buffer.shape
-            chosen = buffer.new_empty(len(index), room, heads, size)
-            chosen[:, self.start : self.end] = buffer[:, self.start : self.end][index]
-            moved.append(chosen)
-        self.buffers = tuple(moved)
+from interposer_models._adapt.paged_rows import PageRows, Pages
+from interposer_models._adapt.rows import Rows, rows_of
 
 
 class RowsLayer(DynamicLayer):
-    """A layer that keeps every token."""
+    """A layer that keeps every token.
 
-    rows: _Rows | None = None
+    It holds pages as long as a block that is computed at once alone uses it. Whoever looks at its
+    keys and values lets it hold rows from then on, so that what he writes to them counts.
+    """
+
+    rows: Rows | Pages | None = None
+    _keys: Tensor | None = None
+    _values: Tensor | None = None
+    _looked_at = False
+
+    @property
+    def keys(self) -> Tensor | None:
+        """``[B, K, U, D]``."""
+        self._look()
+        return self._keys
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._look()
+        self._keys = value
+
+    @property
+    def values(self) -> Tensor | None:
+        """``[B, K, U, D]``."""
+        self._look()
+        return self._values
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._look()
+        self._values = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if not isinstance(self.rows, Rows):
+            return
+        if self._keys is None:  # they were pages
+            self._show()
+        elif self._keys is self._shown[0] and self._values is self._shown[1]:
+            # Views that were pickled are tensors of their own.
+            self._show()
+
+    def pages(self, rows: PageRows, batch: int) -> Pages | None:
+        """Return pages of a backend with all that is held; None where it has to stay in rows."""
+        held = self.rows
+        if isinstance(held, Pages):
+            return held if held.rows is rows and held.batch == batch else None
+        if self._looked_at:
+            return None
+        pages = Pages(rows, batch)
+        if self.is_initialized:
+            # Rows that somebody set in place of the others are his.
+            if (
+                held is None
+                or self._keys is not self._shown[0]
+                or self._values is not self._shown[1]
+            ):
+                return None
+            if self._shown[0].shape[2]:
+                if self._shown[0].shape[0] != batch or self._shown[0].dtype is not rows.dtype:
+                    return None
+                pages.fill(*self._shown)
+        self.dtype, self.device = rows.dtype, torch.device("cpu")
+        self.is_initialized, self.rows = True, pages
+        self._keys = self._values = None
+        return pages
+
+    def _look(self) -> None:
+        """Hold rows from now on."""
+        if isinstance(self.rows, Pages):
+            self._looked_at = True
+            self.rows = rows_of(*self.rows.read()) if self.rows.length else None
+            if self.rows is None:
+                self.is_initialized = False
+            else:
+                self._show()
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens that are held."""
+        if isinstance(self.rows, Pages):
+            return self.rows.length
+        return super().get_seq_length()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the buffers for keys and values of these sizes."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.rows = _Rows(key_states, value_states)
+        self.rows = Rows(key_states, value_states)
         self.is_initialized = True
         self._show()
 
@@ -95,15 +121,19 @@ class RowsLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, of which a negative number says how many."""
+        if isinstance(self.rows, Pages) and tokens_to_remove <= 0:
+            self.rows.truncate(max(self.rows.length + tokens_to_remove, 0))
+            return
         super().crop(tokens_to_remove)
-        if tokens_to_remove and self.rows is not None:
+        if tokens_to_remove and isinstance(self.rows, Rows):
             self.rows.end = max(self.rows.end - abs(tokens_to_remove), self.rows.start)
             self._show()
 
     def reset(self) -> None:
         """Forget everything."""
-        super().reset()
         self.rows = None
+        super().reset()
+        self._looked_at = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let each sequence go on from the one that ``beam_idx`` names."""
@@ -112,8 +142,7 @@ class RowsLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
         if self.get_seq_length() > 0 and self.rows is not None:
-            batch = self.rows.buffers[0].shape[0]
-            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences that ``indices`` name."""
@@ -121,29 +150,30 @@ class RowsLayer(DynamicLayer):
             if indices.dtype is torch.bool:
                 indices = indices.nonzero()[:, 0]
             self.rows.select(indices)
-            self._show()
+            if isinstance(self.rows, Rows):
+                self._show()
 
-    def _own(self, key_states: Tensor, value_states: Tensor) -> _Rows:
+    def _own(self, key_states: Tensor, value_states: Tensor) -> Rows:
         """Return the rows, which take over what somebody set in their place."""
+        self._look()
         if not self.is_initialized or self.rows is None:
             held = (self.keys, self.values) if self.is_initialized else None
             self.lazy_initialization(key_states, value_states)
             if held is not None and held[0] is not None and held[0].numel():
-                assert self.rows is not None
+                assert isinstance(self.rows, Rows)
                 assert held[1] is not None
                 self.rows.append(held[0], held[1])
         elif self.keys is not self._shown[0] or self.values is not self._shown[1]:
             assert self.keys is not None
             assert self.values is not None
-            self.rows = _Rows(self.keys, self.values)
-            self.rows.append(self.keys, self.values)
-        assert self.rows is not None
+            self.rows = rows_of(self.keys, self.values)
+        assert isinstance(self.rows, Rows)
         return self.rows
 
     def _show(self) -> tuple[Tensor, Tensor]:
         """Let everybody see what is held."""
-        assert self.rows is not None
-        self.keys, self.values = self._shown = self.rows.views()
+        assert isinstance(self.rows, Rows)
+        self._keys, self._values = self._shown = self.rows.views()
         return self._shown
 
 
@@ -183,7 +213,7 @@ class RowsSlidingLayer(RowsLayer, DynamicSlidingWindowLayer):
                 f"crop({tokens_to_remove}) needs tokens that left the window of "
                 f"{self.sliding_window}. Try: activate_past_recording() before the first step"
             )
-        if self.rows is None:
+        if not isinstance(self.rows, Rows):
             return
         self.rows.end = max(self.rows.end - removed, self.rows.start)
         self.cumulative_length = max(self.cumulative_length - removed, 0)

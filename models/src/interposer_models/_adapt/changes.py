@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from interposer_models._adapt.packed_weight import PackedWeight
+from interposer_models._adapt.shards import local
+from interposer_ops.devices import host_memory
 
 _MISSING = object()
+_MOST_FREED_BYTES = 64 << 20
 
 
 class Changes:
@@ -18,6 +21,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._freed_bytes = 0
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of the instance alone, past what its class does on assignment."""
@@ -42,17 +46,24 @@ class Changes:
         module, name = holders[0]
         plain = module._parameters[name]
         assert plain is not None
+        part = local(plain)
 
         def undo() -> None:
-            plain.data = packed.plain()
+            part.data = packed.part()
             for holder, held_as in holders:
                 holder._parameters[held_as] = plain
 
         self._undo.append(undo)
         for holder, held_as in holders:
             holder._parameters[held_as] = packed
+        num_bytes = part.nbytes if part.device.type == "cpu" else 0
         # Whoever else refers to it, such as an optimizer, must not keep the memory.
-        plain.data = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        part.data = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        # Weights of less than 32 MiB lie in the heap, which keeps what it is given back.
+        self._freed_bytes += num_bytes
+        if self._freed_bytes >= _MOST_FREED_BYTES:
+            self._freed_bytes = 0
+            host_memory.trim()
 
     def on_undo(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when all is taken back."""

@@ -16,8 +16,11 @@ from interposer import ExpertsSpec, Tolerance, Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import judge_agreement, normals
 from interposer_models._adapt.forwards import Forward, own_forward
+from interposer_models._adapt.inner_forward import is_wrapped
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import fill, give_up
+from interposer_models._adapt.shards import is_sharded, local, local_parameters
+from interposer_models._adapt.wrapped_forward import unpacked_forward
 from interposer_ops.experts import fused_experts
 from interposer_ops.layers.experts import Experts, PlainExperts, gates_first
 
@@ -61,17 +64,24 @@ def looks_like_experts(module: nn.Module) -> bool:
 
 def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdict:
     """Bind experts whose activation is one that the op knows."""
-    fit = adaptation.judge(module)
+    fit = adaptation.judge(module, sharded=True)
     if not fit:
         return fit
+    sharded = any(is_sharded(held) for held in module._parameters.values())
+    if sharded and not is_wrapped(module):
+        return Verdict.refuse("its weights are parts, and nothing says how to join what it returns")
     if not module.has_gate:
         return Verdict.refuse("its experts have no gate, those of 'fused_experts' do")
     if getattr(module, "has_post_expert_norm", False):
         return Verdict.refuse("its experts have norms of their own")
     form = Form(module.has_bias, module.is_transposed, not module.is_concatenated)
     stored = [module._parameters[each] for each in _MATRICES]
-    count, hidden, inner = form.ordered("down_proj", stored[1]).shape
-    found = _activation(module, form, hidden, inner)
+    parts = {
+        key: local(held).detach() for key, held in module._parameters.items() if held is not None
+    }
+    count, hidden, inner = form.ordered("down_proj", parts["down_proj"]).shape
+    with local_parameters(module):
+        found = _activation(module, form, hidden, inner)
     if found is None:
         return Verdict.refuse(f"its activation is none of {', '.join(_ACTIVATIONS)}")
     config = getattr(module, "config", None)
@@ -88,14 +98,15 @@ def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdic
     dtype = stored[0].dtype
     with torch.device("meta"):
         layer = Experts(adaptation.site(name, dtype), spec)
-    fill(layer, **{key: held.data for key, held in module._parameters.items() if held is not None})
+    fill(layer, **parts)
     forward = _forward(module, layer, dtype, adaptation.device)
     plain = isinstance(layer.method, PlainExperts)
     if plain:
-        verdict = _judge(module, forward, form, spec)
+        with local_parameters(module):
+            verdict = _judge(module, forward, form, spec)
         if not verdict:
             return verdict
-    shapes = [form.ordered(n, t.detach()).shape for n, t in zip(_MATRICES, stored, strict=True)]
+    shapes = [form.ordered(each, parts[each]).shape for each in _MATRICES]
     for each, weight in zip(_MATRICES, stored, strict=True):
         restore = _restore(layer, form, each, shapes) if plain else None
         if plain and restore is None:
@@ -104,14 +115,15 @@ def bind_experts(adaptation: Adaptation, module: Any, name: str) -> str | Verdic
         verdict = give_up(adaptation, [(module, each)], weight, packed)
         if not verdict:
             return verdict
-    adaptation.bind_forward(module, name, forward)
+    adaptation.bind_forward(module, name, forward, guarded=not sharded)
     if isinstance(layer.method, PlainExperts):
         return kernel_name(layer.method.bound.choice)
     return f"{type(layer.method).__module__.partition('.')[0]}/{type(layer.method).__name__}"
 
 
 def _forward(module: Any, layer: Experts, dtype: torch.dtype, device: torch.device) -> Forward:
-    original = own_forward(module)
+    sharded = any(is_sharded(held) for held in module._parameters.values())
+    original = unpacked_forward(module) if sharded else own_forward(module)
     count = layer.spec.num_experts
     kernel, operands, activation = layer.kernel, layer.operands, layer.spec.activation
     assert kernel is not None

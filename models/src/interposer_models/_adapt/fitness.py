@@ -8,27 +8,35 @@ import torch
 from torch import nn
 
 from interposer import Verdict
+from interposer_models._adapt.inner_forward import around_forward, is_wrapped
+from interposer_models._adapt.shards import is_sharded, local
 
 _ACCEPTED = Verdict.accept()
 
 
 def judge_module(
-    module: nn.Module, device: torch.device, offered: Sequence[torch.dtype]
+    module: nn.Module,
+    device: torch.device,
+    offered: Sequence[torch.dtype],
+    *,
+    sharded: bool = False,
 ) -> Verdict:
     """Refuse a module in training, with a forward of its own, or with tensors that cannot be read.
 
     Args:
         device: where the kernels run.
         offered: dtypes that the platform computes in.
+        sharded: its parameters may be ``DTensor``s.
     """
     if module.training:
         return Verdict.refuse("it is in training mode. Try: model.eval()")
-    if "forward" in vars(module):
+    if is_wrapped(module) and around_forward(module) is None:
         return Verdict.refuse("the forward of this instance is replaced already")
     for name, parameter in module._parameters.items():
         if parameter is None:
             continue
-        verdict = _judge_tensor(name, parameter, device, offered)
+        tensor = local(parameter) if sharded and is_sharded(parameter) else parameter
+        verdict = _judge_tensor(name, tensor, device, offered)
         if not verdict:
             return verdict
     return _ACCEPTED

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn.modules import module as every_module
 
 from interposer import Verdict
@@ -18,19 +17,23 @@ from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.agreement import normals
 from interposer_models._adapt.forwards import Forward, one_input, own_forward
 from interposer_models._adapt.gated_trace import GatedParts
+from interposer_models._adapt.inner_forward import is_wrapped
+from interposer_models._adapt.merged import restore_of_merged
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import (
     Call,
     bound_name,
     call_of,
     fill,
-    give_up,
+    judge_restore,
     restore_of,
 )
 from interposer_ops.layers.linear import PlainLinear
 from interposer_ops.layers.mlp import GatedMLP
 
 _ROWS = 3
+# Of the standard layer's projections, as schemes know them.
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 # Both projections, activation, product and result; either side may round each of them.
 _ROUNDINGS = 10
 
@@ -44,6 +47,8 @@ def bind_gated_mlp(
     assert isinstance(up, nn.Linear)
     assert isinstance(down, nn.Linear)
     for part in (module, gate, up, down):
+        if is_wrapped(part):
+            return Verdict.refuse("another library put a forward of its own around a part of it")
         fit = adaptation.judge(part)
         if not fit:
             return fit
@@ -56,18 +61,31 @@ def bind_gated_mlp(
         layer = GatedMLP(
             adaptation.site(name, dtype), hidden, inner, parts.activation, biases[0] is not None
         )
-    if not all(
-        isinstance(part.method, PlainLinear) for part in (layer.gate_up_proj, layer.down_proj)
-    ):
-        return Verdict.refuse("quantized projections are bound one by one")
+    held_by = (layer.gate_up_proj, layer.down_proj)
+    plain_parts = [isinstance(each.method, PlainLinear) for each in held_by]
+    if not all(plain_parts) and parts[:3] != _NAMES:
+        return Verdict.refuse("quantization knows its projections by other names")
     both = None if biases[0] is None else torch.cat([gate.bias.data, up.bias.data])
-    fill(layer.gate_up_proj, weight=torch.cat([gate.weight.data, up.weight.data]), bias=both)
+    weights = torch.cat([gate.weight.data, up.weight.data])
+    fill(layer.gate_up_proj, weight=weights, bias=both)
     fill(layer.down_proj, weight=down.weight.data, bias=biases[2])
-    verdict = _judge(module, layer, gate.weight)
-    if not verdict:
-        return verdict
-    merged = restore_of(_method(layer.gate_up_proj).bound, layer.gate_up_proj.operands)
-    last = restore_of(_method(layer.down_proj).bound, layer.down_proj.operands)
+    both_plain, down_plain = plain_parts
+    merged = (
+        restore_of_merged(layer.gate_up_proj, layer.gate_up_proj.operands) if both_plain else None
+    )
+    last = (
+        restore_of(layer.down_proj.method.bound, layer.down_proj.operands) if down_plain else None
+    )
+    if all(plain_parts):
+        verdict = _judge(module, layer, gate.weight)
+        if not verdict:
+            return verdict
+    # Halves come out of what is checked here, once for both.
+    for restore, plain in ((merged, weights), (last, down.weight.data)):
+        verdict = Verdict.accept() if restore is None else judge_restore(restore, plain)
+        if not verdict:
+            return verdict
+    del weights, plain
     restores = (
         None if merged is None else partial(_restore_half, merged, False),
         None if merged is None else partial(_restore_half, merged, True),
@@ -80,12 +98,15 @@ def bind_gated_mlp(
         call_of(layer.down_proj),
     )
     forwards = []
-    for label, part, call, restore in zip(parts, (gate, up, down), calls, restores, strict=False):
+    gone = (not both_plain, not both_plain, not down_plain)
+    for label, part, call, restore, quantized in zip(
+        parts, (gate, up, down), calls, restores, gone, strict=False
+    ):
         place = f"{name}.{label}" if name else label
         forward = one_input(*call, own_forward(part), dtype, adaptation.device)
-        verdict = _hold(adaptation, part, place, restore)
-        if not verdict:
-            return verdict
+        if quantized or restore is not None:
+            packed = PackedWeight(part.weight, restore, f"{place}.weight")
+            adaptation.changes.pack([(part, "weight")], packed)
         adaptation.bind_forward(part, place, forward)
         forwards.append(forward)
     adaptation.changes.set(
@@ -95,21 +116,8 @@ def bind_gated_mlp(
         parts, (gate, up, down), (*[layer.gate_up_proj] * 2, layer.down_proj), strict=False
     ):
         adaptation.hold(part, f"{name}.{label}" if name else label, bound_name(held))
+    adaptation.layers[id(module),] = layer
     return f"{type(layer).__module__.partition('.')[0]}/{type(layer).__name__}"
-
-
-def _method(layer: Any) -> PlainLinear:
-    assert isinstance(layer.method, PlainLinear)
-    return layer.method
-
-
-def _hold(adaptation: Adaptation, part: nn.Module, place: str, restore: Restore | None) -> Verdict:
-    """Give up the plain weight where the packed one gives it back."""
-    if restore is None:
-        return Verdict.accept()
-    weight: Any = part._parameters["weight"]
-    packed = PackedWeight(weight, restore, f"{place}.weight")
-    return give_up(adaptation, [(part, "weight")], weight, packed)
 
 
 def _restore_half(merged: Restore, second: bool, into: Tensor) -> None:
@@ -155,7 +163,6 @@ def _forward(
             or children[names[1]] is not up
             or children[names[2]] is not down
             or any(vars(child).get("forward") is not own for child, own in held)
-            or is_compiling()
         ):
             return original(*args, **named)
         (x,) = args

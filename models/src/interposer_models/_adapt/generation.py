@@ -52,7 +52,10 @@ def bind_generation(adaptation: Adaptation) -> None:
             if setting("is_assistant"):
                 # What it proposes may be taken back, so that windows are not forgotten at once.
                 cache.activate_past_recording()
-            named = {**named, "cache_implementation": None, _CACHE: cache}
+            named = {**named, _CACHE: cache}
+            # transformers warns of arguments beside a configuration, so that it is said if need be.
+            if owner.generation_config.cache_implementation or setting("cache_implementation"):
+                named["cache_implementation"] = None
         return original(*args, **named)
 
     adaptation.changes.set(model, "generate", generate)

@@ -11,9 +11,12 @@ from interposer import Config, Placement, Resolver, effective_config, place
 from interposer.errors import ConfigError
 from interposer_models._adapt.adaptation import Adaptation
 from interposer_models._adapt.attention_names import bind_attention
+from interposer_models._adapt.block_binding import bind_blocks
 from interposer_models._adapt.generation import bind_generation
 from interposer_models._adapt.modules import bind_composites, bind_leaves, bind_tables, head_ids
 from interposer_models._adapt.place import Place, notes
+from interposer_models._adapt.rotary import bind_rotary
+from interposer_models._adapt.shards import is_sharded
 from interposer_models._online_quantization import quantization_settings
 from interposer_ops.devices import host_memory
 
@@ -105,7 +108,8 @@ def adapt(
         config: policy for this model, above every other source.
         quantization: a method by which weights are quantized, as ``load`` takes it.
     Raises:
-        ConfigError: it is no module, is adapted already, or in training mode.
+        ConfigError: it is no module, is adapted already, or in training mode; weights are to be
+            quantized of which this process holds parts.
         UnknownNameError: nothing quantizes by that method.
     """
     if not isinstance(model, nn.Module):
@@ -122,6 +126,12 @@ def adapt(
     resolver = Resolver.at(placement, config)
     own = getattr(getattr(model, "config", None), "quantization_config", None)
     if quantization is not None:
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            raise ConfigError(
+                f"quantization is {quantization!r}, but this process holds parts of the weights: "
+                "scales of parts are not those of the whole. Try: adapt(model) as it is, or load "
+                "the model without a plan of parallelism"
+            )
         settings = quantization_settings(
             quantization, _as_mapping(own), resolver.registry, type(model).__name__
         )
@@ -129,12 +139,14 @@ def adapt(
         resolver.choose_scheme(settings)
     adaptation = Adaptation(model, placement, resolver)
     heads = set(head_ids(model))
-    with placement.platform.numerics(config.numerics):
+    with placement.platform.numerics(config.numerics), host_memory.reused():
         try:
             bind_tables(adaptation)
             bind_composites(adaptation)
             bind_leaves(adaptation, heads)
+            bind_rotary(adaptation)
             bind_attention(adaptation)
+            bind_blocks(adaptation)
             bind_generation(adaptation)
         except BaseException:
             adaptation.changes.undo()

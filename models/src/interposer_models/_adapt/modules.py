@@ -9,13 +9,19 @@ from torch import nn
 
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation
+from interposer_models._adapt.convolutions import KINDS as CONVOLUTIONS
+from interposer_models._adapt.convolutions import bind_convolution
 from interposer_models._adapt.experts import bind_experts, looks_like_experts
 from interposer_models._adapt.gated_mlp import bind_gated_mlp
 from interposer_models._adapt.gated_trace import GatedParts, find_gated
+from interposer_models._adapt.input_trace import find_sharing
+from interposer_models._adapt.merged import bind_merged
 from interposer_models._adapt.norm_candidates import find_norm
 from interposer_models._adapt.norms import bind_norm, layer_norm_of
 from interposer_models._adapt.packed_weight import PackedWeight
 from interposer_models._adapt.projections import bind_projection
+from interposer_models._adapt.router_candidates import looks_like_router
+from interposer_models._adapt.routers import bind_router
 from interposer_models._adapt.tables import Named, bind_table
 
 Holders = dict[int, list[tuple[str, nn.Module, str]]]
@@ -58,17 +64,35 @@ def bind_composites(adaptation: Adaptation) -> None:
         if any(id(child) in shared for child in module.children()):
             continue
         parts = find_gated(module)
-        if parts is not None:
-            _bind_gated(adaptation, module, name, parts)
+        if parts is not None and _bind_gated(adaptation, module, name, parts):
+            continue
+        for group in sorted(find_sharing(module), key=len, reverse=True):
+            _bind_merged(adaptation, module, name, group)
 
 
-def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts) -> None:
+def _bind_gated(adaptation: Adaptation, module: nn.Module, name: str, parts: GatedParts) -> bool:
     before = dict(adaptation.places), set(adaptation.done)
-    if not adaptation.attempt(
-        module, name, lambda: bind_gated_mlp(adaptation, module, name, parts)
-    ):
-        # Its children are bound one by one, and say for themselves what they are left for.
+    if adaptation.attempt(module, name, lambda: bind_gated_mlp(adaptation, module, name, parts)):
+        return True
+    # Its children are bound one by one, and say for themselves what they are left for.
+    adaptation.places, adaptation.done = before
+    return False
+
+
+def _bind_merged(
+    adaptation: Adaptation, module: nn.Module, name: str, group: tuple[str, ...]
+) -> None:
+    if any(id(module._modules[label]) in adaptation.done for label in group):
+        return
+    before = dict(adaptation.places), set(adaptation.done)
+    if not adaptation.attempt(module, name, lambda: bind_merged(adaptation, module, name, group)):
         adaptation.places, adaptation.done = before
+        return
+    # The module itself goes on as it was, so that it has no place for this.
+    adaptation.done.discard(id(module))
+    del adaptation.places[name]
+    if name in before[0]:
+        adaptation.places[name] = before[0][name]
 
 
 def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
@@ -91,6 +115,8 @@ def bind_leaves(adaptation: Adaptation, heads: set[int]) -> None:
             _bind_projection(adaptation, module, name, kind is transposed, id(module) in heads)
         elif kind is nn.LayerNorm:
             _bind_norm(adaptation, module, name)
+        elif kind in CONVOLUTIONS:
+            _bind_convolution(adaptation, module, name)
         elif looks_like_experts(module):
             _bind_experts(adaptation, module, name)
         elif not module._modules:
@@ -119,9 +145,15 @@ def _bind_experts(adaptation: Adaptation, module: nn.Module, name: str) -> None:
     adaptation.attempt(module, name, lambda: bind_experts(adaptation, module, name))
 
 
+def _bind_convolution(adaptation: Adaptation, module: nn.Module, name: str) -> None:
+    adaptation.attempt(module, name, lambda: bind_convolution(adaptation, module, name))
+
+
 def _bind_leaf(adaptation: Adaptation, module: nn.Module, name: str) -> None:
     norm = find_norm(module)
-    if norm is not None:
+    if looks_like_router(module):
+        adaptation.attempt(module, name, lambda: bind_router(adaptation, module, name))
+    elif norm is not None:
         adaptation.attempt(module, name, lambda: bind_norm(adaptation, module, name, norm))
     elif any(parameter is not None for parameter in module._parameters.values()):
         adaptation.leave(module, name, "no op is known that computes what its class does")

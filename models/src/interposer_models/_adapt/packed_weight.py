@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from interposer.errors import ConfigError
+from interposer_models._adapt.shards import Sharding, is_sharded, local
 
 Restore = Callable[[Tensor], None]
-"""Fills an empty tensor of the plain weight's shape."""
+"""Fills an empty tensor of the plain weight's shape, or that of its part in this process."""
 
 _WRITES = (
     "{} would write to {!r}, which is packed for the kernel that reads it. "
@@ -53,6 +54,8 @@ class PackedWeight(nn.Parameter):
         )
         packed.restore, packed.label, packed.lookup = restore, label, lookup
         packed._known = None
+        packed._part = local(plain).shape
+        packed._sharding = Sharding(plain) if is_sharded(plain) else None
         return packed
 
     def __init__(self, *_: Any) -> None:
@@ -60,6 +63,8 @@ class PackedWeight(nn.Parameter):
 
     _known: weakref.ref[Tensor] | None
     _made: int
+    _part: torch.Size
+    _sharding: Sharding | None
 
     def plain(self) -> Tensor:
         """Return the plain weight, the same tensor as long as anybody holds it.
@@ -70,14 +75,24 @@ class PackedWeight(nn.Parameter):
         # What somebody wrote to is no copy of the weight any more.
         if known is not None and _version(known) == self._made:
             return known
+        made = self.part()
+        if self._sharding is not None:
+            made = self._sharding.whole(made)
+        self._known, self._made = weakref.ref(made), _version(made)
+        return made
+
+    def part(self) -> Tensor:
+        """Return the part of the plain weight that this process holds, made anew; mostly all.
+
+        Raises: ConfigError: it was quantized.
+        """
         if self.restore is None:
             raise ConfigError(
                 f"The plain weight {self.label!r} was given up when it was quantized. "
                 "Try: load the model again, and save or restore that one"
             )
-        made = torch.empty(tuple(self.shape), dtype=self.dtype, device=self.device)
+        made = torch.empty(self._part, dtype=self.dtype, device=self.device)
         self.restore(made)
-        self._known, self._made = weakref.ref(made), _version(made)
         return made
 
     @property

@@ -21,7 +21,7 @@ from interposer import AttentionBackend, Resolver, Site
 from interposer.errors import ConfigError
 from interposer_models._adapt.attention_names import following, named_attention
 from interposer_models._adapt.attention_trace import TracedLayer
-from interposer_models._adapt.visit import Asked, MakeMask, visited_by
+from interposer_models._adapt.visit import Asked, MakeMask, Paged, visited_by
 from interposer_ops.attention import common_page_size
 
 
@@ -66,6 +66,14 @@ class _Step:
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:
         """Return none: what a layer sees was found when it was traced."""
         return None
+
+    def pages(self, module: nn.Module) -> Paged | None:
+        """Return what a layer attends over, where it keeps nothing in pages but keys and values."""
+        found = self._layers.get(id(module))
+        if found is None:
+            return None
+        index, layer = found
+        return layer.backend, self._caches[index], self._plans[index]
 
     def attend(self, asked: Asked) -> Tensor:
         """Return ``[1, T, N, E]``."""

@@ -9,7 +9,6 @@ Dimensions: T tokens of the prompt, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer_models._adapt.agreement import signs
 from interposer_models._adapt.attention_trace import UnservedLayerError
+from interposer_models._adapt.noise import alone, bound_of, distance, rounded
 from interposer_models._adapt.paged_decoder import PagedDecoder
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.pages import PagePool
@@ -29,8 +28,6 @@ from interposer_models._engine.sequence import Sequence
 
 # Tokens of the prompt and of the other sequence in each step. The other comes first in odd ones.
 _STEPS = ((5, 3), (4, 2), (1, 1), (1, 1), (1, 1), (1, 0))
-# Results that a block rounds: projections, norms, products, the attention and both sums.
-_ROUNDINGS = 10
 _OUT = "out "
 _FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -52,8 +49,8 @@ def try_paging(
     counts = [count for count, _ in _STEPS]
     prompt = [(7 * i + 3) % vocabulary for i in range(min(sum(counts), context))]
     with numerics(), torch.inference_mode():
-        expected = _alone(paged.model, prompt, device)
-        rounded = _rounded(paged.model, prompt, device)
+        expected = alone(paged.model, prompt, device)
+        noisy = rounded(paged.model, prompt, device)
         try:
             found = _in_steps(paged, prompt, device)
         except _FAILURES as error:
@@ -61,46 +58,10 @@ def try_paging(
                 raise
             reason = f"fails on a row of several sequences: {type(error).__name__}: {error}"
             raise UnservedLayerError("", type(paged.model).__name__, reason) from error
-        unit = torch.finfo(expected.dtype).eps / 2
-        one = max(distance(rounded, expected), unit)
-        blocks = max(len(paged.attention_layers), _num_blocks(paged.model))
-        bound = 2 * math.sqrt(2 * _ROUNDINGS * blocks) * one
+        bound = bound_of(paged.model, expected, noisy, len(paged.attention_layers))
         apart = distance(found, expected)
         if not apart <= bound:
             raise _culprit(paged, prompt, device, bound)
-
-
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Return how far apart two results are, as a fraction of the expected one's norm."""
-    wide = expected.double()
-    norm = max(float(wide.norm()), torch.finfo(torch.float64).tiny)
-    return float((found.double() - wide).norm()) / norm
-
-
-def _alone(model: nn.Module, prompt: list[int], device: str) -> Tensor:
-    """Return ``[T, V]`` of the model as it is."""
-    ids = torch.tensor([prompt], device=device)
-    positions = torch.arange(len(prompt), device=device)[None]
-    logits: Tensor = model(
-        input_ids=ids, position_ids=positions, use_cache=False, return_dict=True
-    ).logits
-    return logits[0]
-
-
-def _rounded(model: nn.Module, prompt: list[int], device: str) -> Tensor:
-    """Return ``[T, V]`` where every number of the embeddings is rounded once more."""
-    holder: Any = model
-
-    def perturb(_: nn.Module, __: object, out: Tensor) -> Tensor:
-        change = signs(tuple(out.shape), out.dtype, out.device) * (torch.finfo(out.dtype).eps / 2)
-        # A step to the next number, where half of one would be rounded away.
-        return torch.where(change > 0, out * (1 + 2 * change), out)
-
-    hook = holder.get_input_embeddings().register_forward_hook(perturb)
-    try:
-        return _alone(model, prompt, device)
-    finally:
-        hook.remove()
 
 
 def _in_steps(
@@ -164,7 +125,7 @@ def _culprit(
 ) -> UnservedLayerError:
     """Return what to say of the first module that computes something else."""
     with _recorded(paged.model, len(prompt)) as expected:
-        _alone(paged.model, prompt, device)
+        alone(paged.model, prompt, device)
     steps: list[States] = []
     _in_steps(paged, prompt, device, steps)
     kinds = {name: type(module).__name__ for name, module in paged.model.named_modules()}
@@ -215,9 +176,3 @@ def _recorded(model: nn.Module, num_tokens: int) -> Iterator[States]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _num_blocks(model: nn.Module) -> int:
-    """Return the length of the longest list of modules, of which a decoder's blocks are one."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return max((len(each) for each in lists), default=1)

