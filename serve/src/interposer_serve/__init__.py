@@ -1,0 +1,28 @@
+"""Serve a model over HTTP, with OpenAI's endpoints.
+
+Every name is loaded on first use, so that the command prints help without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_serve._app import application
+    from interposer_serve._limits import Limits
+
+__all__ = ["Limits", "application"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_serve._app": "application",
+        "interposer_serve._limits": "Limits",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,161 @@
+"""The application: endpoints of a model, and those of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from interposer.errors import ConfigError, InterposerError
+from interposer_models import Encoder, LanguageModel
+from interposer_serve._errors import ApiError, respond
+from interposer_serve._guard import LOOPBACK, Guard
+from interposer_serve._limits import Limits
+from interposer_serve._metrics import Metrics
+from interposer_serve._text import TextEndpoints
+from interposer_serve._vectors import VectorEndpoints
+
+# The page loads nothing from elsewhere, and runs nothing that a model writes.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def application(
+    model: LanguageModel | Encoder,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    keys: Collection[str] = (),
+    hosts: Collection[str] | None = LOOPBACK,
+) -> Starlette:
+    """Return the application that serves a model; any ASGI server runs it.
+
+    The model belongs to it from its start on: nobody else may run its engine.
+
+    Args:
+        model: writes text, or makes vectors; endpoints differ accordingly.
+        name: by which clients ask for it.
+        limits: bounds on requests.
+        keys: one of which every request has to bear; none asks for none.
+        hosts: names by which clients may call the server; None allows all.
+    Raises: ConfigError: a key is empty.
+    """
+    if not all(key.strip() for key in keys):
+        raise ConfigError("An API key is empty. Try: leave it out")
+    limits, metrics, created = limits or Limits(), Metrics(), int(time.time())
+    endpoints: TextEndpoints | VectorEndpoints
+    if isinstance(model, Encoder):
+        endpoints = VectorEndpoints(model, name, limits)
+    else:
+        endpoints = TextEndpoints(model, name, limits, metrics)
+    entry: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "interposer",
+        "max_model_len": endpoints.context,
+    }
+    running = False
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        nonlocal running
+        await endpoints.start()
+        running = True
+        yield
+        running = False
+        await endpoints.stop()
+
+    async def health(_request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_request: Request) -> Response:
+        trouble = endpoints.trouble if running else "the server starts or stops"
+        if trouble:
+            raise ApiError(503, f"Not ready: {trouble}", code="not_ready")
+        return JSONResponse({"status": "ok"})
+
+    async def figures(_request: Request) -> Response:
+        return metrics.response()
+
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def one_model(request: Request) -> Response:
+        asked = request.path_params["name"]
+        if asked != name:
+            message = f"model is {asked!r}; allowed is {name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSONResponse(entry)
+
+    async def explanation(_request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(endpoints.explanation))
+
+    routes = [
+        *endpoints.routes,
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", figures),
+        Route("/explanation", explanation),
+        *_page(),
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Guard, metrics=metrics, keys=keys, hosts=_names(hosts))],
+        exception_handlers={
+            ApiError: respond,
+            InterposerError: respond,
+            HTTPException: _respond_to_unknown([route.path for route in routes]),
+            Exception: respond,
+        },
+        lifespan=lifespan,
+    )
+
+
+def _names(hosts: Collection[str] | None) -> frozenset[str] | None:
+    return None if hosts is None else frozenset(hosts)
+
+
+def _page() -> Iterator[Route]:
+    """Yield the routes of the page."""
+    folder = files("interposer_serve") / "page"
+    for path, name, kind in (
+        ("/", "index.html", "text/html"),
+        ("/page.css", "page.css", "text/css"),
+        ("/page.js", "page.js", "text/javascript"),
+    ):
+        headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
+        content = Response((folder / name).read_bytes(), headers=headers, media_type=kind)
+        yield Route(path, partial(_sent, content))
+
+
+async def _sent(content: Response, _request: Request) -> Response:
+    return content
+
+
+def _respond_to_unknown(paths: list[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return what tells clients which endpoints there are."""
+
+    async def respond_to(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            known = ", ".join(sorted(paths))
+            asked = f"{request.method} {request.url.path!r:.200}"
+            error = ApiError(404, f"There is no {asked}; there are {known}", code="unknown_url")
+        return await respond(request, error)
+
+    return respond_to

@@ -1,0 +1,172 @@
+"""The subcommand ``interposer serve``.
+
+What is heavy is imported inside the command, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from contextlib import suppress
+from pathlib import Path
+from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
+from typing import Annotated
+
+import typer
+
+from interposer_tools.options import Dtype, Kernels, Locked, PlatformName, Quantization, policy
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    model_dir: Annotated[
+        Path,
+        typer.Argument(
+            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="By which clients ask for the model; else its folder's.")
+    ] = None,
+    embed: Annotated[
+        bool, typer.Option("--embed", help="Serve vectors of texts, by an encoder.")
+    ] = False,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="A file with a key on each line; # is a comment."
+        ),
+    ] = None,
+    without_keys: Annotated[
+        bool, typer.Option("--without-keys", help="Let other machines ask without a key.")
+    ] = False,
+    queue: Annotated[
+        int, typer.Option(min=0, help="How many answers may wait; further requests get 429.")
+    ] = 256,
+    deadline: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 600,
+    drain: Annotated[
+        int, typer.Option(min=0, help="Seconds that answers may still take at the end.")
+    ] = 30,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request.")] = 4 * 2**20,
+    max_prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt; else the model's context.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that run at once.")] = 64,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the cache holds; else what fits.")
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+) -> None:
+    """Serve the model over HTTP, with OpenAI's endpoints and a page to chat."""
+    from interposer.errors import ConfigError
+
+    keys = _keys(api_keys)
+    is_local = host in _LOOPBACK or _is_loopback(host)
+    if not (is_local or keys or without_keys):
+        raise ConfigError(
+            f"Other machines could ask at {host} without a key. "
+            "Try: --api-keys FILE, or --without-keys where that is meant"
+        )
+
+    listening = _bound(host, port)  # before minutes are spent on loading
+
+    import uvicorn
+
+    from interposer_models import Encoder, LanguageModel, load, load_encoder
+    from interposer_serve import Limits, application
+
+    limits = Limits(queue, deadline, max_body, max_prompt)
+    config = policy(kernel, platform, locked)
+    print(f"loading {model_dir}", file=sys.stderr, flush=True)
+    model: LanguageModel | Encoder
+    if embed:
+        model = load_encoder(model_dir, dtype, config, quantization=quantization)
+    else:
+        model = load(
+            model_dir,
+            dtype,
+            config=config,
+            quantization=quantization,
+            cache_tokens=cache_tokens,
+            max_sequences=max_sequences,
+        )
+    named = name or model_dir.resolve().name
+    hosts = {*_LOOPBACK, host} if is_local and not keys else None
+    app = application(model, named, limits=limits, keys=keys, hosts=hosts)
+
+    class Server(uvicorn.Server):
+        """Says where it listens, once it does."""
+
+        async def startup(self, sockets: list[socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                shown = f"[{host}]" if ":" in host else host
+                bound = listening.getsockname()[1]
+                told = f"{named} at http://{shown}:{bound}, Ctrl-C ends it"
+                print(told, file=sys.stderr, flush=True)
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=drain,
+        )
+    )
+    with suppress(KeyboardInterrupt):  # which the server raises again when it has ended
+        server.run([listening])
+
+
+def _bound(host: str, port: int) -> socket:
+    """Return a socket with the address, at which nobody listens yet.
+
+    Raises: ConfigError: there is no such address, or somebody else has it.
+    """
+    from interposer.errors import ConfigError
+
+    try:
+        family, kind, number, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
+        found = socket(family, kind, number)
+        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"The server cannot listen at {host} port {port}: {error.strerror}. "
+            "Try: --port 0, which takes a free one"
+        ) from None
+    return found
+
+
+def _keys(file: Path | None) -> frozenset[str]:
+    """Return the keys in a file.
+
+    Raises: ConfigError: there are none in it.
+    """
+    from interposer.errors import ConfigError
+
+    if file is None:
+        return frozenset()
+    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    keys = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{file} holds no key. Try: a line with one, or leave --api-keys out")
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

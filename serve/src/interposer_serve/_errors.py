@@ -1,0 +1,80 @@
+"""Errors as clients of OpenAI's interface read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from interposer.errors import InterposerError
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A refusal of a request, or a failure of it.
+
+    Attributes:
+        status: of HTTP.
+        param: the field that is at fault.
+        code: a word for programs.
+        headers: of the response, besides the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that clients get."""
+        error = {
+            "message": str(self),
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def event(self) -> bytes:
+        """Return the error as the last event of a stream, whose status was sent already."""
+        return b"data: " + json.dumps(self.body).encode() + b"\n\n"
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return ``error`` as clients get it: what the SDK refuses is wrong usage."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InterposerError):
+        return ApiError(400, str(error))
+    return ApiError(500, "The server failed at this request; its log says why", code="failed")
+
+
+async def respond(_request: Request, error: Exception) -> Response:
+    """Return the response that tells an error."""
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, error.detail, headers=error.headers)
+    told = api_error(error)
+    return JSONResponse(told.body, told.status, told.headers)

@@ -1,0 +1,266 @@
+"""The bodies of requests. A field that is not honoured is refused, unless it asks for nothing."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from interposer.errors import UnknownNameError
+from interposer_models import SamplingParams
+from interposer_serve._errors import ApiError
+
+_MOST_STOPS = 16
+_INT64_MAX = 2**63 - 1
+
+# Fields of OpenAI's interface that ask for what no engine here does, with the values that ask for
+# nothing; null is one everywhere.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "dimensions": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+# Who asks changes nothing of an answer.
+_LABELS = ("prompt_cache_key", "safety_identifier", "user")
+_HINTS = {
+    "functions": "tools",
+    "function_call": "tools",
+    "response_format": "say in the prompt which form the answer is to have",
+    "suffix": "a prompt that holds both parts",
+    "top_logprobs": "logprobs, which gives those of the chosen tokens",
+    "dimensions": "leave it out, and cut the vectors where the model was trained for that",
+}
+
+
+def _as_tuple(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+# Each description says in an error what is allowed.
+_Tuple = BeforeValidator(_as_tuple)
+_Flag = Annotated[bool, Field(description="true or false")]
+_TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+_Texts = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    _Tuple,
+    Field(max_length=_MOST_STOPS, description=f"a text or up to {_MOST_STOPS} texts, none empty"),
+]
+_Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of at least 1")]
+_Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
+_Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
+_Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+_Prompt = Annotated[
+    str | list[str] | list[_TokenId] | list[list[_TokenId]],
+    Field(
+        min_length=1,
+        description="a text, texts, token ids or a list of those, none empty",
+    ),
+]
+
+
+class Body(BaseModel):
+    """A body in which every field is known and honoured."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    model: str = Field(description="a text")
+
+    @classmethod
+    def read(cls, body: dict[str, Any]) -> Self:
+        """Return the request that a body holds.
+
+        Raises: ApiError: a field is unknown, not honoured, or out of range; the text names it, its
+            value and what is allowed.
+        """
+        known = cls.model_fields
+        asked = {name: value for name, value in body.items() if value is not None}
+        for name, value in [*asked.items()]:
+            if name in known:
+                continue
+            if name in _LABELS and isinstance(value, str):
+                del asked[name]
+            elif name in _NEUTRAL:
+                if not any(value == allowed for allowed in _NEUTRAL[name]):
+                    raise _not_honoured(name, value)
+                del asked[name]
+            else:
+                unknown = UnknownNameError("field", name, known)
+                raise ApiError(400, str(unknown), param=name, code="unknown_field")
+        try:
+            return cls(**asked)
+        except ValidationError as error:
+            raise _reason(cls, error, asked) from None
+
+
+def _not_honoured(name: str, value: Any) -> ApiError:
+    allowed = " or ".join(repr(one) for one in (*_NEUTRAL[name], None))
+    hint = f". Try: {_HINTS[name]}" if name in _HINTS else ""
+    message = f"{name} is {value!r:.200}, which is not honoured here; allowed is {allowed}{hint}"
+    return ApiError(400, message, param=name, code="not_honoured")
+
+
+def _reason(cls: type[Body], error: ValidationError, asked: dict[str, Any]) -> ApiError:
+    first = error.errors()[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        needed = ", ".join(n for n, field in cls.model_fields.items() if field.is_required())
+        return ApiError(400, f"{name} is missing; needed are {needed}", param=name)
+    allowed = cls.model_fields[name].description
+    message = f"{name} is {asked[name]!r:.200}; allowed is {allowed}"
+    return ApiError(400, message, param=name, code="invalid_value")
+
+
+class StreamOptions(BaseModel):
+    """The options of a stream besides its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool = False
+
+
+class SampledBody(Body):
+    """The fields by which tokens are sampled, and how they are told."""
+
+    n: _Count = 1
+    max_tokens: _Positive | None = Field(None, description="an integer of at least 1")
+    temperature: float | None = Field(
+        None, ge=0, le=1000, description="a number from 0, which is greedy, to 1000"
+    )
+    top_p: _Fraction | None = Field(None, description="a number from 0 to 1")
+    top_k: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer of at least 0")
+    min_p: _Fraction | None = Field(None, description="a number from 0 to 1")
+    repetition_penalty: float | None = Field(
+        None, ge=0.001, le=1000, description="a number from 0.001 to 1000"
+    )
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    seed: int | None = Field(None, ge=0, le=_INT64_MAX, description="an integer from 0 to 2^63 - 1")
+    stop: _Texts = ()
+    stop_token_ids: Annotated[tuple[_TokenId, ...], _Tuple] = Field(
+        (), description="a list of token ids"
+    )
+    ignore_eos: _Flag = False
+    stream: _Flag = False
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true or false}, with "stream": true'
+    )
+
+    def params(self, suggested: dict[str, Any], max_new_tokens: int) -> list[SamplingParams]:
+        """Return the settings of each of the ``n`` answers; seeds follow each other.
+
+        Args:
+            suggested: settings of the checkpoint, for what the request leaves out.
+            max_new_tokens: where the request names no limit.
+        """
+        named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        said = {name: value for name in named if (value := getattr(self, name)) is not None}
+        return [
+            SamplingParams(
+                **{**suggested, **said},
+                max_new_tokens=self.max_tokens or max_new_tokens,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=None if self.seed is None else (self.seed + index) % (_INT64_MAX + 1),
+                stop=self.stop,
+                stop_token_ids=self.stop_token_ids,
+                ignore_eos=self.ignore_eos,
+            )
+            for index in range(self.n)
+        ]
+
+    @property
+    def tells_usage(self) -> bool:
+        """Say whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Raise ApiError where two fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(
+                400, 'stream_options is given without "stream": true', param="stream_options"
+            )
+
+
+class CompletionBody(SampledBody):
+    """``/v1/completions``."""
+
+    prompt: _Prompt
+    logprobs: Literal[0] | None = Field(
+        None, description="0, which gives the log probabilities of the chosen tokens"
+    )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One text or one list of token ids for each prompt."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class ChatBody(SampledBody):
+    """``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(
+        min_length=1, description="a list of messages with role and content"
+    )
+    max_completion_tokens: _Positive | None = Field(None, description="an integer of at least 1")
+    logprobs: _Flag = False
+    tools: list[dict[str, Any]] = Field([], description="a list of functions with JSON schemas")
+    tool_choice: Literal["auto", "none"] = Field("auto", description="'auto' or 'none'")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
+
+    def check(self) -> None:
+        """Raise ApiError where two fields contradict each other."""
+        super().check()
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ApiError(
+                400,
+                "max_tokens and max_completion_tokens are both given. Try: leave max_tokens out",
+                param="max_tokens",
+            )
+
+    def params(self, suggested: dict[str, Any], max_new_tokens: int) -> list[SamplingParams]:
+        """Return the settings of each of the ``n`` answers."""
+        return super().params(suggested, self.max_completion_tokens or max_new_tokens)
+
+
+class EmbeddingBody(Body):
+    """``/v1/embeddings``."""
+
+    input: Annotated[str | list[str], Field(min_length=1, description="a text or a list of texts")]
+    encoding_format: Literal["float", "base64"] = Field("float", description="'float' or 'base64'")
+
+
+class TokenizeBody(Body):
+    """``/tokenize``: a text, or the messages of a chat."""
+
+    model: str = Field("", description="a text")
+    prompt: str | None = Field(None, description="a text")
+    messages: list[dict[str, Any]] | None = Field(None, description="a list of messages")
+    tools: list[dict[str, Any]] = Field([], description="a list of functions with JSON schemas")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
+
+
+class DetokenizeBody(Body):
+    """``/detokenize``: token ids."""
+
+    model: str = Field("", description="a text")
+    tokens: list[_TokenId] = Field(description="a list of token ids")

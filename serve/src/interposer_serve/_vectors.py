@@ -1,0 +1,105 @@
+"""The endpoint of a model that makes vectors of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import interposer
+from interposer_models import Encoder
+from interposer_serve._errors import ApiError
+from interposer_serve._limits import Limits
+from interposer_serve._reading import read_object
+from interposer_serve._requests import EmbeddingBody
+
+
+class VectorEndpoints:
+    """Embeddings by one model, one call of it after the other."""
+
+    def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
+        self.name = name
+        sizes = (encoder.pooling.max_tokens, encoder.tokenizer.model_max_length)
+        self.context = min(size for size in sizes if size is not None)
+        self._encoder = encoder
+        self._limits = limits
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, "interposer-encoder")
+
+    @property
+    def routes(self) -> list[Route]:
+        """The endpoint."""
+        return [Route("/v1/embeddings", self.embed, methods=["POST"])]
+
+    async def start(self) -> None:
+        """Do nothing; the model is loaded."""
+
+    async def stop(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def trouble(self) -> str:
+        """Why requests would fail: nothing that would last."""
+        return ""
+
+    def explanation(self) -> dict[str, Any]:
+        """Return what the model runs on, and why."""
+        return interposer.explain(self._encoder.adapted).to_dict()
+
+    async def embed(self, request: Request) -> Response:
+        """``/v1/embeddings``."""
+        body = EmbeddingBody.read(await read_object(request, self._limits.body_bytes))
+        if body.model != self.name:
+            message = f"model is {body.model!r}; allowed is {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        if self._waiting > self._limits.queue:
+            raise ApiError(
+                429,
+                f"{self._waiting} requests are waiting. Try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+        self._waiting += 1
+        try:
+            vectors, num_tokens = await asyncio.wait_for(
+                asyncio.get_running_loop().run_in_executor(self._thread, self._vectors, texts),
+                self._limits.deadline_seconds,
+            )
+        except TimeoutError:
+            message = f"The answer took longer than {self._limits.deadline_seconds:g} s"
+            raise ApiError(504, message, code="deadline_exceeded") from None
+        finally:
+            self._waiting -= 1
+        data = [
+            {"object": "embedding", "index": index, "embedding": told}
+            for index, told in enumerate(_told(vectors, body.encoding_format))
+        ]
+        spent = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": spent})
+
+    def _vectors(self, texts: list[str]) -> tuple[list[list[float]], int]:
+        counts = [len(tokens) for tokens in self._encoder.tokenizer(texts)["input_ids"]]
+        for index, count in enumerate(counts):
+            # The model would be given the beginning alone, and nobody told.
+            if count > self.context:
+                raise ApiError(
+                    400,
+                    f"input[{index}] has {count} tokens; allowed are {self.context}",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+        return self._encoder.embed(texts).tolist(), sum(counts)
+
+
+def _told(vectors: list[list[float]], encoding: str) -> list[Any]:
+    if encoding == "float":
+        return vectors
+    return [base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode() for row in vectors]

@@ -1,0 +1,191 @@
+"""A server in a thread of the tests, so that they see into its engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from interposer_models import Encoder, LanguageModel, load
+from interposer_serve import Limits, application
+
+STDLIB = Path(__file__).parents[2] / "examples" / "models" / "stdlib-lm"
+NAME = "stdlib-lm"
+TURNS = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- for call in message.tool_calls %}<call>{{ call.function.arguments.x }}</call>{% endfor %}
+{%- endfor %}{% if shout %}!{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}
+"""
+# What stands after the first line is a call.
+RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "[assistant]",
+    "fields": {
+        "content": {},
+        "tool_calls": {
+            "open": "\n",
+            "close_pattern": "$",
+            "repeats": True,
+            "transform": {
+                "type": "function",
+                "function": {"name": "look", "arguments": {"x": "{content}"}},
+            },
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.body["error"]
+        return error
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server."""
+
+    port: int
+    lm: LanguageModel
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> Answer:
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"content-type": "application/json"} if data is not None else {}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(self.url + path, data, sent)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return read(answer)
+        except urllib.error.HTTPError as error:
+            return read(error)
+
+    def complete(self, **fields: Any) -> Answer:
+        return self.ask("/v1/completions", {"model": NAME, "prompt": "import os", **fields})
+
+    def chat(self, **fields: Any) -> Answer:
+        messages = [{"role": "user", "content": "import os"}]
+        return self.ask("/v1/chat/completions", {"model": NAME, "messages": messages, **fields})
+
+    def connect(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """Return a connection on which a request was sent, and nothing was read."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        lines = self.ask("/metrics").body.splitlines()
+        found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        assert found, name
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def read(answer: Any) -> Answer:
+    content = answer.read().decode()
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    is_json = headers.get("content-type") == "application/json"
+    return Answer(answer.status, headers, json.loads(content) if is_json else content)
+
+
+def events(content: str) -> list[Any]:
+    """Return the events of a stream, which has to be whole."""
+    parts = content.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30) -> None:
+    upto = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < upto, "it never held"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(
+    model: Any,
+    name: str = NAME,
+    *,
+    limits: Limits | None = None,
+    keys: Collection[str] = (),
+    drain: int = 5,
+) -> Iterator[Served]:
+    app = application(model, name, limits=limits, keys=keys)
+    config = uvicorn.Config(
+        app,
+        port=0,
+        http="httptools",
+        loop="asyncio",
+        lifespan="on",
+        log_level="critical",
+        timeout_graceful_shutdown=drain,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Served(port, model)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+    if not isinstance(model, Encoder):
+        pool = model.engine.pool
+        assert (pool.num_free, model.engine.busy) == (pool.num_pages, False)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the shipped model with a template of turns and of tools, and one of responses."""
+    path = tmp_path_factory.mktemp("served") / NAME
+    shutil.copytree(STDLIB, path)
+    (path / "chat_template.jinja").write_text(TURNS)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["response_template"] = RESPONSES
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="session")
+def lm(chat_folder: Path) -> LanguageModel:
+    """Return the model that is served."""
+    return load(chat_folder, "float32", cache_tokens=8192, max_sequences=32)
+
+
+@pytest.fixture(scope="session")
+def offline(chat_folder: Path) -> LanguageModel:
+    """Return the same model, which nobody serves."""
+    return load(chat_folder, "float32", cache_tokens=8192, max_sequences=32)
+
+
+@pytest.fixture(scope="module")
+def served(lm: LanguageModel) -> Iterator[Served]:
+    with serving(lm) as running:
+        yield running

@@ -1,0 +1,173 @@
+"""What is not honoured is refused by field, value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serve.tests.conftest import STDLIB, Served, serving
+
+from interposer_models import load
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("response_format", {"type": "json_object"}, "allowed is {'type': 'text'} or None"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "allowed is {'type': 'text'}"),
+    ("logit_bias", {"5": 1}, "allowed is {} or None"),
+    ("top_logprobs", 3, "allowed is 0 or None. Try: logprobs"),
+    ("best_of", 2, "allowed is 1"),
+    ("echo", True, "allowed is False"),
+    ("suffix", "end", "Try: a prompt that holds both parts"),
+    ("functions", [{"name": "f"}], "Try: tools"),
+    ("parallel_tool_calls", False, "allowed is True"),
+    ("reasoning_effort", "high", "allowed is None"),
+    ("temperature", -1, "a number from 0, which is greedy, to 1000"),
+    ("temperature", "hot", "a number from 0"),
+    ("temperature", True, "a number from 0"),
+    ("top_p", 2, "a number from 0 to 1"),
+    ("n", 0, "an integer from 1 to 128"),
+    ("n", 1.5, "an integer from 1 to 128"),
+    ("max_tokens", 0, "an integer of at least 1"),
+    ("seed", -1, "an integer from 0 to 2^63 - 1"),
+    ("seed", 2**63, "an integer from 0 to 2^63 - 1"),
+    ("stop", ["a", ""], "up to 16 texts, none empty"),
+    ("stop", ["a"] * 17, "up to 16 texts"),
+    ("presence_penalty", 3, "a number from -2 to 2"),
+    ("stream", "yes", "true or false"),
+    ("stream_options", {"include_usage": 1}, '{"include_usage": true or false}'),
+    ("temperatur", 1, "Unknown field 'temperatur'. Known, nearest first: 'temperature'"),
+]
+CHAT: list[tuple[str, Any, str]] = [
+    ("tool_choice", "required", "allowed is 'auto' or 'none'"),
+    ("logprobs", 1, "true or false"),
+    ("messages", [], "a list of messages"),
+    ("messages", "hello", "a list of messages"),
+    ("messages", [{"role": "user", "content": 3}], "messages[0].content is 3"),
+    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "allowed is 'text'"),
+]
+COMPLETION: list[tuple[str, Any, str]] = [
+    ("logprobs", 2, "0, which gives"),
+    ("prompt", "", "none empty"),
+    ("prompt", [], "texts, token ids or a list of those"),
+    ("prompt", [1, "a"], "texts, token ids or a list of those"),
+    ("prompt", 5, "texts, token ids or a list of those"),
+]
+
+
+def check(answer: Any, field: str | None, said: str) -> None:
+    assert answer.status == 400, answer.body
+    assert said in answer.error["message"]
+    assert answer.error["type"] == "invalid_request_error"
+    if field is not None:
+        assert answer.error["param"] == field
+        assert field in answer.error["message"]
+
+
+@pytest.mark.parametrize(("field", "value", "said"), REFUSED)
+def test_what_is_not_honoured_is_refused(served: Served, field: str, value: Any, said: str) -> None:
+    check(served.complete(**{field: value}), field, said)
+    check(served.chat(**{field: value}), field, said)
+
+
+@pytest.mark.parametrize(("field", "value", "said"), CHAT)
+def test_fields_of_chats_are_checked(served: Served, field: str, value: Any, said: str) -> None:
+    check(served.chat(**{field: value}), field, said)
+
+
+@pytest.mark.parametrize(("field", "value", "said"), COMPLETION)
+def test_fields_of_completions_are_checked(
+    served: Served, field: str, value: Any, said: str
+) -> None:
+    check(served.complete(**{field: value}), field, said)
+
+
+def test_what_the_engine_cannot_take_is_refused_before_a_stream_begins(served: Served) -> None:
+    for asked, said in (
+        ({"prompt": "x " * 2000}, "the model's context is 1024"),
+        ({"prompt": [""]}, "The prompt is empty"),
+        ({"prompt": "\ud800"}, "which is no character"),
+        ({"prompt": [4096]}, "Token id 4096 is outside the vocabulary"),
+        ({"prompt": ["a"] * 3, "n": 128}, "asks for 384 answers; allowed are 288"),
+    ):
+        check(served.complete(**asked, stream=True), None, said)
+    content = [{"role": "user", "content": "\ud800"}]
+    check(served.chat(messages=content), None, "refuses these messages")
+    unsafe = {"sanitize_control_tokens": False}
+    check(served.chat(chat_template_kwargs=unsafe), None, "no variable of a chat template")
+    check(served.chat(messages=[{"content": "a"}]), None, "must have a 'role'")
+
+
+def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
+    check(served.chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "both given")
+    check(served.chat(stream_options={"include_usage": True}), "stream_options", "without")
+    check(served.ask("/tokenize", {}), "prompt", "either prompt or messages")
+
+
+def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+    neutral = {"response_format": {"type": "text"}, "logit_bias": {}, "store": False, "user": "me"}
+    assert served.chat(max_tokens=1, **neutral, top_logprobs=0, audio=None).status == 200
+    assert served.complete(max_tokens=1, **neutral, best_of=1, echo=False, suffix="").status == 200
+
+
+def test_a_missing_field_and_another_model_are_told(served: Served) -> None:
+    answer = served.ask("/v1/completions", {"model": "stdlib-lm"})
+    check(answer, "prompt", "prompt is missing; needed are model, prompt")
+    other = served.complete(model="gpt")
+    assert (other.status, other.error["code"]) == (404, "model_not_found")
+    assert other.error["message"] == "model is 'gpt'; allowed is 'stdlib-lm'"
+
+
+def test_bodies_that_are_no_objects_are_refused(served: Served) -> None:
+    path = "/v1/completions"
+    check(served.ask(path, b"{"), None, "The body is no JSON")
+    check(served.ask(path, b"\xff"), None, "The body is no JSON")
+    check(served.ask(path, b"[" * 100_000), None, "The body is no JSON")
+    check(served.ask(path, []), None, "The body is a list; allowed is an object")
+    plain = served.ask(path, b"{}", content_type="text/plain")
+    assert (plain.status, "allowed is 'application/json'" in plain.error["message"]) == (415, True)
+
+
+def test_an_unknown_address_names_the_known_ones(served: Served) -> None:
+    answer = served.ask("/v1/responses", {})
+    assert answer.status == 404
+    assert "There is no POST '/v1/responses'; there are " in answer.error["message"]
+    assert "/v1/chat/completions" in answer.error["message"]
+    assert served.ask("/v1/completions").status == 405
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+FIELDS = [field for field, *_ in (*REFUSED, *CHAT, *COMPLETION)]
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), JSON, max_size=4))
+def test_no_body_makes_the_server_fail(served: Served, body: dict[str, Any]) -> None:
+    bounds = {"max_tokens": 1}
+    for path, key in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        asked = {"model": "stdlib-lm", key: "a", **body, **bounds}
+        asked = json.loads(json.dumps(asked))
+        assert served.ask(path, asked).status in (200, 400)
+
+
+def test_tools_and_chats_need_a_template(tmp_path: Path) -> None:
+    folder = shutil.copytree(STDLIB, tmp_path / "stdlib-lm")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with serving(load(folder, "float32", cache_tokens=512)) as plain:
+        check(plain.chat(tools=tools), None, "does not write tools")
+    (folder / "chat_template.jinja").unlink()
+    with serving(load(folder, "float32", cache_tokens=512)) as bare:
+        check(bare.chat(), None, "holds no chat template")
+    (folder / "tokenizer.json").unlink()
+    with serving(load(folder, "float32", cache_tokens=512)) as blind:
+        check(blind.complete(), None, "holds no tokenizer, so that texts cannot be read")
+        assert blind.complete(prompt=[5], max_tokens=3).body["usage"]["completion_tokens"] == 3
+        check(blind.complete(prompt=[5], stop="a"), None, "holds no tokenizer to find texts with")

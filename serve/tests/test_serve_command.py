@@ -1,0 +1,98 @@
+"""The command serves, from its start to a signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.forks import forks
+
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    return forks().command("-m", "interposer_tools", "serve", str(folder), *options)
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run the command until the block ends, and yield where it serves."""
+    asked = command(folder, "--port=0", "--cache-tokens=1024", *options)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(asked, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        try:
+            while not (found := re.search(r"at (http://\S+), Ctrl-C ends it", told)):
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+            yield found[1], process
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def ask(url: str, body: Any = None, key: str = "") -> Any:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\n\n  open \n")
+    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50")
+    with started(chat_folder, *options) as (url, process):
+        assert ask(f"{url}/ready") == {"status": "ok"}
+        body = {"model": "mine", "prompt": "import os", "max_tokens": 3}
+        assert ask(f"{url}/v1/completions", body, "open")["usage"]["completion_tokens"] == 3
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(f"{url}/v1/completions", body)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(f"{url}/v1/completions", {**body, "prompt": "x " * 99}, "open")
+        process.send_signal(signal.SIGTERM)
+        # It dies of the signal, once everything has ended.
+        assert process.wait(60) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        asked = command(chat_folder, f"--port={taken.getsockname()[1]}")
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "cannot listen at 127.0.0.1 port" in done.stderr
+    assert "loading" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host=nowhere.invalid", "--without-keys"), "cannot listen at nowhere.invalid port"),
+        (("--host=0.0.0.0",), "Other machines could ask at 0.0.0.0 without a key. Try: --api-keys"),
+        (("--api-keys={keys}",), "holds no key"),
+        (("--api-keys=nothing",), "'nothing' does not exist"),
+        (("--dtype=float1",), "Unknown dtype 'float1'"),
+    ],
+)
+def test_what_cannot_be_served_is_told(
+    chat_folder: Path, tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# none\n")
+    asked = command(chat_folder, *(option.format(keys=keys) for option in options))
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (1, 2)
+    assert said in done.stderr
