@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
+
+from interposer_models._families import examples
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -89,7 +97,54 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         rope_parameters={**YARN, "truncate": False},
     ),
+    "smollm3": lambda: SmolLM3Config(**{**SIZES, "num_hidden_layers": 4}, pad_token_id=None),
+    "olmo2": lambda: Olmo2Config(**SIZES, pad_token_id=None),
+    "granite": lambda: GraniteConfig(
+        **SIZES,
+        attention_multiplier=0.3,
+        embedding_multiplier=3.0,
+        logits_scaling=2.5,
+        residual_multiplier=0.7,
+    ),
+    "phi3": lambda: Phi3Config(**SIZES, sliding_window=24, pad_token_id=None),
 }
+
+
+def example(family: Callable[[], dict[str, dict[str, Any]]], label: str) -> Any:
+    """Return the config of transformers for one of the examples of the conformance suite."""
+    fields = dict(family()[label])
+    (architecture,) = fields.pop("architectures")
+    kind = getattr(transformers, architecture).config_class
+    return kind(**{**fields, "vocab_size": 256, "max_position_embeddings": 512})
+
+
+# The conformance suite runs these and others of each family, without bfloat16 and long schedules.
+OF_EXAMPLES = {
+    f"{family.__name__}-{label}": functools.partial(example, family, label)
+    for family, label in (
+        (examples.cohere2, "mixed"),
+        (examples.deepseek_v2, "groups"),
+        (examples.deepseek_v2, "lite"),
+        (examples.deepseek_v3, "groups"),
+        (examples.deepseek_v3, "plain"),
+        (examples.ernie4_5, "biased"),
+        (examples.ernie4_5_moe, "usual"),
+        (examples.exaone4, "mixed"),
+        (examples.gemma2, "capped"),
+        (examples.gemma3, "mixed"),
+        (examples.glm4, "half"),
+        (examples.glm4_moe, "groups"),
+        (examples.granite_moe, "scaled"),
+        (examples.hunyuan_dense, "raised"),
+        (examples.hunyuan_moe, "raised"),
+        (examples.minimax_m2, "part"),
+        (examples.ministral, "some"),
+        (examples.olmo3, "long"),
+        (examples.qwen2_moe, "some"),
+        (examples.starcoder2, "windowed"),
+    )
+}
+CONFIGS |= OF_EXAMPLES
 
 
 def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
@@ -97,9 +152,9 @@ def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name or "bias" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
+                tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(path, **options)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -109,7 +164,13 @@ def write_checkpoint(config: Any, path: Path, **options: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in OF_EXAMPLES else name
+    for name in sorted(CONFIGS)
+]
+
+
+@pytest.fixture(scope="session", params=PARAMS)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:

@@ -208,7 +208,7 @@ def test_a_missing_directory_is_one_message(command: Command, tmp_path: Path) ->
     assert code == 1
     assert err == (
         f"error: {tmp_path / 'none'}: does not exist\n"
-        "Try: give the folder of a downloaded model; nothing is downloaded\n"
+        "Try: give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B\n"
     )
 
 

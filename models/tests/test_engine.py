@@ -219,6 +219,34 @@ def test_logprobs_are_those_of_the_logits(lm: LanguageModel) -> None:
     assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
+def test_scores_are_those_of_the_logits(lm: LanguageModel) -> None:
+    (said,) = lm.generate([[1, 2, 3]], max_new_tokens=5, ignore_eos=True)
+    likely, other = lm.score([1, 2, 3], [said.token_ids, (7, 8)])
+    assert likely == pytest.approx(said.logprobs, abs=1e-4)
+    table = lm.logits([1, 2, 3, 7, 8]).log_softmax(-1)
+    assert other == pytest.approx([float(table[2, 7]), float(table[3, 8])], abs=1e-6)
+    front, tokens = (lm.tokenizer.encode(text) for text in ("a b", "a b c d"))
+    assert lm.score("a b", [" c d"]) == lm.score(front, [tokens[len(front) :]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuation", "reason"),
+    [
+        ("", "a", "'a' adds no token to the prompt ''"),
+        ("a", "", "'' adds no token to the prompt 'a'"),
+        ([], [1], "adds no token"),
+        ("a", [1], "only one is a text"),
+        ([1], [2] * 5000, "exceed the model's context"),
+        ([1], [-1], "-1"),
+    ],
+)
+def test_scores_that_cannot_be(
+    lm: LanguageModel, prompt: Any, continuation: Any, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason):
+        lm.score(prompt, [continuation])
+
+
 def test_preempted_requests_still_give_the_same_tokens(llama: Path) -> None:
     roomy = load(llama, dtype="float32")
     tight = load(llama, dtype="float32", cache_tokens=96)
@@ -271,13 +299,13 @@ def test_memory_for_positions_is_taken_as_they_are_used(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**24}))
     lm = load(copied, dtype="float32", cache_tokens=8192, max_sequences=1)
-    table = lm.engine.model.model
-    few, tokens = len(table.cos), [position * 37 % 256 for position in range(5000)]
+    decoder = lm.engine.model.model
+    few, tokens = len(decoder.tables[0][0]), [position * 37 % 256 for position in range(5000)]
     assert few < len(tokens)
     short = lm.logits(tokens[:few])
-    assert len(table.cos) == few
+    assert len(decoder.tables[0][0]) == few
     long = lm.logits(tokens)
-    assert len(tokens) <= len(table.cos) < 2**24
+    assert len(tokens) <= len(decoder.tables[0][0]) < 2**24
     torch.testing.assert_close(long[:few], short, rtol=1e-4, atol=1e-4)
     # What comes behind depends on where it stands.
     assert not torch.allclose(long[-1], lm.logits(tokens[-1:])[0], atol=1e-2)

@@ -22,9 +22,9 @@ from transformers.utils.quantization_config import Mxfp4Config
 from interposer import Config, explain
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models import load
-from interposer_models._decoder.config import DecoderConfig
 from interposer_models._loader import plan
 from interposer_models._quantizing.quantizer import quantize
+from interposer_models.families import GptOss
 from interposer_ops.layers.experts import Experts
 from interposer_ops.quantizers import quantize_mxfp4
 from interposer_quantization import Mxfp4Experts
@@ -348,7 +348,7 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
         "max_position_embeddings": 512,
     }
     peer: Any = GptOssConfig(**sizes)
-    ours = DecoderConfig.parse({"architectures": ["GptOssForCausalLM"], **sizes}, "config.json")
+    ours = GptOss.parse(sizes, "config.json")
     assert ours.head_size == peer.head_dim
     assert ours.attention_bias == peer.attention_bias
     assert ours.num_local_experts == peer.num_local_experts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from interposer import Config, explain
 from interposer.errors import CheckpointError
 from interposer_models import load
-from interposer_models._decoder.config import DecoderConfig
 from interposer_models._loader import plan
 from interposer_models._quantizing.quantizer import quantize
+from interposer_models.families import DecoderFamily, Mixtral, Qwen2, Qwen3Moe
 from interposer_ops.layers.experts import Experts
 
 SIZES: dict[str, Any] = {
@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "max_position_embeddings": 512,
 }
+F = TypeVar("F", bound=DecoderFamily)
 EXPERT = "model.layers.0.mlp.experts.3"
 
 
@@ -48,8 +49,8 @@ def edit_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({n: v for n, v in config.items() if v != "absent"}))
 
 
-def parsed(architecture: str, **fields: Any) -> DecoderConfig:
-    return DecoderConfig.parse({"architectures": [architecture], **SIZES, **fields}, "config.json")
+def parsed(family: type[F], **fields: Any) -> F:
+    return family.parse({**SIZES, **fields}, "config.json")
 
 
 def token_ids(count: int) -> list[int]:
@@ -69,25 +70,27 @@ def test_tokens_are_those_of_the_reference(qwen3_moe: Path) -> None:
 def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
     mixtral: Any = MixtralConfig(**SIZES)
     qwen: Any = Qwen3MoeConfig(**SIZES)
-    for name, peer in (("MixtralForCausalLM", mixtral), ("Qwen3MoeForCausalLM", qwen)):
-        ours = parsed(name)
+    both: list[tuple[Mixtral | Qwen3Moe, Any]] = [
+        (parsed(Mixtral), mixtral),
+        (parsed(Qwen3Moe), qwen),
+    ]
+    for ours, peer in both:
         assert ours.num_local_experts == peer.num_local_experts
         assert ours.num_experts_per_tok == peer.num_experts_per_tok
         assert ours.rms_norm_eps == peer.rms_norm_eps
         assert ours.rope_theta == peer.rope_parameters["rope_theta"]
         assert ours.head_size == peer.hidden_size // peer.num_attention_heads
         assert ours.windows == (peer.sliding_window,) * 4 == (None,) * 4
-        assert all(ours.mixture_of(index) is ours.traits.mixture for index in range(4))
-    assert parsed("MixtralForCausalLM").expert_size == mixtral.intermediate_size
-    ours = parsed("Qwen3MoeForCausalLM")
-    assert ours.expert_size == qwen.moe_intermediate_size
-    assert ours.norm_topk_prob == qwen.norm_topk_prob
+    assert parsed(Mixtral).expert_size == mixtral.intermediate_size
+    sparse = parsed(Qwen3Moe)
+    assert all(sparse.has_experts(index) for index in range(4))
+    assert sparse.expert_size == qwen.moe_intermediate_size
+    assert sparse.norm_topk_prob == qwen.norm_topk_prob
 
 
 def test_some_layers_have_one_perceptron() -> None:
     def sparse(**fields: Any) -> list[bool]:
-        config = parsed("Qwen3MoeForCausalLM", **fields)
-        return [config.mixture_of(index) is not None for index in range(4)]
+        return [parsed(Qwen3Moe, **fields).has_experts(index) for index in range(4)]
 
     assert sparse(decoder_sparse_step=2) == [False, True, False, True]
     assert sparse(decoder_sparse_step=3) == [False, False, True, False]
@@ -98,8 +101,8 @@ def test_some_layers_have_one_perceptron() -> None:
 def test_windows_hold_for_all_layers() -> None:
     """Unlike in Qwen2, whatever ``max_window_layers`` says."""
     sliding = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 3}
-    assert parsed("Qwen3MoeForCausalLM", **sliding).windows == (24,) * 4
-    assert parsed("Qwen2ForCausalLM", **sliding).windows == (None, None, None, 24)
+    assert parsed(Qwen3Moe, **sliding).windows == (24,) * 4
+    assert parsed(Qwen2, **sliding).windows == (None, None, None, 24)
 
 
 def test_the_count_of_experts_has_two_names(copied: Path) -> None:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from interposer_models._adapt.paging import language_model
     from interposer_models._adapt.place import Place
     from interposer_models._checkpoint.checkpoint import Checkpoint
-    from interposer_models._decoder.config import DecoderConfig
     from interposer_models._decoder.decoder import CausalLM
+    from interposer_models._encoder.encoder import Encoder, load_encoder
     from interposer_models._engine.sampling_params import SamplingParams
-    from interposer_models._language_model import Completion, Delta, LanguageModel
+    from interposer_models._language_model import Completion, Delta, LanguageModel, Stream
     from interposer_models._loader import Plan, load, plan
     from interposer_models._quantizing.quantizer import quantize
     from interposer_models._tokenizer import TextTokenizer
@@ -27,16 +27,18 @@ __all__ = [
     "CausalLM",
     "Checkpoint",
     "Completion",
-    "DecoderConfig",
     "Delta",
+    "Encoder",
     "LanguageModel",
     "Place",
     "Plan",
     "SamplingParams",
+    "Stream",
     "TextTokenizer",
     "adapt",
     "language_model",
     "load",
+    "load_encoder",
     "plan",
     "quantize",
 ]
@@ -48,10 +50,10 @@ __getattr__ = lazy_attributes(
         "interposer_models._adapt.paging": "language_model",
         "interposer_models._adapt.place": "Place",
         "interposer_models._checkpoint.checkpoint": "Checkpoint",
-        "interposer_models._decoder.config": "DecoderConfig",
         "interposer_models._decoder.decoder": "CausalLM",
+        "interposer_models._encoder.encoder": "Encoder load_encoder",
         "interposer_models._engine.sampling_params": "SamplingParams",
-        "interposer_models._language_model": "Completion Delta LanguageModel",
+        "interposer_models._language_model": "Completion Delta LanguageModel Stream",
         "interposer_models._loader": "Plan load plan",
         "interposer_models._quantizing.quantizer": "quantize",
         "interposer_models._tokenizer": "TextTokenizer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ import torch
 
 from interposer import Planned, Verdict
 from interposer.errors import ConfigError, RequestError
+from interposer_models._chat import Message
+from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine import sequence as sequences
 from interposer_models._engine.engine import Engine
@@ -17,6 +19,7 @@ from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
 
 Prompt = str | Sequence[int]
+_SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,15 @@ class LanguageModel:
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
 
     @property
+    def suggested(self) -> dict[str, Any]:
+        """The settings that the checkpoint wants to be sampled with; none where it is greedy."""
+        file = self.path / "generation_config.json"
+        said = read_json(file) if file.is_file() else {}
+        if not said.get("do_sample"):
+            return {}
+        return {"temperature": 1.0, **{n: said[n] for n in _SUGGESTED if said.get(n) is not None}}
+
+    @property
     def graphs(self) -> Verdict | None:
         """True if decode steps run as graphs; None where nobody asks for it."""
         running = self.engine.graphs
@@ -87,10 +99,10 @@ class LanguageModel:
             raise RequestError(f"prompts is {prompts!r}, must be a text or a list of prompts")
         texts: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         chosen = _params(params, settings, len(texts))
-        streams: list[_Stream] = []
+        streams: list[Stream] = []
         try:
             for prompt, own in zip(texts, chosen, strict=True):
-                streams.append(self._start(prompt, own))
+                streams.append(self.start(prompt, own))
             while not all(stream.ended for stream in streams):
                 self.engine.step()
                 for stream in streams:
@@ -107,13 +119,82 @@ class LanguageModel:
 
         Raises: RequestError: at the call, before the first token.
         """
-        deltas = self._deltas(self._start(prompt, _params(params, settings, 1)[0]))
+        deltas = self._deltas(self.start(prompt, _params(params, settings, 1)[0]))
         next(deltas)  # a generator that never ran would not cancel when it is closed
         return cast(Iterator[Delta], deltas)
+
+    def chat(
+        self,
+        messages: Iterable[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Completion:
+        """Return the next message of the assistant.
+
+        Args:
+            messages: with ``role`` and ``content``, the first one first.
+            params: as ``generate`` takes them, or single ``settings``.
+            tools: JSON schemas of functions, or documented and typed functions, for templates that
+                offer them to the model.
+            template: in place of the checkpoint's chat template.
+            options: further variables of the template, such as ``{"enable_thinking": False}``.
+        Raises: RequestError: a message or parameter is unusable, or there is no template.
+        """
+        prompt = self.chat_prompt(messages, tools=tools, template=template, options=options)
+        return self.generate([prompt], params, **settings)[0]
+
+    def chat_prompt(
+        self,
+        messages: Iterable[Message],
+        *,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        template: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids by which ``chat`` asks for the next message, for ``stream`` too.
+
+        Raises: RequestError: a message is unusable, or there is no template.
+        """
+        return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32."""
         return self.engine.logits(token_ids)
+
+    def score(self, prompt: Prompt, continuations: Sequence[Prompt]) -> list[tuple[float, ...]]:
+        """Return the natural-log probability of each token of each continuation of a prompt.
+
+        A text is split into tokens together with the prompt; as many of these as the prompt has
+        alone count as its own. The sum of a tuple scores a continuation.
+
+        Raises: RequestError: the prompt is empty, or a continuation adds no token to it; or, with
+            it, exceeds the context.
+        """
+        front = self.tokenizer.encode(prompt) if isinstance(prompt, str) and prompt else prompt
+        scores = []
+        for continuation in continuations:
+            if isinstance(continuation, str) != isinstance(prompt, str):
+                raise RequestError(
+                    f"{continuation!r:.100} continues {prompt!r:.100}, but only one is a text. "
+                    "Try: both as texts, or both as lists of token ids"
+                )
+            if isinstance(prompt, str):
+                tokens = [*self.tokenizer.encode(prompt + cast(str, continuation))]
+            else:
+                tokens = [*prompt, *cast("Sequence[int]", continuation)]
+            if not len(front) or len(tokens) <= len(front):
+                raise RequestError(
+                    f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
+                    "Try: a prompt and a continuation of at least one token each"
+                )
+            after = self.logits(tokens)[len(front) - 1 : -1].log_softmax(-1)
+            chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
+            scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
+        return scores
 
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -153,7 +234,11 @@ class LanguageModel:
             self.engine.compiled.fix_sizes()
         return moved
 
-    def _start(self, prompt: Prompt, params: SamplingParams) -> _Stream:
+    def start(self, prompt: Prompt, params: SamplingParams) -> Stream:
+        """Queue a request for an engine that the caller steps, and return what reads its tokens.
+
+        Raises: RequestError: the prompt or a parameter is unusable.
+        """
         if isinstance(prompt, str):
             # An empty text is no prompt, though a tokenizer may put a special token in front.
             prompt = self.tokenizer.encode(prompt) if prompt else []
@@ -162,9 +247,9 @@ class LanguageModel:
                 f"stop is {params.stop!r}, but {self.path} holds no tokenizer to find texts with. "
                 "Try: stop_token_ids, or add a tokenizer.json"
             )
-        return _Stream(self.engine.add(prompt, params), self.tokenizer)
+        return Stream(self.engine.add(prompt, params), self.tokenizer)
 
-    def _deltas(self, stream: _Stream) -> Iterator[Delta | None]:
+    def _deltas(self, stream: Stream) -> Iterator[Delta | None]:
         """Yield None once, then the deltas."""
         try:
             yield None
@@ -175,7 +260,7 @@ class LanguageModel:
         finally:
             self.engine.cancel(stream.sequence)
 
-    def _read(self, stream: _Stream) -> list[Delta]:
+    def _read(self, stream: Stream) -> list[Delta]:
         deltas = []
         while stream.num_unread and not stream.ended:
             deltas.append(stream.read())
@@ -184,11 +269,17 @@ class LanguageModel:
         return deltas
 
 
-class _Stream:
+class Stream:
     """A reader of a sequence, with the text so far, cut at the first stop text.
 
     It reads from the sequence, not from a step's events, because any request's step may compute
-    tokens of all others.
+    tokens of all others. Who made it with ``LanguageModel.start`` calls ``lm.engine.step()``, and
+    ``lm.engine.cancel(stream.sequence)`` when it has ended or is wanted no more.
+
+    Attributes:
+        sequence: the request in the engine.
+        text: what was read so far.
+        stopped: whether a stop text was found.
     """
 
     def __init__(self, sequence: sequences.Sequence, tokenizer: TextTokenizer) -> None:
@@ -201,10 +292,12 @@ class _Stream:
 
     @property
     def ended(self) -> bool:
+        """Say whether the last token was read."""
         return self._reason() is not None
 
     @property
     def num_unread(self) -> int:
+        """Return how many computed tokens were not read."""
         return len(self.sequence.output) - self._num_read
 
     def read(self) -> Delta:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from interposer import (
+    CausalModel,
     CheckpointFile,
     Config,
+    ModelFamily,
     Placement,
     Resolver,
     Rule,
@@ -26,10 +28,13 @@ from interposer import (
 from interposer.errors import ConfigError, UnknownNameError
 from interposer.tooling import default_store
 from interposer_models._checkpoint.checkpoint import Checkpoint
-from interposer_models._checkpoint.files import config_source, open_checkpoint, tokenizer_of
+from interposer_models._checkpoint.files import (
+    config_source,
+    open_checkpoint,
+    tokenizer_of,
+    with_weights,
+)
 from interposer_models._checkpoint.weights import Weights
-from interposer_models._decoder.config import DecoderConfig
-from interposer_models._decoder.decoder import CausalLM, attention_layers
 from interposer_models._dequantization.decision import dequantize_once
 from interposer_models._engine.cache_budget import (
     CacheBudget,
@@ -46,6 +51,7 @@ from interposer_models._engine.compiled_artifacts import CompiledArtifacts, arti
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
 from interposer_models._engine.engine import Engine
+from interposer_models._family_choice import blamed_on_family, checked_model, choose_family
 from interposer_models._language_model import LanguageModel
 from interposer_models._online_quantization import quantization_settings
 from interposer_models._tokenizer import stop_tokens
@@ -56,7 +62,7 @@ from interposer_ops.layers.sampler import Sampler
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"
 _log = logging.getLogger("interposer")
-_Compiler = Callable[[CausalLM, list[torch.Tensor]], CompiledModel]
+_Compiler = Callable[[CausalModel, list[torch.Tensor]], CompiledModel]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +72,20 @@ class Plan:
     Attributes:
         quantization: the method by which plain weights are quantized while they load, or its
             settings, as asked for.
-        decoder: sizes and options of the model.
+        decoder: sizes and options of the model, by the family that was chosen for it.
         page_size: number of tokens in a page of the cache, which all attention backends take.
         graphs: whether decode steps become graphs; None where nobody asks for it.
         compiled: whether torch.compile compiles steps, and by what; None where nobody asks for it.
     """
 
     checkpoint: Checkpoint | CheckpointFile
-    decoder: DecoderConfig
+    decoder: ModelFamily
     quantization: str | Mapping[str, Any] | None
     placement: Placement
     dtype: torch.dtype
     resolver: Resolver
     page_size: int
-    model: CausalLM
+    model: CausalModel
     sampler: Sampler
     graphs: Verdict | None
     compiled: Verdict | None
@@ -113,21 +119,23 @@ def plan(
     if platform is not None:
         config = config.model_copy(update={"platform": Rule(pin=platform)})
     checkpoint, opened = open_checkpoint(path, config)
-    decoder = DecoderConfig.parse(checkpoint.config, config_source(checkpoint))
     placement = placement or place(config)
-    compute = _dtype(dtype, decoder.dtype, placement)
     resolver = Resolver.at(placement, config)
     if opened is not None:
         resolver.record(opened)
+    decoder = choose_family(resolver, checkpoint.config, config_source(checkpoint))
+    compute = _dtype(dtype, decoder.dtype, placement)
     settings = quantization_settings(
         quantization, decoder.quantization_config, resolver.registry, checkpoint.path
     )
     if settings is not None:
         resolver.choose_scheme(settings)
     site = Site(resolver, "", compute)
-    page_size = common_page_size(resolver, attention_layers(site, decoder))
     with torch.device("meta"):
-        model = CausalLM(site, decoder, page_size)
+        with blamed_on_family(resolver, "attention"):
+            page_size = common_page_size(resolver, decoder.attention(site))
+        with blamed_on_family(resolver, "build"):
+            model = checked_model(decoder.build(site, page_size))
         sampler = Sampler(site.at(_SAMPLER), decoder.vocab_size)
     dequantize_once(model, site, placement)
     resolver.check_places()
@@ -161,9 +169,11 @@ def load(
     max_step_tokens: int = 2048,
     progress: Callable[[int, int], None] | None = None,
 ) -> LanguageModel:
-    """Load a Hugging Face model directory, or a file that a plugin reads, ready to generate.
+    """Load a model of Hugging Face, or a file that a plugin reads, ready to generate.
 
     Args:
+        path: a folder, a file, or the name of a model on the hub, ``"namespace/name"`` or
+            ``"namespace/name@revision"``, which is downloaded unless it is in the hub's cache.
         dtype: to compute in; ``"auto"`` takes the checkpoint's where the platform offers it, else
             the platform's preferred one.
         platform: name of the platform; None leaves it to the selection.
@@ -180,7 +190,8 @@ def load(
         max_step_tokens: tokens of one step; a longer prompt is computed in chunks.
         progress: told ``(bytes done, bytes in all)`` while weights load.
     Raises:
-        CheckpointError: the directory is incomplete or contradicts itself.
+        CheckpointError: the directory is incomplete or contradicts itself; there is no model of
+            that name, or it cannot be fetched.
         UnsupportedModelError: nothing here implements the architecture.
         UnknownNameError: a name is not known; the text lists the known ones.
         NoCandidateError: nothing that is installed can serve a part of the model.
@@ -204,7 +215,8 @@ def load(
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
     compiled = None if planned.compiled is None else _compiler(planned, planned.compiled)
-    checkpoint, device = planned.checkpoint, planned.placement.device.torch_device
+    checkpoint = with_weights(planned.checkpoint)
+    device = planned.placement.device.torch_device
     tokenizer = tokenizer_of(checkpoint)
     total, done = checkpoint.num_bytes, 0
 
@@ -220,7 +232,7 @@ def load(
         runs_on.seed(policy.seed)
     with planned.numerics():
         weights.load(checkpoint.stream(), checkpoint.path, advance, checkpoint.names())
-        planned.model.finalize(device)
+        planned.model.reserve_positions(0, device)
     stop_token_ids = stop_tokens(checkpoint.path, checkpoint.config)
 
     def engine_of(

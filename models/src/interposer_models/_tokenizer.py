@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from interposer.errors import CheckpointError, RequestError
+from interposer_models._chat import ChatRenderer
 from interposer_models._checkpoint.checkpoint import read_json
 
 _PARTIAL = "\N{REPLACEMENT CHARACTER}"
@@ -38,34 +40,31 @@ class TextTokenizer:
     def __init__(self, path: Path) -> None:
         self._fast: FastTokenizer | None = None
         self._slow: Any = None
+        self._path = path
+        self._settings: Mapping[str, Any] | None = None
         if (path / "tokenizer.json").exists():
             file = path / "tokenizer.json"
             self._fast = _fast(lambda: FastTokenizer.from_file(str(file)), file)
             return
         if not has_vocabulary(path):
             raise CheckpointError(path, "holds no tokenizer", "add a tokenizer.json")
-        from transformers import AutoTokenizer
-
-        try:
-            # Said outright, trust is not asked for on the terminal.
-            self._slow = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # as above, for the other formats
-            raise CheckpointError(
-                path, f"holds no tokenizer: {error}", "add a tokenizer.json"
-            ) from error
+        self._slow = _of_library(path)
 
     @classmethod
-    def of_json(cls, content: str, path: Path) -> TextTokenizer:
+    def of_json(
+        cls, content: str, path: Path, settings: Mapping[str, Any] | None = None
+    ) -> TextTokenizer:
         """Return the tokenizer that ``content`` of a tokenizer.json describes.
 
         Args:
             path: the file that it comes from, for the text of errors.
+            settings: what tokenizer_config.json would hold.
         """
         tokenizer = cls.__new__(cls)
         tokenizer._fast = _fast(lambda: FastTokenizer.from_str(content), path)
         tokenizer._slow = None
+        tokenizer._path = path
+        tokenizer._settings = settings or {}
         return tokenizer
 
     @classmethod
@@ -74,6 +73,8 @@ class TextTokenizer:
         tokenizer = cls.__new__(cls)
         tokenizer._fast = None
         tokenizer._slow = held
+        tokenizer._path = Path(str(held.name_or_path))
+        tokenizer._settings = None
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -91,6 +92,19 @@ class TextTokenizer:
         if self._fast is not None:
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))
+
+    @cached_property
+    def chat(self) -> ChatRenderer:
+        """Return what writes messages as prompts; transformers is imported for it."""
+        if self._slow is not None:
+            return ChatRenderer(self._slow, self._path)
+        if self._settings is None:
+            return ChatRenderer(_of_library(self._path), self._path)
+        from transformers import PreTrainedTokenizerFast
+
+        return ChatRenderer(
+            PreTrainedTokenizerFast(tokenizer_object=self._fast, **self._settings), self._path
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without special tokens."""
@@ -113,9 +127,35 @@ class MissingTokenizer(TextTokenizer):
             f"Try: give token ids, or {self._mend}"
         )
 
+    @property
+    def chat(self) -> ChatRenderer:
+        """Raise RequestError."""
+        raise RequestError(
+            f"{self._path} holds no tokenizer, so that messages cannot be written as a prompt. "
+            f"Try: give token ids to generate(), or {self._mend}"
+        )
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return an empty text."""
         return ""
+
+
+def _of_library(path: Path) -> Any:
+    """Return the tokenizer that transformers makes of a model directory.
+
+    Raises: CheckpointError: it makes none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        # Said outright, trust is not asked for on the terminal.
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # as below, for the other formats
+        raise CheckpointError(
+            path, f"holds no tokenizer: {error}", "add a tokenizer.json"
+        ) from error
 
 
 def _fast(read: Callable[[], FastTokenizer], path: Path) -> FastTokenizer:

@@ -1,4 +1,7 @@
-"""The hook by which the core gets a plan of a model directory. It needs no torch to import."""
+"""The model families, what attends in some, and the hook by which the core gets a plan.
+
+It needs no torch to import.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,128 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interposer.hookspecs import hookimpl
+from interposer.records import AttentionEntry, ModelEntry, Record
 
 if TYPE_CHECKING:
     from interposer import Config, Placement
     from interposer_models._loader import Plan
 
 INTERPOSER_API = ">=1.0,<2"
+
+# fmt: off
+_DECODER = (
+    "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+    "layer_types", "max_position_embeddings", "mlp_bias", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "quantization_config",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window",
+    "tie_word_embeddings", "torch_dtype", "vocab_size",
+)
+# fmt: on
+_GRANITE = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
+_WINDOWS = ("max_window_layers", "use_sliding_window")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "num_local_experts")
+_SPARSE = ("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob")
+# fmt: off
+_GEMMA = (
+    "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation",
+    "query_pre_attn_scalar", "use_bidirectional_attention",
+)
+_GROUPS = (
+    *_EXPERTS, "first_k_dense_replace", "moe_intermediate_size", "n_group", "n_routed_experts",
+    "n_shared_experts", "norm_topk_prob", "num_mtp_layers", "num_nextn_predict_layers",
+    "routed_scaling_factor", "topk_group",
+)
+_LATENT = (
+    *_GROUPS, "kv_lora_rank", "moe_layer_freq", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "scoring_func", "topk_method", "v_head_dim",
+)
+# fmt: on
+
+# The class of each family, and what it reads of config.json besides what all decoders do.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "Llama": (),
+    "Mistral": (),
+    "Qwen2": _WINDOWS,
+    "Qwen3": _WINDOWS,
+    "Mixtral": _EXPERTS,
+    "Qwen3Moe": (*_WINDOWS, *_EXPERTS, *_SPARSE),
+    "GptOss": (*_EXPERTS, "swiglu_alpha", "swiglu_limit"),
+    "SmolLM3": ("no_rope_layer_interval", "no_rope_layers", "use_sliding_window"),
+    "Olmo2": (),
+    "Granite": _GRANITE,
+    "GraniteMoe": (*_GRANITE, *_EXPERTS),
+    "Phi3": (),
+    "Ministral": (),
+    "Olmo3": (),
+    "Exaone4": ("sliding_window_pattern",),
+    "Glm4": (),
+    "Ernie4_5": ("use_bias",),
+    "Ernie4_5_Moe": (
+        *_EXPERTS,
+        "moe_intermediate_size",
+        "moe_k",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+        "moe_layer_start_index",
+        "moe_num_experts",
+        "moe_num_shared_experts",
+        "use_bias",
+    ),
+    "HunYuanDenseV1": (),
+    "HunYuanMoEV1": (*_EXPERTS, "moe_topk"),
+    "Gemma2": _GEMMA,
+    "Gemma3": (*_GEMMA, "rope_local_base_freq", "sliding_window_pattern"),
+    "Cohere2": ("layer_norm_eps", "logit_scale", "sliding_window_pattern"),
+    "Starcoder2": ("norm_epsilon", "use_bias"),
+    "Glm4Moe": (*_GROUPS, "use_qk_norm"),
+    "MiniMaxM2": (*_EXPERTS, "rotary_dim"),
+    "DeepseekV2": _LATENT,
+    "DeepseekV3": (*_LATENT, "rope_interleave"),
+    "Qwen2Moe": (*_WINDOWS, *_EXPERTS, *_SPARSE, "qkv_bias", "shared_expert_intermediate_size"),
+}
+# The names of modules where they are not those of classes.
+_MODULES = {
+    "Qwen2Moe": "qwen2_moe",
+    "Qwen3Moe": "qwen3_moe",
+    "GptOss": "gpt_oss",
+    "GraniteMoe": "granite_moe",
+    "Glm4Moe": "glm4_moe",
+    "MiniMaxM2": "minimax_m2",
+    "DeepseekV2": "deepseek_v2",
+    "DeepseekV3": "deepseek_v3",
+    "Ernie4_5": "ernie4_5",
+    "HunYuanDenseV1": "hunyuan_dense",
+    "HunYuanMoEV1": "hunyuan_moe",
+}
+
+
+@hookimpl
+def interposer_records() -> list[Record]:
+    """Return the families, each of which is a module of its own, and latent attention."""
+    # It adds nothing to the kernels that it binds, of which a policy requires the same.
+    latent = AttentionEntry(
+        "latent",
+        "interposer_models._decoder.latent_backend:LatentBackend",
+        score=0.0,
+        properties=frozenset({"deterministic", "graph_safe", "traceable"}),
+    )
+    return [latent, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
+
+
+def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
+    name = _MODULES.get(family, family.lower())
+    return ModelEntry(
+        (f"{family}ForCausalLM",),
+        name,
+        f"interposer_models._families.{name}:{family}",
+        examples=f"interposer_models._families.examples:{name}",
+        reads=(*_DECODER, *reads),
+    )
 
 
 @hookimpl

@@ -6,15 +6,18 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from interposer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from interposer_models._checkpoint.hub import HubModel
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -28,7 +31,8 @@ class Checkpoint:
     """A model directory whose config and list of shards were read and found complete.
 
     Attributes:
-        shards: safetensors files in natural order.
+        shards: safetensors files in natural order; empty where only the description was read.
+        source: where the weights are to be fetched from, None where they are here.
         tensors: file by tensor name as the index promises; empty without an index.
     """
 
@@ -36,6 +40,7 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Path, ...]
     tensors: dict[str, str]
+    source: HubModel | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -48,11 +53,7 @@ class Checkpoint:
             that names a missing shard, or a hf_quant_config.json of another quantization.
         """
         root = Path(path)
-        if not root.is_dir():
-            reason = "is not a directory" if root.exists() else "does not exist"
-            mend = "give the folder of a downloaded model; nothing is downloaded"
-            raise CheckpointError(root, reason, mend)
-        config = _with_quantization(root, read_json(root / "config.json"))
+        described = cls.described(root)
         if not (root / _INDEX).exists():
             if not (root / _SINGLE).is_file():
                 pickled = ", ".join(sorted(file.name for file in root.glob("*.bin")))
@@ -60,23 +61,29 @@ class Checkpoint:
                 raise CheckpointError(
                     root, f"holds neither {_SINGLE} nor {_INDEX}", mend if pickled else ""
                 )
-            return cls(root, config, (root / _SINGLE,), {})
-        tensors = read_json(root / _INDEX).get("weight_map")
-        if not isinstance(tensors, dict) or not tensors:
-            raise CheckpointError(root / _INDEX, "has no 'weight_map'")
-        if not all(isinstance(name, str) for name in tensors.values()):
-            raise CheckpointError(root / _INDEX, "has a 'weight_map' that names no files")
-        shards = []
-        for name in sorted(set(tensors.values())):
-            shard = root / name
-            if shard.parent != root:
-                raise CheckpointError(root / _INDEX, f"names {name!r}, outside the directory")
+            return replace(described, shards=(root / _SINGLE,))
+        tensors = _indexed(root)
+        shards = [root / name for name in sorted(set(tensors.values()))]
+        for shard in shards:
             if not shard.is_file():
                 raise CheckpointError(
-                    root / _INDEX, f"names the shard {name!r}, which is missing", "copy it again"
+                    root / _INDEX,
+                    f"names the shard {shard.name!r}, which is missing",
+                    "copy it again",
                 )
-            shards.append(shard)
-        return cls(root, config, tuple(shards), tensors)
+        return replace(described, shards=tuple(shards), tensors=tensors)
+
+    @classmethod
+    def described(cls, root: Path, source: HubModel | None = None) -> Checkpoint:
+        """Return the checkpoint at ``root`` without its weights, which need not be there.
+
+        Raises: CheckpointError: no directory, or something is wrong with its description.
+        """
+        if not root.is_dir():
+            reason = "is not a directory" if root.exists() else "does not exist"
+            mend = "give the folder of a model, or its name on a hub, such as Qwen/Qwen3-0.6B"
+            raise CheckpointError(root, reason, mend)
+        return cls(root, _with_quantization(root, read_json(root / "config.json")), (), {}, source)
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +126,30 @@ class Checkpoint:
                     self.path / _INDEX,
                     f"names the tensor {name!r} in {shard_name!r}, which lacks it",
                 )
+
+
+def weight_files(root: Path) -> list[str]:
+    """Return the names of the files that the weights of the model in ``root`` are stored in.
+
+    Raises: CheckpointError: the index is corrupt.
+    """
+    return sorted(set(_indexed(root).values())) if (root / _INDEX).exists() else [_SINGLE]
+
+
+def _indexed(root: Path) -> dict[str, str]:
+    """Return the file of each tensor, by its name, which the index in ``root`` states.
+
+    Raises: CheckpointError: it states none, or a file outside of ``root``.
+    """
+    tensors = read_json(root / _INDEX).get("weight_map")
+    if not isinstance(tensors, dict) or not tensors:
+        raise CheckpointError(root / _INDEX, "has no 'weight_map'")
+    if not all(isinstance(name, str) for name in tensors.values()):
+        raise CheckpointError(root / _INDEX, "has a 'weight_map' that names no files")
+    for name in sorted(set(tensors.values())):
+        if (root / name).parent != root:
+            raise CheckpointError(root / _INDEX, f"names {name!r}, outside the directory")
+    return tensors
 
 
 def _by_block(names: Iterable[str], numbered: bool) -> Iterator[str]:

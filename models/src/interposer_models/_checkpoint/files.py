@@ -1,4 +1,4 @@
-"""Opening checkpoints: a model directory, or a file of a format that a plugin reads."""
+"""Opening checkpoints: a model directory, a model's name, or a file of a format of a plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from interposer.errors import (
     foreign_errors,
 )
 from interposer.records import CheckpointEntry
-from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.checkpoint import Checkpoint, weight_files
+from interposer_models._checkpoint.hub import HubModel
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer, has_vocabulary
 
 
@@ -22,11 +23,15 @@ def open_checkpoint(
 ) -> tuple[Checkpoint | CheckpointFile, Choice | None]:
     """Return the checkpoint at ``path``, and the choice of the plugin that reads a file.
 
+    Of a model that is named, only the description is fetched; ``with_weights`` fetches the rest.
+
     Raises:
         CheckpointError: it does not exist, is corrupt, or nobody reads such files.
         PluginError: the plugin that reads such files failed.
     """
     file = Path(path)
+    if named := HubModel.named(path):
+        return Checkpoint.described(named.description(), named), None
     if not file.is_file():
         return Checkpoint.open(file), None
     registry = current_registry(config)
@@ -55,6 +60,29 @@ def open_checkpoint(
         ) from error
 
 
+def with_weights(checkpoint: Checkpoint | CheckpointFile) -> Checkpoint | CheckpointFile:
+    """Return the checkpoint, with its weights if only its description was fetched.
+
+    Raises: CheckpointError: they cannot be fetched, or are incomplete.
+    """
+    if isinstance(checkpoint, CheckpointFile) or checkpoint.source is None:
+        return checkpoint
+    checkpoint.source.weights(checkpoint.path, weight_files(checkpoint.path))
+    return Checkpoint.open(checkpoint.path)
+
+
+def open_folder(path: str | Path) -> Checkpoint:
+    """Return the checkpoint in a folder, or of a model that is named, with its weights.
+
+    Raises: CheckpointError: it does not exist, cannot be fetched, or is corrupt.
+    """
+    if (named := HubModel.named(path)) is None:
+        return Checkpoint.open(path)
+    folder = named.description()
+    named.weights(folder, weight_files(folder))
+    return Checkpoint.open(folder)
+
+
 def config_source(checkpoint: Checkpoint | CheckpointFile) -> Path:
     """Return the file that the checkpoint's config stands in."""
     if isinstance(checkpoint, CheckpointFile):
@@ -68,6 +96,7 @@ def tokenizer_of(checkpoint: Checkpoint | CheckpointFile) -> TextTokenizer:
     Raises: CheckpointError: it is not valid, or a file of a plugin's format holds none.
     """
     if isinstance(checkpoint, CheckpointFile):
-        return TextTokenizer.of_json(checkpoint.tokenizer(), checkpoint.path)
+        settings = checkpoint.tokenizer_settings()
+        return TextTokenizer.of_json(checkpoint.tokenizer(), checkpoint.path, settings)
     path = checkpoint.path
     return TextTokenizer(path) if has_vocabulary(path) else MissingTokenizer(path)

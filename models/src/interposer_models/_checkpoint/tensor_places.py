@@ -10,7 +10,10 @@ from torch import nn
 
 from interposer import PluggableLayer
 from interposer.errors import CheckpointError
+from interposer_models._decoder.latent_attention import LatentProjection
 from interposer_ops.layers.linear import Linear
+
+_PROJECTIONS = Linear, LatentProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def places_of(layers: Iterable[PluggableLayer]) -> tuple[dict[str, TensorPlace],
                 tied[full] = owners[id(parameter)]
                 continue
             owners[id(parameter)] = full
-            if isinstance(layer, Linear) and not hasattr(parameter, "stored_as"):
+            if isinstance(layer, _PROJECTIONS) and not hasattr(parameter, "stored_as"):
                 places.update(_shards(layer, name, parameter))
             elif hasattr(parameter, "expert_parts"):
                 places.update(_matrices(layer, parameter))
@@ -123,13 +126,15 @@ def absent_biases(layers: Iterable[PluggableLayer]) -> frozenset[str]:
     return frozenset(
         f"{parent}{dot}{part}.bias"
         for layer in layers
-        if isinstance(layer, Linear) and layer._parameters.get("bias") is None
+        if isinstance(layer, _PROJECTIONS) and layer._parameters.get("bias") is None
         for parent, dot, _ in [layer.prefix.rpartition(".")]
         for part in layer.parts
     )
 
 
-def _shards(layer: Linear, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, TensorPlace]]:
+def _shards(
+    layer: Linear | LatentProjection, name: str, parameter: nn.Parameter
+) -> Iterator[tuple[str, TensorPlace]]:
     parent = layer.prefix.rpartition(".")[0]
     dim = getattr(parameter, "shard_dim", 0)
     parts = {part: layer.parts[part] for part in getattr(parameter, "parts", layer.parts)}

@@ -35,6 +35,7 @@ class Weights:
         self.device = device
         layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
         places, self._tied = places_of(layers)
+        self._unread: tuple[str, ...] = getattr(model, "unread", ())
         self._absent = absent_biases(layers) - places.keys()
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
@@ -164,6 +165,8 @@ class Weights:
         group = self._owners.get(name)
         if group is not None or name in self._tied or name.endswith(_DERIVED):
             return group
+        if name.startswith(self._unread):
+            return None
         if name not in self._absent:
             raise CheckpointError(
                 path, f"holds the tensor {name!r}, which the model has no place for"

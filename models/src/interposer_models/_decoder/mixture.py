@@ -1,50 +1,83 @@
-"""The mixture of experts that some decoders have in place of one perceptron.
+"""The mixture of experts that some decoders have in place of one MLP.
 
-Dimensions: T tokens, H hidden size, K chosen experts.
+Dimensions: T tokens, H hidden size.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any, Self
+
+from pydantic import AliasChoices, Field, model_validator
+from torch import Tensor, nn
 
 from interposer import ExpertsSpec, Site
-from interposer_models._decoder.config import DecoderConfig, Mixture
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive
 from interposer_ops.layers.experts import Experts, Router
+
+_LARGEST_TENSOR = 2**48
+
+
+def count_of_experts(default: int | None) -> Any:
+    """Return the field ``num_local_experts`` with a default; older configs name it otherwise."""
+    names = AliasChoices("num_local_experts", "num_experts")
+    return Field(default=default, validation_alias=names)
 
 
 class MixtureMLP(nn.Module):
-    """A router and the experts that it sends tokens to."""
+    """A router and the experts that it sends tokens to.
 
-    def __init__(self, site: Site, config: DecoderConfig, mixture: Mixture) -> None:
+    Args:
+        router: what checkpoints call it.
+        renormalize: the weights of the chosen experts add up to 1.
+    """
+
+    def __init__(self, site: Site, spec: ExpertsSpec, router: str, renormalize: bool) -> None:
         super().__init__()
-        num_experts, top_k = config.num_local_experts, config.num_experts_per_tok
-        assert num_experts is not None
-        assert top_k is not None
-        self.router = Router(
-            site.at(mixture.router),
-            config.hidden_size,
-            num_experts,
-            top_k,
-            config.norm_topk_prob if mixture.renormalize is None else mixture.renormalize,
-            mixture.biased,
-        )
-        self.experts = Experts(
-            site.at("experts"),
-            ExpertsSpec(
-                hidden_size=config.hidden_size,
-                intermediate_size=config.expert_size,
-                num_experts=num_experts,
-                top_k=top_k,
-                activation=mixture.activation,
-                biased=mixture.biased,
-                alternating=mixture.alternating,
-                inputs_first=mixture.inputs_first,
-                projections=mixture.projections,
-            ),
-        )
+        sizes = spec.hidden_size, spec.num_experts, spec.top_k
+        self.router = Router(site.at(router), *sizes, renormalize, spec.biased)
+        self.experts = Experts(site.at("experts"), spec)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]``."""
         weights, expert_ids = self.router(x)
         return self.experts(x, weights, expert_ids)  # type: ignore[no-any-return]
+
+
+class MixtureFamily(DecoderFamily):
+    """The settings of a decoder with experts."""
+
+    num_local_experts: Positive | None = count_of_experts(None)
+    num_experts_per_tok: Positive | None = None
+
+    @property
+    def expert_size(self) -> int:
+        """Intermediate size of an expert."""
+        return self.intermediate_size
+
+    def experts(self, activation: str = "silu", **form: Any) -> ExpertsSpec:
+        """Return the facts of a layer's experts; ``form`` are further fields of it."""
+        assert self.num_local_experts is not None
+        assert self.num_experts_per_tok is not None
+        return ExpertsSpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.expert_size,
+            num_experts=self.num_local_experts,
+            top_k=self.num_experts_per_tok,
+            activation=activation,
+            **form,
+        )
+
+    @model_validator(mode="after")
+    def _sound_mixture(self) -> Self:
+        num_experts, top_k = self.num_local_experts, self.num_experts_per_tok
+        if num_experts is None or top_k is None:
+            raise ValueError("num_local_experts and num_experts_per_tok must be numbers")
+        if top_k > num_experts:
+            raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
+        if num_experts * self.hidden_size * self.expert_size > _LARGEST_TENSOR:
+            sizes = f"{self.hidden_size} x {self.expert_size}"
+            raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")
+        return self

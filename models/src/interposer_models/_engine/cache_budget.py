@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from interposer import Platform
+from interposer import CausalModel, Platform
 from interposer.errors import ConfigError, described
 from interposer_models._decoder.decoder import CausalLM
 from interposer_models._engine.decode_graphs import DecodeGraphs
@@ -198,11 +198,14 @@ def measured_step(
 
 
 @contextmanager
-def one_block_of_each_kind(model: CausalLM) -> Iterator[None]:
-    """Leave one block of each kind in ``model`` within a ``with`` block.
+def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
+    """Leave one block of each kind in ``model`` within a ``with`` block, if it is a ``CausalLM``.
 
     Blocks compute one after the other, in memory that they give back.
     """
+    if not isinstance(model, CausalLM):
+        yield
+        return
     decoder, every = model.model, model.model.layers
     kinds = {_kind(block): block for block in reversed(list(every))}
     decoder.layers = nn.ModuleList(reversed(kinds.values()))

@@ -118,6 +118,19 @@ class Engine:
     def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
 
+        Raises: RequestError: as ``check``.
+        """
+        tokens = self.check(prompt, params)
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
+        sequence = Sequence(next(self._ids), tokens, params, seed)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def check(self, prompt: Items[int], params: SamplingParams) -> list[int]:
+        """Return the prompt as ``add`` takes it; any thread may ask.
+
         Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
             a new token in the model's context or in the cache.
         """
@@ -129,12 +142,7 @@ class Engine:
                 f"hold at least one new token besides. Try: shorten it to {context - 1}"
             )
         self.pool.check(min(len(tokens) + params.max_new_tokens, context))
-        seed = params.seed
-        if seed is None:
-            seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
-        sequence = Sequence(next(self._ids), tokens, params, seed)
-        self.scheduler.add(sequence)
-        return sequence
+        return tokens
 
     @property
     def busy(self) -> bool:

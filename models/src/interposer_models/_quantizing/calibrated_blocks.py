@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from interposer import PluggableLayer
+from interposer.errors import ConfigError
+from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk
@@ -21,13 +23,25 @@ from interposer_models._loader import Plan
 from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import Attention
-from interposer_ops.layers.decoder_block import DecoderBlock
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing import SecondMoments
 
 Rounder = Callable[[Mapping[str, torch.Tensor], torch.Tensor], list[torch.Tensor]]
 """Of the weights ``[O, I]`` of layers that run as one product, by name, and the second moments of
 their inputs ``[I, I]``, returns the float32 weights that they stand for once they are quantized."""
+
+
+def decoder_of(planned: Plan) -> Decoder:
+    """Return the decoder of a plan, whose blocks can be run one by one.
+
+    Raises: ConfigError: its family builds another frame.
+    """
+    if isinstance(planned.model, CausalLM):
+        return planned.model.model
+    raise ConfigError(
+        f"Calibration runs the blocks of a CausalLM one by one, but the family of {planned.path} "
+        f"builds a {type(planned.model).__name__}. Try: quantize without calibrate"
+    )
 
 
 class CalibratedBlocks:
@@ -41,7 +55,7 @@ class CalibratedBlocks:
     def __init__(
         self, planned: Plan, source: TensorSource, sequences: Sequence[Sequence[int]]
     ) -> None:
-        self._decoder = planned.model.model
+        self._decoder = decoder_of(planned)
         self._source = source
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
@@ -56,8 +70,7 @@ class CalibratedBlocks:
         self._decoder.embed_tokens.finalize()
         with torch.inference_mode():
             self._hidden = [
-                self._decoder.embed_tokens(torch.tensor(ids, device=self._device))
-                for ids in sequences
+                self._decoder.embed(torch.tensor(ids, device=self._device)) for ids in sequences
             ]
         del self._decoder.embed_tokens
 
@@ -111,10 +124,9 @@ class CalibratedBlocks:
                 layer.operands = whole.to(self._device), layer.operands[1]
         self._advance(block, index)
 
-    def _loaded_block(self, index: int) -> DecoderBlock:
+    def _loaded_block(self, index: int) -> nn.Module:
         """Return a block whose linear layers hold plain, exchangeable weights."""
         block = self._decoder.layers[index]
-        assert isinstance(block, DecoderBlock)
         self._load(block)
         for layer in block.modules():
             if isinstance(layer, Linear):
@@ -124,7 +136,7 @@ class CalibratedBlocks:
                 layer.finalize()
         return block
 
-    def _advance(self, block: DecoderBlock, index: int) -> None:
+    def _advance(self, block: nn.Module, index: int) -> None:
         """Replace the hidden states by those after the block, and free it."""
         for place, hidden in enumerate(self._hidden):
             output, residual = self._run(block, index, hidden)
@@ -132,14 +144,13 @@ class CalibratedBlocks:
         self._decoder.layers[index] = nn.Module()
 
     def _run(
-        self, block: DecoderBlock, index: int, hidden: torch.Tensor
+        self, block: nn.Module, index: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
         (attention,) = (module for module in block.modules() if isinstance(module, Attention))
         backend = attention.backend
         (cache,) = backend.kv_layout().allocate(1, self._num_pages, self._device, cache_memory)
-        positions = self._batch.positions
-        cos, sin = self._decoder.cos[positions], self._decoder.sin[positions]
+        cos, sin = self._decoder.angles(self._batch.positions)[index]
         plan = backend.plan(self._batch.attention)
         return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory.")],
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory, or a name.")],
     out_dir: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     scheme: Annotated[str, typer.Option(help="fp8, int8, int4, w4a8, mxfp8, mxfp4 or nvfp4.")],
     group_size: Annotated[

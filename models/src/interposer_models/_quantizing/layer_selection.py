@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from interposer.errors import ConfigError, UnknownNameError, nearest_first
+from interposer_models._decoder.latent_attention import LatentProjection
 from interposer_ops.layers.experts import Experts, Router
 from interposer_ops.layers.linear import Linear
 from interposer_quantization.writing import WeightFormat
@@ -45,16 +46,16 @@ def layers_of(model: nn.Module) -> list[Layer]:
     return found
 
 
-def mixture_patterns(model: nn.Module) -> list[str]:
-    """Return patterns for the routers and experts of a model, which stay plain.
+def plain_patterns(model: nn.Module) -> list[str]:
+    """Return patterns for what stays plain: routers, experts, projections from latent vectors.
 
     To others they are linear layers too, one for each matrix.
     """
     found = []
     for module in model.modules():
-        if isinstance(module, Experts | Router):
+        if isinstance(module, Experts | Router | LatentProjection):
             name = re.escape(module.prefix.rpartition(".")[2])
-            end = "$" if isinstance(module, Router) else r"\."
+            end = r"\." if isinstance(module, Experts) else "$"
             found.append(rf"{_REGEX}.*\.{name}{end}")
     return list(dict.fromkeys(found))
 

@@ -12,13 +12,14 @@ from typing import Any
 from interposer import Config
 from interposer.errors import CheckpointError, ConfigError
 from interposer_models._checkpoint.checkpoint import Checkpoint
+from interposer_models._checkpoint.files import open_folder
 from interposer_models._loader import plan
 from interposer_models._quantizing.calibration_text import calibration_sequences
 from interposer_models._quantizing.copy_writer import CopyWriter
 from interposer_models._quantizing.layer_selection import (
     check_groups,
     layers_of,
-    mixture_patterns,
+    plain_patterns,
     selected,
 )
 from interposer_models._quantizing.rounded_layers import Progress, RoundedLayers
@@ -91,7 +92,7 @@ def quantize(
     """
     started = time.perf_counter()
     chosen = weight_format(scheme, group_size, asymmetric=asymmetric, activations=activations)
-    checkpoint = Checkpoint.open(model_dir)
+    checkpoint = open_folder(model_dir)
     _check_plain(checkpoint)
     text = None if calibrate is None else Path(calibrate)
     settings: dict[str, Any] = {
@@ -128,7 +129,7 @@ def quantize(
         with planned.numerics():
             rounded.calibrate(folder.layers, planned, sequences, act_order, told)
     writer.write_weights(folder, told)
-    plain = [*dict.fromkeys(("lm_head", *ignore, *mixture_patterns(planned.model)))]
+    plain = [*dict.fromkeys(("lm_head", *ignore, *plain_patterns(planned.model)))]
     writer.write_rest(folder, quantization_config(chosen, plain))
     folder.finish()
     return Quantized(

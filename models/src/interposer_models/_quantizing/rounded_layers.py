@@ -9,7 +9,7 @@ import torch
 
 from interposer.errors import CheckpointError
 from interposer_models._loader import Plan
-from interposer_models._quantizing.calibrated_blocks import CalibratedBlocks
+from interposer_models._quantizing.calibrated_blocks import CalibratedBlocks, decoder_of
 from interposer_models._quantizing.layer_selection import Layer, layers_of
 from interposer_models._quantizing.shard_file import DTYPE_NAMES, layout_bytes, write_shard
 from interposer_models._quantizing.tensor_source import TensorSource, read_file
@@ -127,7 +127,7 @@ class RoundedLayers:
     def _files(self, folder: Path, planned: Plan) -> list[tuple[Path, list[str]]]:
         """Return the file of each block, and the layers whose tensors it is to hold."""
         pairs = []
-        for index, block in enumerate(planned.model.model.layers):
+        for index, block in enumerate(decoder_of(planned).layers):
             names = [layer.name for layer in layers_of(block) if layer.name in self._layers]
             pairs.append((folder / f"{index}.safetensors", names))
         return pairs

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 def run(
     model_dir: Annotated[
-        Path, typer.Argument(help="A model directory, or a file that a plugin reads.")
+        Path,
+        typer.Argument(
+            help="A model directory, a name as Qwen/Qwen3-0.6B, or a file that a plugin reads."
+        ),
     ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
@@ -48,7 +51,7 @@ def run(
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     started = time.perf_counter()
-    lm = _load(model_dir, dtype, quantization, policy(kernel, platform, locked))
+    lm = load_with_progress(model_dir, dtype, quantization, policy(kernel, platform, locked))
     load_s = time.perf_counter() - started
 
     text: list[str] = []
@@ -64,7 +67,7 @@ def run(
         if not as_json:
             print(delta.text, end="", flush=True)
 
-    figures = {"load_s": load_s, **_speed(arrivals), **_memory(lm)}
+    figures = {"load_s": load_s, **speed(arrivals), **_memory(lm)}
     if as_json:
         facts = {"text": "".join(text), "token_ids": token_ids, "finish_reason": reason, **figures}
         print(json.dumps(facts, indent=2))
@@ -77,7 +80,10 @@ def run(
         print(_summary(len(token_ids), reason, figures), file=sys.stderr)
 
 
-def _load(path: Path, dtype: str, quantization: str | None, config: Config) -> LanguageModel:
+def load_with_progress(
+    path: Path, dtype: str, quantization: str | None, config: Config
+) -> LanguageModel:
+    """Load a model for one request at a time, and show how far that is on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -103,7 +109,7 @@ def _load(path: Path, dtype: str, quantization: str | None, config: Config) -> L
         )
 
 
-def _speed(arrivals: list[float]) -> dict[str, float]:
+def speed(arrivals: list[float]) -> dict[str, float]:
     """Return seconds to the first token and tokens per second after it."""
     span = arrivals[-1] - arrivals[0]
     rate = (len(arrivals) - 1) / span if span > 0 else 0.0

@@ -1,0 +1,153 @@
+"""The subcommand ``interposer chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interposer_models._commands.run import load_with_progress, speed
+from interposer_tools.options import Dtype, Kernels, Locked, PlatformName, Quantization, policy
+
+if TYPE_CHECKING:
+    from interposer_models._language_model import LanguageModel
+
+_HELP = """\
+/clear         forget the conversation
+/system TEXT   say what the model is to be, and forget the conversation
+/exit          end; Ctrl-D does so too
+Ctrl-C stops an answer; what there is of it stays."""
+
+
+def chat(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A model directory, a name, or a file that a plugin reads.")
+    ],
+    system: Annotated[str | None, typer.Option(help="What the model is to be.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Where answers end at the latest.")] = 2048,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy; without it, what the model's generation_config.json says."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A file with a chat template, in place of the model's.",
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    platform: PlatformName = None,
+    kernel: Kernels = None,
+    locked: Locked = False,
+) -> None:
+    """Talk with the model in the terminal."""
+    from interposer.errors import RequestError
+
+    written = None if template is None else template.read_text(encoding="utf-8")
+    lm = load_with_progress(model_dir, dtype, quantization, policy(kernel, platform, locked))
+    settings = {**lm.suggested, "max_new_tokens": max_new_tokens, "seed": seed}
+    if temperature is not None:
+        settings["temperature"] = temperature
+    conversation = _Conversation(lm, system, settings, written)
+    conversation.prompt("")  # a model without a template is refused before anybody writes
+    _say(f"{model_dir}: {lm.engine.model.config.max_position_embeddings} tokens of context. /help")
+    for line in _lines():
+        command, _, rest = line.partition(" ")
+        if command == "/exit":
+            break
+        if command == "/help":
+            _say(_HELP)
+        elif command in ("/clear", "/system"):
+            conversation.begin(rest.strip() if command == "/system" else conversation.system)
+        elif command.startswith("/"):
+            _say(f"There is no {command}.\n{_HELP}")
+        elif line.strip():
+            try:
+                _say(conversation.answer(line, lambda text: print(text, end="", flush=True)))
+            except RequestError as error:
+                _say(f"error: {error}\nThe conversation is as it was. Try: /clear")
+
+
+class _Conversation:
+    """Messages so far, and how the next one is made."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        system: str | None,
+        settings: dict[str, Any],
+        template: str | None,
+    ) -> None:
+        self._lm = lm
+        self._settings = settings
+        self._template = template
+        self.begin(system)
+
+    def begin(self, system: str | None) -> None:
+        """Forget everything but what the model is to be."""
+        self.system = system
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the token ids that ask for an answer to ``text``."""
+        asked = [*self._messages, {"role": "user", "content": text}]
+        return self._lm.chat_prompt(asked, template=self._template)
+
+    def answer(self, text: str, show: Callable[[str], None]) -> str:
+        """Stream an answer to ``show``, remember both, and return figures of it."""
+        prompt = self.prompt(text)
+        started = time.perf_counter()
+        parts: list[str] = []
+        arrivals: list[float] = []
+        reason: str | None = "stopped"
+        stream = self._lm.stream(prompt, **self._settings)
+        with suppress(KeyboardInterrupt):
+            for delta in stream:
+                arrivals.append(time.perf_counter() - started)
+                parts.append(delta.text)
+                show(delta.text)
+                reason = delta.finish_reason
+        stream.close()  # type: ignore[attr-defined]
+        show("\n")
+        self._messages += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "".join(parts)},
+        ]
+        if not arrivals:
+            return f"no token ({reason})"
+        figures = speed(arrivals)
+        context = self._lm.engine.model.config.max_position_embeddings
+        return (
+            f"{len(arrivals)} tokens ({reason or 'stopped'}), "
+            f"first after {figures['time_to_first_token_s'] * 1e3:.0f} ms, "
+            f"then {figures['tokens_per_second']:.1f} tokens/s, "
+            f"{len(prompt) + len(arrivals)} of {context} tokens of context"
+        )
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, line by line, until its end or an interrupt."""
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401  input() edits lines and recalls them once it is there
+    while True:
+        try:
+            yield input("> " if is_typed else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_typed:
+                print()
+            return
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,184 @@
+"""Multi-head latent attention (MLA), whose cache holds one vector per token.
+
+Dimensions: T tokens, H hidden size, N heads, D plain size of a query and key head, R rotary size,
+C latent size, V size of a value head.
+
+Source: arXiv:2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, LinearMethod, PluggableLayer, Site
+from interposer_models._decoder.attention import InterleavedRotary
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.linear import batched_linear
+
+# Of the norms of latent vectors, whatever the config says of the others.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of latent attention.
+
+    Attributes:
+        query_latent: size of the latent vector of queries; None where they have none.
+        plain: elements of a query and key head that are not rotated, D.
+        value: elements of a value head, V.
+    """
+
+    hidden: int
+    query_latent: int | None
+    plain: int
+    value: int
+
+
+class LatentProjection(PluggableLayer):
+    """The projection ``kv_b_proj`` from latent vectors to keys and values, taken apart.
+
+    Its weight ``[N (D + V), C]`` is held in the model's dtype, however a checkpoint stores it: what
+    it multiplies are queries and outputs of the attention, head by head.
+
+    Attributes:
+        parts: the outputs by the name that checkpoints use, as those of ``Linear``.
+        of_queries, of_values: ``[N, D, C]`` and ``[N, C, V]``, as the kernels want them.
+    """
+
+    def __init__(self, site: Site, num_heads: int, sizes: LatentSizes, latent_size: int) -> None:
+        super().__init__(site)
+        self.heads, self.sizes = num_heads, (sizes.plain, sizes.value)
+        self.latent_size, self.dtype = latent_size, site.dtype
+        rows = num_heads * sum(self.sizes)
+        self.parts = {site.prefix.rpartition(".")[2]: rows}
+        scheme = site.resolver.scheme
+        self.method: LinearMethod | None = None
+        if scheme is not None:
+            self.method = scheme.linear_method(site.prefix, tuple(self.parts))
+        if self.method is None:
+            weight = torch.empty(rows, latent_size, dtype=site.dtype)
+            self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        else:
+            self.method.create_weights(self, site, latent_size, rows, bias=False)
+        inner, sides = {"num_heads": num_heads}, (sizes.plain, latent_size, sizes.value)
+        self._bound = tuple(
+            site.bind_kernel(batched_linear, **inner, in_features=taken, out_features=given)
+            for taken, given in pairwise(sides)
+        )
+        self.of_queries = self.of_values = torch.empty(0)
+
+    def finalize(self) -> None:
+        """Split the weight, dequantized if it has to be, and free it."""
+        weight = self._weight()
+        for name in list(self._parameters):
+            self.register_parameter(name, None)
+        keys, values = weight.view(self.heads, -1, self.latent_size).split(self.sizes, dim=1)
+        to_latent, to_values = self._bound
+        self.of_queries = to_latent.prepared(weight=keys.contiguous())["weight"]
+        values = values.transpose(1, 2).contiguous()
+        self.of_values = to_values.prepared(weight=values)["weight"]
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Return ``[T, N, C]``, what latent vectors answer, of plain queries ``[T, N, D]``."""
+        return self._bound[0].function(query.transpose(0, 1), self.of_queries).transpose(0, 1)
+
+    def values(self, mixed: Tensor) -> Tensor:
+        """Return ``[T, N, V]`` of means of latent vectors ``[T, N, C]``."""
+        return self._bound[1].function(mixed.transpose(0, 1), self.of_values).transpose(0, 1)
+
+    def _weight(self) -> Tensor:
+        if self.method is None:
+            return self.get_parameter("weight").data
+        weight = self.method.dequantized(self)
+        kernel, operands = self.method.finalize(self)  # checks what it was given
+        if weight is None:
+            device = next((x.device for x in operands if isinstance(x, Tensor)), None)
+            unit = torch.eye(self.latent_size, dtype=self.dtype, device=device)
+            weight = kernel(unit, *operands).T
+        return weight.to(self.dtype)
+
+
+class LatentAttention(SelfAttention):
+    """Attention of all heads to one latent vector per token, and its projections.
+
+    The projection from latent vectors to keys is applied to queries instead, and that to values to
+    what the attention returns, so that neither keys nor values are made of what is cached.
+
+    Args:
+        spec: of heads of C + R elements, with one kv head and ``latent_size`` C.
+        interleaved: neighbours are rotated, not the halves of the rotary part.
+        bias: of the projections of ``x`` to latent vectors, and of the last one.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        sizes: LatentSizes,
+        interleaved: bool = True,
+        bias: bool = False,
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        hidden, heads, latent = sizes.hidden, spec.num_heads, spec.latent_size
+        self.spec, self.plain_size = spec, sizes.plain
+        rotary = self.rotary_size = spec.head_size - latent
+        width = heads * (sizes.plain + rotary)
+        self.query_latent = sizes.query_latent is not None
+        if sizes.query_latent is None:
+            self.q_proj = Linear(site.at("q_proj"), hidden, width)
+        else:
+            self.q_a_proj = Linear(site.at("q_a_proj"), hidden, sizes.query_latent, bias)
+            self.q_a_layernorm = RMSNorm(site.at("q_a_layernorm"), sizes.query_latent, _EPS)
+            self.q_b_proj = Linear(site.at("q_b_proj"), sizes.query_latent, width)
+        at = site.at("kv_a_proj_with_mqa")
+        self.kv_a_proj_with_mqa = Linear(at, hidden, spec.head_size, bias)
+        self.kv_a_layernorm = RMSNorm(site.at("kv_a_layernorm"), latent, _EPS)
+        self.kv_b_proj = LatentProjection(site.at("kv_b_proj"), heads, sizes, latent)
+        kind = InterleavedRotary if interleaved else RotaryEmbedding
+        self.rotary = kind(site.at("rotary"), rotary, rotary)
+        self.attn = Attention(site.at("attn"), spec)
+        self.o_proj = Linear(site.at("o_proj"), heads * sizes.value, hidden, bias)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
+    ) -> Tensor:
+        """Return the output projection, as ``SelfAttention`` does.
+
+        Args:
+            x: ``[T, H]``.
+            cos, sin: ``[T, R / 2]``, float32 or wider.
+            cache, plan: of the attention backend.
+            rows: int64, indices into T.
+        """
+        query, key = self.vectors(x, cos, sin)
+        value = key[..., : self.spec.latent_size]
+        mixed = self.attn(query, key, value, cache, plan)  # [T, N, C]
+        if rows is not None:
+            mixed = mixed[rows]
+        return self.o_proj(self.kv_b_proj.values(mixed).flatten(1))  # type: ignore[no-any-return]
+
+    def vectors(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries ``[T, N, C + R]`` and vectors to be cached ``[T, 1, C + R]``."""
+        latent_size, rotary_size = self.spec.latent_size, self.rotary_size
+        query = self.queries(x).unflatten(-1, (self.spec.num_heads, -1))  # [T, N, D + R]
+        plain, rotated = query.split((self.plain_size, rotary_size), dim=-1)
+        latent, key = self.kv_a_proj_with_mqa(x).split((latent_size, rotary_size), dim=-1)
+        rotated, key = self.rotary(rotated.contiguous(), key.unsqueeze(1), cos, sin)
+        query = torch.cat((self.kv_b_proj.absorbed(plain), rotated), dim=-1)
+        latent = self.kv_a_layernorm(latent.contiguous())
+        return query, torch.cat((latent.unsqueeze(1), key), dim=-1)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return ``[T, N (D + R)]``."""
+        if not self.query_latent:
+            return self.q_proj(x)  # type: ignore[no-any-return]
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,107 @@
+"""The settings of decoders with latent attention, and how it is built of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.grouped_mixture import GroupedFamily
+from interposer_models._decoder.latent_attention import LatentAttention, LatentSizes
+from interposer_models._decoder.settings import Positive
+from interposer_ops.layers.self_attention import SelfAttention
+
+_LARGEST_WIDTH = 2**24
+_LARGEST_STRETCH = 2**24
+
+
+class LatentFamily(GroupedFamily):
+    """A decoder whose attention caches one latent vector per token, with experts in groups."""
+
+    kv_lora_rank: Positive = 512
+    q_lora_rank: Positive | None = 1536
+    qk_nope_head_dim: Positive = 128
+    qk_rope_head_dim: Positive = 64
+    v_head_dim: Positive = 128
+    moe_layer_freq: Literal[1] = 1
+    n_shared_experts: Annotated[int, Field(gt=0, lt=2**16)] = 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """One: all heads read the same vectors."""
+        return 1
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a vector that is cached; ``head_dim`` of a config is its rotary part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that are rotated."""
+        return self.qk_rope_head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of scores: longer contexts than those of the training have a larger one."""
+        scale = float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5)
+        weight, factor = self._stretch()
+        if weight and factor > 1:
+            scale *= (0.1 * weight * math.log(factor) + 1.0) ** 2
+        return scale
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what the attention of layer ``index`` at a site has to do."""
+        spec = super().attention_spec(site, index, page_size)
+        facts: dict[str, Any] = {"latent": True, "latent_size": self.kv_lora_rank}
+        return replace(spec, scale=self.score_scale, **facts)
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return the attention of layer ``index`` at a site, its projections included."""
+        own = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
+        sizes = LatentSizes(self.hidden_size, *own)
+        return LatentAttention(site, spec, sizes, self.interleaved, self.attention_bias)
+
+    @property
+    def interleaved(self) -> bool:
+        """Neighbours are rotated, not the halves of the rotary part."""
+        return True
+
+    def _stretch(self) -> tuple[float, float]:
+        """Return ``mscale_all_dim`` and ``factor`` of the angles, 0 and 1 where there are none."""
+        rope = self.rope_parameters
+        if rope.get("rope_type", rope.get("type", "default")) == "default":
+            return 0.0, 1.0
+        stated = []
+        for name, without in (("mscale_all_dim", 0.0), ("factor", 1.0)):
+            number = rope.get(name)
+            number = without if number is None else number
+            if type(number) not in (int, float) or not 0 <= number <= _LARGEST_STRETCH:
+                raise ValueError(
+                    f"{name} of rope_parameters is {number!r}, must be a number from 0 to "
+                    f"{_LARGEST_STRETCH}"
+                )
+            stated.append(float(number))
+        return stated[0], stated[1]
+
+    @model_validator(mode="after")
+    def _sound_heads(self) -> Self:
+        heads, stated = self.num_attention_heads, self.num_key_value_heads
+        if stated not in (None, heads):
+            raise ValueError(
+                f"num_key_value_heads {stated} is not num_attention_heads {heads}, but latent "
+                "attention makes keys for every head"
+            )
+        size = self.qk_nope_head_dim + max(self.qk_rope_head_dim, self.v_head_dim)
+        if heads * size > _LARGEST_WIDTH:
+            raise ValueError(f"{heads} heads of {size} are more than a model can have")
+        if self.partial_rotary_factor != 1:
+            raise ValueError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}, but qk_rope_head_dim says "
+                "what is rotated"
+            )
+        self._stretch()
+        return self

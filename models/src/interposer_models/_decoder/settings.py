@@ -1,0 +1,161 @@
+"""The settings of a decoder, read from a checkpoint's config.json and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from interposer import ModelFamily
+from interposer.errors import CheckpointError, ConfigError, UnknownNameError
+from interposer_ops.rotary import rotary_frequencies
+
+# Far above any model; a product of two still fits a tensor.
+Positive = Annotated[int, Field(gt=0, le=2**24)]
+Epsilon = Annotated[float, Field(gt=0, lt=1)]
+RopeBase = Annotated[float, Field(gt=1)]
+WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class DecoderSettings(BaseModel, ModelFamily):
+    """The fields of config.json that shape a decoder, by their Hugging Face names.
+
+    Others are ignored; one that is null has its default. Properties state what follows from them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Annotated[int, Field(gt=0, le=10_000)]
+    num_attention_heads: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    vocab_size: Positive
+    max_position_embeddings: Positive
+    rms_norm_eps: Epsilon = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_parameters: dict[str, Any] = Field(
+        default_factory=dict, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
+    )
+    rope_theta: RopeBase = 10000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    sliding_window: WindowTokens | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    dtype: str = Field(default="float32", validation_alias=AliasChoices("dtype", "torch_dtype"))
+    quantization_config: dict[str, Any] | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that keys and values have."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that are rotated."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings."""
+        return 1.0
+
+    @property
+    def rope_scaling(self) -> dict[str, Any]:
+        """``rope_type`` and its parameters."""
+        # A yarn config without it means that max_position_embeddings is the original length.
+        original = {"original_max_position_embeddings": self.max_position_embeddings}
+        return {**original, **self.rope_parameters}
+
+    def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
+        """Return base and scaling of the angles of layer ``index``.
+
+        ``rope_parameters`` may state them by the names of layer types.
+        """
+        kind = "full_attention" if self.windows[index] is None else "sliding_attention"
+        stated = self.rope_parameters.get(kind)
+        if not isinstance(stated, dict):
+            return self.rope_theta, self.rope_scaling
+        original = {"original_max_position_embeddings": self.max_position_embeddings}
+        return stated.get("rope_theta", self.rope_theta), {**original, **stated}
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` has a window, where ``layer_types`` does not."""
+        return False
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer in tokens, None where a layer sees everything."""
+        sliding = [self.slides(index) for index in range(self.num_hidden_layers)]
+        if self.layer_types is not None:
+            sliding = [kind == "sliding_attention" for kind in self.layer_types]
+        return tuple(self.sliding_window if slid else None for slid in sliding)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stated(cls, fields: Any) -> Any:
+        """Leave out what is null and cannot be; lift what lies inside of rope_parameters."""
+        nullable = {n for n, f in cls.model_fields.items() if type(None) in get_args(f.annotation)}
+        stated = {n: v for n, v in fields.items() if v is not None or n in nullable}
+        rope = stated.get("rope_parameters", stated.get("rope_scaling"))
+        if isinstance(rope, dict):
+            lifted = ("rope_theta", "partial_rotary_factor")
+            stated |= {n: rope[n] for n in lifted if n in rope}
+        return stated
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        heads, kv_heads, types = self.num_attention_heads, self.num_kv_heads, self.layer_types
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        for kind in (k for k, value in self.rope_parameters.items() if isinstance(value, dict)):
+            base = self.rope_parameters[kind].get("rope_theta", self.rope_theta)
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"rope_parameters of layer type {kind!r} are not supported")
+            if type(base) not in (int, float) or base <= 1:
+                raise ValueError(f"rope_theta of {kind} is {base!r}, must be above 1")
+        if heads * self.head_size > 2**24:
+            raise ValueError(f"{heads} heads of {self.head_size} are more than a model can have")
+        if self.rotary_size <= 0 or self.rotary_size % 2:
+            raise ValueError(
+                f"the rotated part of a head is {self.rotary_size}, must be positive and even"
+            )
+        if types is not None and len(types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(types)} of {self.num_hidden_layers} layers")
+        if types is not None and "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding layers, but sliding_window is missing")
+        return self
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Self:
+        """Return the settings that the content of config.json describes.
+
+        Raises: CheckpointError: a field is missing, mistyped or contradictory.
+        """
+        try:
+            parsed = cls.model_validate(config)
+            for index in range(parsed.num_hidden_layers):
+                rotary_frequencies(parsed.rotary_size, *parsed.rotation(index))
+            return parsed
+        except UnknownNameError:
+            raise
+        except ConfigError as error:
+            raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            given = f" (got {first['input']!r})" if place and first["type"] != "missing" else ""
+            reason = f"{place or 'config'}: {first['msg']}{given}"
+            raise CheckpointError(source, reason, "mend the field") from error

@@ -1,0 +1,74 @@
+"""ERNIE 4.5 MoE: ERNIE 4.5 with experts behind the first layers, whose load a bias balances.
+
+Source: ERNIE 4.5 Technical Report, Baidu, 2025.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import AliasChoices, Field, model_validator
+from torch import nn
+
+from interposer import Site
+from interposer_models._decoder.grouped_mixture import BalancedMixture, Grouping
+from interposer_models._decoder.mixture import MixtureFamily
+from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
+from interposer_models._families.ernie4_5 import Ernie4_5
+
+_BIAS = "moe_statics.e_score_correction_bias"
+
+
+class Ernie4_5_Moe(MixtureFamily, Ernie4_5):
+    """ERNIE 4.5 with experts; checkpoints store every expert by itself."""
+
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 500000.0
+    head_dim: Positive | None = None
+    tie_word_embeddings: bool = True
+    attention_bias: bool = Field(
+        default=False, validation_alias=AliasChoices("use_bias", "attention_bias")
+    )
+    num_local_experts: Positive | None = Field(
+        default=64,
+        validation_alias=AliasChoices("moe_num_experts", "num_local_experts", "num_experts"),
+    )
+    num_experts_per_tok: Positive | None = Field(
+        default=6, validation_alias=AliasChoices("moe_k", "num_experts_per_tok")
+    )
+    moe_intermediate_size: Positive = 1536
+    moe_num_shared_experts: Annotated[int, Field(ge=0, lt=2**16)] = 2
+    moe_layer_start_index: Annotated[int, Field(ge=0)] = 1
+    moe_layer_end_index: Annotated[int, Field(ge=-1)] = -1
+    moe_layer_interval: Positive = 1
+
+    @property
+    def expert_size(self) -> int:
+        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
+        return self.moe_intermediate_size
+
+    def has_experts(self, index: int) -> bool:
+        """Say whether layer ``index`` has experts, not one MLP."""
+        last = self.moe_layer_end_index
+        last = self.num_hidden_layers - 1 if last == -1 else last
+        regular = (index + 1) % self.moe_layer_interval == 0
+        return regular and self.moe_layer_start_index <= index <= last
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts of layer ``index``, or its MLP."""
+        if not self.has_experts(index):
+            return super().mlp(block, index)
+        experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        shared = self.moe_num_shared_experts * self.moe_intermediate_size
+        how = Grouping(scoring="softmax")
+        mixture = BalancedMixture(block.at("mlp"), experts, how, shared, _BIAS)
+        bias = mixture.router.e_score_correction_bias
+        assert bias is not None
+        bias.data = bias.data[None]  # as it is stored
+        return mixture
+
+    @model_validator(mode="after")
+    def _no_biases(self) -> Self:
+        if self.attention_bias:
+            raise ValueError("use_bias is true, but shared experts are computed without biases")
+        return self

@@ -1,0 +1,340 @@
+"""Small models of each family, as config.json describes them, for the conformance suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Examples = dict[str, dict[str, Any]]
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_WINDOW = {"sliding_window": 24}
+
+
+def _configs(architecture: str, **changes: dict[str, Any]) -> Examples:
+    return {
+        label: {"architectures": [architecture], **_SIZES, **fields}
+        for label, fields in changes.items()
+    }
+
+
+def llama() -> Examples:
+    """Return grouped queries, and a tied head with the angles of long contexts and biases."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    long = {
+        "rope_parameters": rope,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 32,
+    }
+    return _configs("LlamaForCausalLM", grouped={}, long=long)
+
+
+def mistral() -> Examples:
+    """Return one with a window, and one without."""
+    return _configs("MistralForCausalLM", windowed=_WINDOW, whole={"sliding_window": None})
+
+
+def qwen2() -> Examples:
+    """Return one without windows, and one with windows in the upper layers."""
+    upper = {"use_sliding_window": True, "max_window_layers": 1, **_WINDOW}
+    return _configs("Qwen2ForCausalLM", whole={}, upper=upper)
+
+
+def qwen3() -> Examples:
+    """Return one with a head size of its own and biases, and one with windows."""
+    upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **_WINDOW}
+    biased = {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}
+    return _configs("Qwen3ForCausalLM", biased=biased, upper=upper)
+
+
+def mixtral() -> Examples:
+    """Return one with a window, and one without."""
+    few = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    return _configs("MixtralForCausalLM", windowed={**few, **_WINDOW}, whole=few)
+
+
+def qwen3_moe() -> Examples:
+    """Return one with experts everywhere, and one with windows and a layer without experts."""
+    few = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, **_WINDOW}
+    return _configs("Qwen3MoeForCausalLM", sparse=few, some={**few, **some})
+
+
+def gpt_oss() -> Examples:
+    """Return one with the angles of the releases, and one with plain angles."""
+    few = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **_WINDOW}
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return _configs("GptOssForCausalLM", yarn=few, plain={**few, **plain})
+
+
+def smollm3() -> Examples:
+    """Return one with the usual layers without rotation, and one that lists them, with windows."""
+    listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **_WINDOW}
+    biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+    usual = {"num_hidden_layers": 5}
+    return _configs("SmolLM3ForCausalLM", usual=usual, listed={**listed, **biases})
+
+
+def olmo2() -> Examples:
+    """Return one as released, and one with biases and a tied head."""
+    biases = {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
+    return _configs("Olmo2ForCausalLM", grouped={}, biases=biases)
+
+
+def granite() -> Examples:
+    """Return one with all multipliers, and one with none."""
+    multipliers = {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.5,
+        "residual_multiplier": 0.7,
+    }
+    tied = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    return _configs("GraniteForCausalLM", scaled={**multipliers, **tied}, plain={})
+
+
+def granite_moe() -> Examples:
+    """Return one with all multipliers, and one with none."""
+    few = {"num_local_experts": 5, "num_experts_per_tok": 2}
+    scaled = {**granite()["scaled"], **few}
+    return {
+        label: {**fields, "architectures": ["GraniteMoeForCausalLM"]}
+        for label, fields in {"scaled": scaled, "plain": {**_SIZES, **few}}.items()
+    }
+
+
+def phi3() -> Examples:
+    """Return one that rotates a part of each head, and one with a window."""
+    part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return _configs("Phi3ForCausalLM", part={"rope_parameters": part}, windowed=_WINDOW)
+
+
+def ministral() -> Examples:
+    """Return one with windows everywhere, and one with windows in some layers."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    some = {"layer_types": types, "head_dim": 32, **_WINDOW}
+    return _configs("MinistralForCausalLM", windowed={"head_dim": 16, **_WINDOW}, some=some)
+
+
+def olmo3() -> Examples:
+    """Return one with windows, and one whose layers without them have long angles."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    default = {"rope_type": "default", "rope_theta": 500000.0}
+    rope = {"full_attention": yarn, "sliding_attention": default}
+    long = {"rope_parameters": rope, "num_hidden_layers": 4}
+    return _configs("Olmo3ForCausalLM", windowed=_WINDOW, long={**long, **_WINDOW})
+
+
+def exaone4() -> Examples:
+    """Return one with windows in most layers, and one without."""
+    mixed = {"num_hidden_layers": 5, **_WINDOW}
+    whole = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+    return _configs("Exaone4ForCausalLM", mixed=mixed, whole=whole)
+
+
+def glm4() -> Examples:
+    """Return one as released, and one that rotates whole heads, without biases."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    whole = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
+    return _configs("Glm4ForCausalLM", half={"head_dim": 16}, whole={"head_dim": 32, **whole})
+
+
+def ernie4_5() -> Examples:
+    """Return one as released, and one with biases and a head of its own."""
+    biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}
+    return _configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
+
+
+def ernie4_5_moe() -> Examples:
+    """Return one with experts in all layers but the first, and one with experts in every second."""
+    few = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
+    some = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
+    some |= {"num_hidden_layers": 4, "moe_num_shared_experts": 0, "tie_word_embeddings": False}
+    return _configs("Ernie4_5_MoeForCausalLM", usual=few, some={**few, **some})
+
+
+def hunyuan_dense() -> Examples:
+    """Return one with a raised base of angles, and one with biases."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    biases = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}
+    return _configs(
+        "HunYuanDenseV1ForCausalLM",
+        raised={"rope_parameters": rope, "head_dim": 16},
+        biases=biases,
+    )
+
+
+def hunyuan_moe() -> Examples:
+    """Return one with a raised base of angles, and one with biases and one expert a token."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+    raised = {"rope_parameters": rope, "head_dim": 16, "num_experts": 6, "moe_topk": 3}
+    biases = {"attention_bias": True, "head_dim": 32, "num_experts": 4, "moe_topk": 1}
+    return _configs("HunYuanMoEV1ForCausalLM", raised=raised, biases=biases)
+
+
+def gemma2() -> Examples:
+    """Return one as released, and one without caps that has a head of its own."""
+    free = {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+    }
+    return _configs(
+        "Gemma2ForCausalLM", capped={"head_dim": 16, **_WINDOW}, free={**free, **_WINDOW}
+    )
+
+
+def gemma3() -> Examples:
+    """Return one with both kinds of layers, and one with scaled angles and caps."""
+    mixed = {"head_dim": 16, "num_hidden_layers": 6, **_WINDOW}
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    scaled = {
+        "rope_parameters": rope,
+        "layer_types": types,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 20,
+        "final_logit_softcapping": 20.0,
+    }
+    return _configs("Gemma3ForCausalLM", mixed=mixed, scaled={**scaled, **_WINDOW})
+
+
+def cohere2() -> Examples:
+    """Return one with both kinds of layers, and one with biases and a head of its own."""
+    mixed = {"num_hidden_layers": 5, **_WINDOW}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    biases = {"attention_bias": True, "tie_word_embeddings": False, "layer_types": types}
+    return _configs("Cohere2ForCausalLM", mixed=mixed, biases={**biases, **_WINDOW})
+
+
+def starcoder2() -> Examples:
+    """Return one with windows, and one without biases."""
+    plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
+    return _configs("Starcoder2ForCausalLM", windowed=_WINDOW, plain=plain)
+
+
+def qwen2_moe() -> Examples:
+    """Return one with experts everywhere, and one with windows and a layer without experts."""
+    few = {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}
+    windows = {"use_sliding_window": True, "max_window_layers": 3, **_WINDOW}
+    return _configs("Qwen2MoeForCausalLM", sparse=few, some={**few, **some, **windows})
+
+
+def glm4_moe() -> Examples:
+    """Return one with groups of experts behind a layer without, and one with experts alone."""
+    few = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 16}
+    alone = {
+        "first_k_dense_replace": 0,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+        "head_dim": 32,
+    }
+    return _configs("Glm4MoeForCausalLM", groups={**few, **groups}, alone={**few, **alone})
+
+
+def minimax_m2() -> Examples:
+    """Return one that rotates whole heads, and one that rotates a part of each."""
+    few = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    whole = {"head_dim": 16, **few}
+    return _configs(
+        "MiniMaxM2ForCausalLM",
+        whole=whole,
+        part={"rope_parameters": part, "head_dim": 32, **few},
+    )
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
+
+
+def deepseek_v2() -> Examples:
+    """Return one as the small model, one with groups and long angles, and one with biases."""
+    lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
+    biases = {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 16}
+    return _configs(
+        "DeepseekV2ForCausalLM",
+        lite={**_LATENT, **lite},
+        groups={**_LATENT, **groups, **long},
+        biases={**_LATENT, **biases, "routed_scaling_factor": 0.5},
+    )
+
+
+def deepseek_v3() -> Examples:
+    """Return one with groups and long angles, one group as Kimi has, and one without a query's."""
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    one = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
+    plain = {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+    }
+    return _configs(
+        "DeepseekV3ForCausalLM",
+        groups={**_LATENT, **groups, "rope_parameters": _YARN},
+        one={**_LATENT, **one, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+        plain={**_LATENT, **plain},
+    )

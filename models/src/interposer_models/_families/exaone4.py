@@ -1,0 +1,43 @@
+"""EXAONE 4: norms behind attention and MLP, norms of heads, rotation only where there are windows.
+
+Source: arXiv:2507.11407.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.attention import UnrotatedAttention
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Epsilon, WindowTokens
+from interposer_models._families.olmo2 import NORMS
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class Exaone4(DecoderFamily):
+    """EXAONE 4; without a window, every layer rotates and sees everything."""
+
+    rms_norm_eps: Epsilon = 1e-5
+    sliding_window: WindowTokens | None = 4096
+    sliding_window_pattern: Annotated[int, Field(ge=0)] | str | None = 4
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` has the window; a pattern in letters has an L for that."""
+        pattern = self.sliding_window_pattern
+        if isinstance(pattern, str):
+            return pattern[index % len(pattern)] == "L"
+        return bool(pattern) and (index + 1) % (pattern or 1) != 0
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of heads; layers that see everything do not rotate."""
+        rotates = self.sliding_window is None or self.windows[index] is not None
+        kind = SelfAttention if rotates else UnrotatedAttention
+        return kind(site, spec, self.hidden_size, self.rotary_size, self.rms_norm_eps)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return the block with norms behind its parts."""
+        return self.normed_block(site, index, page_size, NORMS)

@@ -1,0 +1,88 @@
+"""Gemma 2: every part between two norms, capped scores and logits, windows in every second layer.
+
+Source: arXiv:2408.00118.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Self
+
+import torch
+from pydantic import AliasChoices, Field, model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive, WindowTokens
+from interposer_ops.layers.norm import GemmaRMSNorm
+
+Cap = Annotated[float, Field(gt=0)]
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+
+class CappedLM(CausalLM):
+    """A decoder whose logits stay within a cap, if it has one."""
+
+    def __init__(self, site: Site, config: Gemma2, page_size: int) -> None:
+        super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
+        self.cap = config.final_logit_softcapping
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the logits, see ``CausalModel``."""
+        logits = super().forward(*args, **kwargs)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+class Gemma2(DecoderFamily):
+    """Gemma 2."""
+
+    head_dim: Positive | None = 256
+    hidden_act: str = Field(
+        default="gelu_pytorch_tanh",
+        validation_alias=AliasChoices("hidden_activation", "hidden_act"),
+    )
+    tie_word_embeddings: bool = True
+    sliding_window: WindowTokens | None = 4096
+    query_pre_attn_scalar: Cap = 256
+    attn_logit_softcapping: Cap | None = 50.0
+    final_logit_softcapping: Cap | None = 30.0
+    use_bidirectional_attention: bool = False
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings."""
+        return float(self.hidden_size**0.5)
+
+    def slides(self, index: int) -> bool:
+        """Say that every second layer has the window, the first one among them."""
+        return index % 2 == 0
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do, with the scale and the cap of scores."""
+        spec, scale = super().attention_spec(site, index, page_size), self.query_pre_attn_scalar
+        return replace(spec, scale=scale**-0.5, softcap=self.attn_logit_softcapping)
+
+    def norm(self, site: Site) -> GemmaRMSNorm:
+        """Return the norm at a site."""
+        return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return the block with norms around its parts."""
+        return self.normed_block(site, index, page_size, NORMS)
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder with its head."""
+        return CappedLM(site, self, page_size)
+
+    @model_validator(mode="after")
+    def _sees_one_direction(self) -> Self:
+        if self.use_bidirectional_attention:
+            raise ValueError("use_bidirectional_attention is true, which is not computed")
+        return self

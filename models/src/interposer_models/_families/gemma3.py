@@ -1,0 +1,48 @@
+"""Gemma 3: Gemma 2 with norms of heads in place of caps, and other angles where it has windows.
+
+Source: arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.settings import Positive, RopeBase
+from interposer_models._families.gemma2 import Cap, Gemma2
+from interposer_ops.layers.norm import GemmaRMSNorm
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class GemmaAttention(SelfAttention):
+    """Attention whose norms of heads are Gemma's."""
+
+    norm_type = GemmaRMSNorm
+
+
+class Gemma3(Gemma2):
+    """The decoder of Gemma 3."""
+
+    attn_logit_softcapping: Cap | None = None
+    final_logit_softcapping: Cap | None = None
+    rope_theta: RopeBase = 1000000.0
+    rope_local_base_freq: RopeBase = 10000.0
+    sliding_window_pattern: Positive = 6
+
+    def slides(self, index: int) -> bool:
+        """Say that all layers but every sixth have the window."""
+        return (index + 1) % self.sliding_window_pattern != 0
+
+    def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
+        """Return base and scaling of the angles of a layer; scaling is for those that see all."""
+        kind = "full_attention" if self.windows[index] is None else "sliding_attention"
+        if isinstance(self.rope_parameters.get(kind), dict):
+            return super().rotation(index)
+        if self.windows[index] is None:
+            return self.rope_theta, self.rope_scaling
+        return self.rope_local_base_freq, {}
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of query and key heads."""
+        sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
+        return GemmaAttention(site, spec, *sizes, self.rms_norm_eps, bias, bias)

@@ -1,0 +1,48 @@
+"""GLM-4: every part between two norms; half of each head is rotated, by neighbours.
+
+Source: arXiv:2406.12793; the norms came with GLM-4-0414.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.attention import InterleavedAttention
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Epsilon, Positive
+from interposer_models._families.phi3 import StoredMergedMLP
+from interposer_ops.layers.self_attention import SelfAttention
+
+NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+
+
+class Glm4(DecoderFamily):
+    """GLM-4-0414; gate and up are one tensor of the checkpoint."""
+
+    rms_norm_eps: Epsilon = 1.5625e-7
+    head_dim: Positive | None = 128
+    attention_bias: bool = True
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with rotated neighbours; the last projection has no bias."""
+        sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
+        return InterleavedAttention(site, spec, *sizes, None, bias)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the MLP below a block's site."""
+        sizes = self.hidden_size, self.intermediate_size
+        return StoredMergedMLP(block.at("mlp"), *sizes, self.hidden_act)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return the block with norms around its parts."""
+        return self.normed_block(site, index, page_size, NORMS)

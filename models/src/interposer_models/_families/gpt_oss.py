@@ -1,0 +1,65 @@
+"""gpt-oss: experts with a clamped SwiGLU, a learned sink per head, windows in every second layer.
+
+Source: arXiv:2508.10925.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Self
+
+from pydantic import AliasChoices, Field, model_validator
+from torch import nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_of_experts
+from interposer_models._decoder.settings import Epsilon, Positive, RopeBase, WindowTokens
+from interposer_ops.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class GptOss(MixtureFamily):
+    """gpt-oss; everything that projects has a bias, the router and the experts too."""
+
+    attention_bias: bool = True
+    dtype: str = Field(default="bfloat16", validation_alias=AliasChoices("dtype", "torch_dtype"))
+    head_dim: Positive | None = 64
+    num_local_experts: Positive | None = count_of_experts(128)
+    num_experts_per_tok: Positive | None = 4
+    rms_norm_eps: Epsilon = 1e-5
+    rope_parameters: dict[str, Any] = Field(
+        default=_ROPE, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
+    )
+    rope_theta: RopeBase = 150000.0
+    sliding_window: WindowTokens | None = 128
+    swiglu_alpha: float = SWIGLU_ALPHA
+    swiglu_limit: float = SWIGLU_LIMIT
+
+    def slides(self, index: int) -> bool:
+        """Say that every second layer has the window, the first one among them."""
+        return index % 2 == 0
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do: a learned score per head joins every softmax."""
+        return replace(super().attention_spec(site, index, page_size), sinks=True)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts, as checkpoints store them: gates and what they act on in turn."""
+        form = {"biased": True, "alternating": True, "inputs_first": True}
+        experts = self.experts("swiglu_oai", **form)
+        return MixtureMLP(block.at("mlp"), experts, "router", renormalize=True)
+
+    @model_validator(mode="after")
+    def _computed_swiglu(self) -> Self:
+        for name, computed in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+            if getattr(self, name) != computed:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, experts compute with {computed}"
+                )
+        return self

@@ -1,0 +1,44 @@
+"""Hunyuan MoE: Hunyuan with experts, and a further one that every token visits.
+
+Source: arXiv:2411.02265; huggingface.co/tencent/Hunyuan-A13B-Instruct.
+"""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices, Field
+from torch import Tensor, nn
+
+from interposer import ExpertsSpec, Site
+from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_of_experts
+from interposer_models._decoder.settings import Epsilon, Positive
+from interposer_models._families.hunyuan_dense import HunYuanDenseV1
+from interposer_ops.layers.mlp import GatedMLP
+
+
+class SharedMixture(MixtureMLP):
+    """Experts, and one more to which every token goes."""
+
+    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+        super().__init__(site, spec, "gate.wg", renormalize=True)
+        sizes = spec.hidden_size, spec.intermediate_size
+        self.shared_mlp = GatedMLP(site.at("shared_mlp"), *sizes, spec.activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        shared: Tensor = self.shared_mlp(x)
+        return super().forward(x) + shared
+
+
+class HunYuanMoEV1(MixtureFamily, HunYuanDenseV1):
+    """Hunyuan with experts, as many in each layer; checkpoints store every expert by itself."""
+
+    rms_norm_eps: Epsilon = 1e-5
+    num_local_experts: Positive | None = count_of_experts(1)
+    num_experts_per_tok: Positive | None = Field(
+        default=1, validation_alias=AliasChoices("moe_topk", "num_experts_per_tok")
+    )
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts of a layer."""
+        experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        return SharedMixture(block.at("mlp"), experts)

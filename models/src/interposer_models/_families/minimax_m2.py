@@ -1,0 +1,41 @@
+"""MiniMax-M2: experts whose load a bias balances; norms of queries and keys as a whole.
+
+Source: huggingface.co/MiniMaxAI/MiniMax-M2.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.grouped_mixture import BalancedMixture, Grouping
+from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
+from interposer_models._decoder.settings import Positive, RopeBase
+from interposer_models._families.olmo2 import WideNormAttention
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class MiniMaxM2(MixtureFamily):
+    """MiniMax-M2; checkpoints store every expert by itself, and may state ``rotary_dim``."""
+
+    head_dim: Positive | None = 128
+    rope_theta: RopeBase = 5000000.0
+    num_local_experts: Positive | None = count_of_experts(256)
+    num_experts_per_tok: Positive | None = 8
+    rotary_dim: Positive | None = None
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of each head that are rotated."""
+        return self.rotary_dim or super().rotary_size
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of queries and keys."""
+        sizes = self.hidden_size, self.rotary_size
+        return WideNormAttention(site, spec, sizes, self.rms_norm_eps, bias=False)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts."""
+        experts = self.experts(projections=("w1", "w3", "w2"))
+        at, bias = block.at("block_sparse_moe"), "e_score_correction_bias"
+        return BalancedMixture(at, experts, Grouping(), 0, bias)

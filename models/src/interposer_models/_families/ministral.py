@@ -1,0 +1,15 @@
+"""Ministral: Mistral, some layers of which see everything.
+
+Source: mistral.ai/news/ministraux.
+"""
+
+from __future__ import annotations
+
+from interposer_models._decoder.settings import WindowTokens
+from interposer_models._families.mistral import Mistral
+
+
+class Ministral(Mistral):
+    """Ministral; ``layer_types`` says which layers have the window, all of them without it."""
+
+    sliding_window: WindowTokens | None = 4096

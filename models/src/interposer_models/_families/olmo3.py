@@ -1,0 +1,20 @@
+"""OLMo 3: OLMo 2 with windows in three of four layers; long angles are for those without.
+
+Source: arXiv:2512.13961.
+"""
+
+from __future__ import annotations
+
+from interposer_models._decoder.settings import RopeBase, WindowTokens
+from interposer_models._families.olmo2 import Olmo2
+
+
+class Olmo3(Olmo2):
+    """OLMo 3."""
+
+    rope_theta: RopeBase = 500000.0
+    sliding_window: WindowTokens | None = 4096
+
+    def slides(self, index: int) -> bool:
+        """Say that all layers but every fourth have the window."""
+        return (index + 1) % 4 != 0

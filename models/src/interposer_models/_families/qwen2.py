@@ -1,0 +1,26 @@
+"""Qwen2: Llama with a bias on queries, keys and values, and windows in the upper layers.
+
+Source: arXiv:2407.10671.
+"""
+
+from __future__ import annotations
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.family import DecoderFamily
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class Qwen2(DecoderFamily):
+    """Qwen2 and Qwen2.5."""
+
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` is above the ``max_window_layers`` that see everything."""
+        return self.use_sliding_window and index >= self.max_window_layers
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention whose first projection has a bias, whatever the config says."""
+        sizes = self.hidden_size, self.rotary_size
+        return SelfAttention(site, spec, *sizes, None, True, self.attention_bias)

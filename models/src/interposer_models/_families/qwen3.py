@@ -1,0 +1,28 @@
+"""Qwen3: Llama with norms of queries and keys, head by head, before they are rotated.
+
+Source: arXiv:2505.09388.
+"""
+
+from __future__ import annotations
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class Qwen3(DecoderFamily):
+    """Qwen3 without experts."""
+
+    head_dim: Positive | None = 128
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` is above the ``max_window_layers`` that see everything."""
+        return self.use_sliding_window and index >= self.max_window_layers
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of query and key heads."""
+        sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
+        return SelfAttention(site, spec, *sizes, self.rms_norm_eps, bias, bias)

@@ -1,0 +1,41 @@
+"""SmolLM3: Llama, every fourth layer of which does not rotate queries and keys.
+
+Source: arXiv:2501.18795 for such layers; huggingface.co/blog/smollm3.
+"""
+
+from __future__ import annotations
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.attention import UnrotatedAttention
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive, RopeBase
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class SmolLM3(DecoderFamily):
+    """SmolLM3; layers without rotation may have a window."""
+
+    num_key_value_heads: Positive | None = 4
+    rope_theta: RopeBase = 2000000.0
+    tie_word_embeddings: bool = True
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: Positive = 4
+    use_sliding_window: bool = False
+
+    def rotates(self, index: int) -> bool:
+        """Say whether layer ``index`` rotates queries and keys."""
+        stated = self.no_rope_layers  # which has a 1 for a layer that does
+        if stated is not None and index < len(stated):
+            return bool(stated[index])
+        return (index + 1) % self.no_rope_layer_interval != 0
+
+    def slides(self, index: int) -> bool:
+        """Say whether layer ``index`` has the window."""
+        return self.use_sliding_window and not self.rotates(index)
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with or without rotation."""
+        if self.rotates(index):
+            return super().self_attention(site, index, spec)
+        bias = self.attention_bias
+        return UnrotatedAttention(site, spec, self.hidden_size, self.rotary_size, None, bias, bias)

@@ -1,0 +1,57 @@
+"""The families of models that are read here, and what others can be derived from.
+
+Every name is loaded on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from interposer.tooling import lazy_attributes
+
+if TYPE_CHECKING:
+    from interposer_models._decoder.family import DecoderFamily
+    from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP
+    from interposer_models._decoder.settings import DecoderSettings
+    from interposer_models._families.gpt_oss import GptOss
+    from interposer_models._families.granite import Granite
+    from interposer_models._families.llama import Llama
+    from interposer_models._families.mistral import Mistral
+    from interposer_models._families.mixtral import Mixtral
+    from interposer_models._families.olmo2 import Olmo2
+    from interposer_models._families.phi3 import Phi3
+    from interposer_models._families.qwen2 import Qwen2
+    from interposer_models._families.qwen3 import Qwen3
+    from interposer_models._families.qwen3_moe import Qwen3Moe
+    from interposer_models._families.smollm3 import SmolLM3
+
+# fmt: off
+__all__ = [
+    "DecoderFamily", "DecoderSettings", "GptOss", "Granite", "Llama", "Mistral", "Mixtral",
+    "MixtureFamily", "MixtureMLP", "Olmo2", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3",
+]
+# fmt: on
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "interposer_models._decoder.family": "DecoderFamily",
+        "interposer_models._decoder.mixture": "MixtureFamily MixtureMLP",
+        "interposer_models._decoder.settings": "DecoderSettings",
+        "interposer_models._families.gpt_oss": "GptOss",
+        "interposer_models._families.granite": "Granite",
+        "interposer_models._families.llama": "Llama",
+        "interposer_models._families.mistral": "Mistral",
+        "interposer_models._families.mixtral": "Mixtral",
+        "interposer_models._families.olmo2": "Olmo2",
+        "interposer_models._families.phi3": "Phi3",
+        "interposer_models._families.qwen2": "Qwen2",
+        "interposer_models._families.qwen3": "Qwen3",
+        "interposer_models._families.qwen3_moe": "Qwen3Moe",
+        "interposer_models._families.smollm3": "SmolLM3",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,262 @@
+"""The families of models: the conformance suite, and what their records say of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import AliasChoices
+
+from interposer import (
+    AttentionSpec,
+    CausalModel,
+    Config,
+    ModelFamily,
+    Rule,
+    Site,
+    current_registry,
+    explain,
+    hookimpl,
+    register,
+)
+from interposer.errors import (
+    ConfigError,
+    NoCandidateError,
+    PluginError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+from interposer.records import ModelEntry, load_target
+from interposer_models import load, plan
+from interposer_models._quantizing.calibrated_blocks import decoder_of
+from interposer_models.families import GptOss, Llama, Mixtral, Phi3, Qwen3, SmolLM3
+from interposer_testing import TrialGroup, verify
+
+
+@pytest.mark.conformance("interposer-models")
+def test_conformance(trial: TrialGroup) -> None:
+    trial.verify()
+
+
+def own_entries() -> list[ModelEntry]:
+    found = current_registry().records(ModelEntry)
+    return [entry for plugin, entry in found if plugin.distribution == "interposer-models"]
+
+
+@pytest.mark.parametrize("entry", own_entries(), ids=lambda entry: entry.name)
+def test_records_name_what_families_read(entry: ModelEntry) -> None:
+    """By every name that a config may have for it."""
+    family: Any = load_target(entry.target)
+    assert issubclass(family, ModelFamily)
+    names = set[str]()
+    for name, field in family.model_fields.items():
+        alias = field.validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else [name]
+        names |= {str(each) for each in choices}
+    assert {*entry.reads} == names
+    assert len(entry.reads) == len(names)
+
+
+class Wrong(Llama):
+    """Sees less than Llama does."""
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        return replace(super().attention_spec(site, index, page_size), window_tokens=3)
+
+
+class Twice(Llama):
+    """Computes the same, in a frame of its own."""
+
+    def build(self, site: Site, page_size: int) -> Any:
+        return Doubled(super().build(site, page_size))
+
+
+class Doubled(CausalModel):
+    def __init__(self, inner: CausalModel) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    @property
+    def attention_layers(self) -> Any:
+        return self.inner.attention_layers
+
+    def reserve_positions(self, count: int, device: str) -> None:
+        self.inner.reserve_positions(count, device)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(*args)
+        return 2 * logits
+
+
+class Raising(Llama):
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Any:
+        raise KeyError("secret_size")
+
+
+class Picky(Llama):
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Any:
+        raise UnsupportedModelError(source, "secret_size is not computed")
+
+
+class Number(Llama):
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], source: object) -> Any:
+        return 7
+
+
+class Unbuilt(Llama):
+    def build(self, site: Site, page_size: int) -> Any:
+        raise ZeroDivisionError("no blocks")
+
+
+class Stranger(Llama):
+    def build(self, site: Site, page_size: int) -> Any:
+        return torch.nn.Linear(2, 2)
+
+
+def providing(family: type[ModelFamily], **fields: Any) -> Any:
+    """Return the registration of a plugin with a family, above that of the SDK."""
+    fields = {"architectures": ("LlamaForCausalLM",), "score": 50.0, **fields}
+    target = f"{__name__}:{family.__name__}"
+    record = ModelEntry(name=family.__name__.lower(), target=target, **fields)
+    return register(SimpleNamespace(interposer_records=hookimpl(lambda: [record])), "acme")
+
+
+def family_row(path: Path, config: Config | None = None) -> tuple[str, str]:
+    """Return the whole row of the family, and what was chosen."""
+    found = explain(path, config=config).why("LlamaForCausalLM")
+    (row,) = found.rows
+    return str(found), row.choice.chosen.name
+
+
+def test_rules_choose_between_families(llama: Path) -> None:
+    with providing(Twice):
+        assert family_row(llama)[1] == "twice"
+        for rule in ("llama", Rule(forbid=["acme/*"]), Rule(prefer=["interposer-models/*"])):
+            text, name = family_row(llama, Config(models={"LlamaForCausalLM": rule}))
+            assert name == "llama"
+            assert "not twice (acme in code)" in text
+        with pytest.raises(UnknownNameError, match="Unknown architecture 'Llama'"):
+            plan(llama, config=Config(models={"Llama": "llama"}))
+        with pytest.raises(ConfigError, match="promise properties"):
+            Config(models={"*": {"require": ["deterministic"]}})
+
+
+def test_a_frame_of_its_own_is_loaded_and_runs(llama: Path) -> None:
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+    plain = load(llama, dtype="float32", cache_tokens=512)
+    with providing(Twice):
+        doubled = load(llama, dtype="float32", max_sequences=4)
+        assert torch.equal(doubled.logits(prompts[0]), 2 * plain.logits(prompts[0]))
+        found, expected = (
+            [c.token_ids for c in lm.generate(prompts, max_new_tokens=9, ignore_eos=True)]
+            for lm in (doubled, plain)
+        )
+        assert found == expected
+        with pytest.raises(ConfigError, match=r"builds a Doubled\. Try: quantize"):
+            decoder_of(plan(llama))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        (Raising, "raised KeyError('secret_size')"),
+        (Picky, "secret_size is not computed"),
+        (Number, "its parse returned 7, not a ModelFamily"),
+    ],
+)
+def test_a_family_that_fails_leaves_the_model_to_the_next(
+    llama: Path, family: type[ModelFamily], reason: str
+) -> None:
+    with providing(family):
+        text, name = family_row(llama)
+        assert name == "llama"
+        assert f"not {family.__name__.lower()} (acme in code): " in text
+        assert reason in text
+
+
+def test_a_family_that_fails_alone_is_named(llama: Path) -> None:
+    with providing(Raising):
+        pinned = Config(models={"LlamaForCausalLM": "raising"})
+        with pytest.raises(NoCandidateError, match=r"raising \(acme in code\): raised KeyError"):
+            plan(llama, config=pinned)
+    with providing(Picky):
+        pinned = Config(models={"LlamaForCausalLM": "picky"})
+        with pytest.raises(UnsupportedModelError, match=r"config\.json: secret_size is not"):
+            plan(llama, config=pinned)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [(Unbuilt, "ZeroDivisionError('no blocks')"), (Stranger, "is not a CausalModel")],
+)
+def test_what_fails_to_build_names_the_plugin(
+    llama: Path, family: type[ModelFamily], reason: str
+) -> None:
+    with providing(family), pytest.raises(PluginError) as caught:
+        plan(llama)
+    assert "of acme in code: its model family failed in build: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "Try: mend it, or take another: Config(models=" in str(caught.value)
+
+
+def test_fields_that_only_others_read_are_noted(llama: Path, tmp_path: Path) -> None:
+    assert "which other families read" not in family_row(llama)[0]
+    config = json.loads((llama / "config.json").read_text())
+    for file in llama.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stated = {"moe_intermediate_size": 64, "norm_topk_prob": False, "unheard_of": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
+    text, _ = family_row(tmp_path)
+    assert "note: config.json states moe_intermediate_size, which other families read and" in text
+    assert "reads attention_bias, dtype, head_dim, hidden_act, hidden_size" in text
+
+
+def test_the_suite_finds_a_family_that_computes_something_else() -> None:
+    with providing(Wrong, examples="interposer_models._families.examples:llama"):
+        (found,) = (c for c in verify("acme").candidates if c.kind == "model")
+    assert found.state == "wrong"
+    findings = [finding for tally in found.tallies for finding in tally.findings]
+    assert {finding.case for finding in findings} == {"grouped", "long"}
+    assert {finding.where for finding in findings} == {"logits of 5 tokens"}
+    assert findings[0].reason.startswith("off by ")
+
+
+def test_a_null_field_has_its_default_unless_it_may_be_null() -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+    sizes |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 16}
+    nothing = dict.fromkeys(("rms_norm_eps", "sliding_window", "rope_scaling", "head_dim"))
+    mixtral = Mixtral.parse({**sizes, **nothing}, "config.json")
+    assert mixtral.rms_norm_eps == 1e-5
+    assert Qwen3.parse(sizes, "config.json").head_size == 128
+    assert Qwen3.parse({**sizes, **nothing}, "config.json").head_size == 4
+    assert GptOss.parse({**sizes, "head_dim": 4}, "config.json").windows == (128, None) * 4
+    assert GptOss.parse({**sizes, **nothing}, "config.json").windows == (None,) * 8
+
+
+def test_layers_without_rotation_are_every_fourth_or_those_that_are_listed() -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+    sizes |= {"num_attention_heads": 4, "vocab_size": 9, "max_position_embeddings": 16}
+
+    def rotating(**fields: Any) -> list[bool]:
+        parsed = SmolLM3.parse({**sizes, **fields}, "config.json")
+        return [parsed.rotates(index) for index in range(8)]
+
+    assert rotating() == [True, True, True, False] * 2
+    assert rotating(no_rope_layer_interval=2) == [True, False] * 4
+    assert rotating(no_rope_layers=[0, 1] * 4) == [False, True] * 4
+
+
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+def test_angles_that_change_with_the_length_are_refused(name: str) -> None:
+    rope = {name: "longrope", "long_factor": [1.0], "short_factor": [1.0]}
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: rope_type 'longrope'"):
+        Phi3.parse({"rope_scaling": rope}, "config.json")
