@@ -17,6 +17,7 @@ import logging
 import os
 import posixpath
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ class Module:
 
 def sources() -> list[Path]:
     """Return the source folders of all distributions, the core first."""
-    order = ("core", "sandbox", "testing", "tools", "ops", "quantization", "models")
+    order = ("core", "sandbox", "testing", "tools", "ops", "quantization", "models", "serve")
     houses = [ROOT / name / "src" for name in order]
     return houses + sorted(ROOT.glob("platforms/*/src")) + sorted(ROOT.glob("plugins/*/src"))
 
@@ -225,6 +226,13 @@ def ops_page() -> str:
         return page.read_text(encoding="utf-8")
 
 
+def ops_in_use_page() -> str:
+    """Return the page of what binds each op."""
+    tool = runpy.run_path(str(Path(__file__).with_name("_ops_in_use.py")))
+    text: str = tool["page"](tool["uses"]())
+    return text
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages that are made into the navigation."""
     assert config.nav is not None
@@ -245,6 +253,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {f"api/{module.name}.md": api_page(module) for module in api_modules()}
     made |= {page: file.read_text(encoding="utf-8") for file, page in readmes().items()}
     made["ops.md"] = ops_page()
+    made["ops-in-use.md"] = ops_in_use_page()
     made["triton-targets.md"] = (
         TARGETS.read_text(encoding="utf-8") if TARGETS.is_file() else NO_TARGETS
     )

@@ -1,0 +1,120 @@
+"""The page of what binds each standard op, made of the sources.
+
+An op is in use where a layer, an attention backend, a scheme, a model or the bridge to transformers
+names the op itself: kernels name it as a text, and its definition and cases are not a use.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from interposer.records import OpEntry
+from interposer_ops.plugin import interposer_records
+
+ROOT = Path(__file__).parents[1]
+SOURCES = (
+    "ops",
+    "quantization",
+    "models",
+    "platforms/cpu",
+    "platforms/cuda",
+    "platforms/rocm",
+    "platforms/xpu",
+    "plugins/gguf",
+    "plugins/nf4",
+)
+# What has to be built before a product path needs these.
+UNBOUND = {
+    "sampling of constrained and separate stages": """apply_logit_bias apply_temperature
+        apply_token_bitmask gumbel_argmax logits_softcap mask_min_p mask_top_k_top_p
+        suppress_tokens_until token_logprobs""",
+    "speculative decoding": "greedy_verify rejection_sample",
+    "LoRA": "lora_expand lora_shrink",
+    "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
+    "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
+    "linear attention": "gated_rms_norm l2_norm",
+    "experts in stages, for a communicator": """grouped_linear moe_align_blocks moe_sum
+        moe_unpermute""",
+    "models in parts": "vocab_parallel_embedding",
+    "families with other activations, angles or norms": """fatrelu_and_mul mul_and_silu
+        multimodal_rotary_embedding qk_norm quick_gelu relu2 relu2_and_mul rotary_tables
+        swiglu_clamped_and_mul swiglu_oai_and_mul""",
+    "batches with padding": "pad_rows select_rows slots_of_positions unpad_rows",
+    "checkpoints of such formats": "dequantize_nvfp4 quantize_fp8_dynamic",
+}
+HEAD = """# Ops in use
+
+What binds each standard op: a layer, an attention backend, a scheme, a model or the bridge to
+transformers. A kernel for such an op is reached by every model that has the part. [Ops](ops.md)
+defines them.
+
+"""
+BETWEEN = """
+## Bound by nothing yet
+
+These have a definition, cases and kernels, but no product path. A kernel for them serves whoever
+[binds the op](custom-op.md) in a layer of their own.
+
+"""
+
+
+def uses() -> dict[str, set[str]]:
+    """Return the modules that name each op, by the op's name; those of no use are empty."""
+    found: dict[str, set[str]] = {
+        record.name: set() for record in interposer_records() if isinstance(record, OpEntry)
+    }
+    for source in SOURCES:
+        folder = ROOT / source / "src"
+        for file in sorted(folder.rglob("*.py")):
+            if file.name != "__init__.py" and not file.stem.endswith("_cases"):
+                module = ".".join(file.relative_to(folder).with_suffix("").parts)
+                for name in _named(ast.parse(file.read_text(encoding="utf-8"))):
+                    if name in found:
+                        found[name].add(module)
+    return found
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    imported = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("interposer_ops")
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in imported:
+            yield imported[node.id]
+
+
+def page(found: dict[str, set[str]]) -> str:
+    """Return the page's text."""
+    by_modules: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, modules in sorted(found.items()):
+        by_modules[tuple(sorted(modules))].append(f"`{name}`")
+    rows = [
+        f"| {', '.join(names)} | {', '.join(f'`{module}`' for module in modules)} |"
+        for modules, names in sorted(by_modules.items(), key=lambda row: row[1])
+        if modules
+    ]
+    waiting = [
+        f"| {', '.join(f'`{name}`' for name in sorted(names.split()))} | {purpose} |"
+        for purpose, names in sorted(UNBOUND.items())
+    ]
+    return HEAD + _table("bound by", rows) + BETWEEN + _table("for", waiting)
+
+
+def _table(title: str, rows: list[str]) -> str:
+    return "\n".join((f"| ops | {title} |", "|---|---|", *rows, ""))
+
+
+def faults(found: dict[str, set[str]]) -> list[str]:
+    """Return the ops that nothing binds without a word here, and those that something does."""
+    told = {name for names in UNBOUND.values() for name in names.split()}
+    unbound = {name for name, modules in found.items() if not modules}
+    return [
+        *(f"{name} is bound by nothing: bind it, or delete it" for name in sorted(unbound - told)),
+        *(f"{name} is bound: take it out of UNBOUND" for name in sorted(told - unbound)),
+    ]
