@@ -11,7 +11,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(wildcard */pyproject.toml platf
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
+.PHONY: FORCE help install demo test quick test-slow test-foreign test-torch test-hub test-libraries test-spirv test-gpu gpu-bundle gpu-evidence gpu-rehearsal lint format docs triton-targets adapt-coverage bench clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -41,6 +41,10 @@ test-torch: $(INSTALLED) ## Install every version of torch that is declared, one
 
 test-hub: $(INSTALLED) ## Install a transformers that takes the installed kernels, aside, and run a model with both.
 	$(BIN)/python -m pytest tests/test_hub_kernels.py -m versions -s
+
+test-libraries: $(INSTALLED) ## Install libraries, 400 MB, that run adapted models or ask the server.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group libraries
+	$(BIN)/python -m pytest models/tests/test_adapt_libraries.py models/tests/test_adapt_pipelines.py serve/tests/test_client_libraries.py
 
 test-spirv: $(INSTALLED) ## Compile the portable kernels to SPIR-V with a triton for XPU, which is installed aside.
 	$(BIN)/python -m pytest platforms/xpu/tests/test_spirv.py -s
@@ -85,6 +89,7 @@ bench: $(INSTALLED) ## Run every benchmark.
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/decode.py examples/models/stdlib-lm
 	$(BIN)/python benchmarks/discovery.py --check
+	$(BIN)/python benchmarks/serve.py compare examples/models/stdlib-lm
 
 clean: ## Remove caches and built files; .venv stays.
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from tqdm import tqdm
 
 from interposer import Config, Registry, hookimpl
 from interposer.records import Record
@@ -21,6 +22,9 @@ from interposer.tooling import Plugins
 settings.register_profile("unhurried", settings.get_profile("default"), deadline=None)
 if settings.get_current_profile_name() == "default":  # in CI, its own profile has none either
     settings.load_profile("unhurried")
+
+# A progress bar starts a thread that never ends; what all threads share is compared without others.
+tqdm.monitor_interval = 0
 
 # The user's own verdicts and measurements stay out of the tests, and the other way round. Kept from
 # one run to the next, so that examining what is installed does not cost every run its seconds.

@@ -40,7 +40,7 @@ from interposer import (
     place,
 )
 from interposer.records import Kernel, load_target
-from interposer_models import CausalLM, DecoderConfig
+from interposer_models.families import Qwen3
 from interposer_ops.layers.norm import RMSNorm
 
 COUNT = 100
@@ -241,7 +241,7 @@ def measure_resolution() -> dict[str, Any]:
     from random_model import SHAPES
 
     settings = {**SHAPES["qwen3-0.6b"]().to_dict(), "architectures": ["Qwen3ForCausalLM"]}
-    config = DecoderConfig.parse(settings, "benchmark")
+    config = Qwen3.parse(settings, "benchmark")
     assert settings["num_hidden_layers"] == LAYERS
     placement, registry = place(), current_registry()
     trusted = frozenset({placement.choice.chosen.provider})
@@ -249,7 +249,7 @@ def measure_resolution() -> dict[str, Any]:
     for _ in range(2):
         resolver = TimedResolver(registry, placement.device, Config(), trusted=trusted)
         with torch.device("meta"):
-            CausalLM(Site(resolver, "", torch.bfloat16), config, page_size=16)
+            config.build(Site(resolver, "", torch.bfloat16), page_size=16)
         rows.append(resolver.seconds * 1e3)
     requests = sum(len(prefixes) for _, prefixes in resolver.choices.values())
     return {"first": rows[0], "next": rows[1], "requests": requests}

@@ -25,7 +25,7 @@ from interposer import (
     current_registry,
     place,
 )
-from interposer_models import CausalLM, DecoderConfig
+from interposer_models.families import Qwen3
 from interposer_ops.layers.norm import RMSNorm
 
 IMPORT = """
@@ -97,7 +97,7 @@ def import_ms(rounds: int = 9) -> tuple[float, float, float]:
 
 def resolution_ms(num_layers: int = 28, rounds: int = 9) -> tuple[float, float, int]:
     """Return medians in ms of resolution and of the whole construction, and the requests made."""
-    config = DecoderConfig.parse(
+    config = Qwen3.parse(
         {
             "architectures": ["Qwen3ForCausalLM"],
             "hidden_size": 1024,
@@ -118,7 +118,7 @@ def resolution_ms(num_layers: int = 28, rounds: int = 9) -> tuple[float, float, 
         resolver = TimedResolver(registry, device, Config())
         start = time.perf_counter()
         with torch.device("meta"):
-            CausalLM(Site(resolver, "", torch.bfloat16), config, page_size=16)
+            config.build(Site(resolver, "", torch.bfloat16), page_size=16)
         rows.append((resolver.seconds * 1e3, (time.perf_counter() - start) * 1e3))
     requests = sum(len(prefixes) for _, prefixes in resolver.choices.values())
     resolved, built = (statistics.median(column) for column in zip(*rows, strict=True))

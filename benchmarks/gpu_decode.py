@@ -31,7 +31,7 @@ from evidence.record import Deadline, Record, add_step_options
 from gpu_clock import Roofs, clock_of, measured_roofs, placement_of
 from gpu_contenders import Contender, InterposerEngine, TransformersModel
 from interposer import Placement
-from interposer_models import DecoderConfig
+from interposer_models.families import DecoderFamily
 from random_model import SHAPES, write_model
 
 # Bits of a weight of the blocks, with its scales, and of the head, by precision.
@@ -165,7 +165,7 @@ class Decode:
             max_step_tokens=max(self.options.prefill, 1024),
         )
 
-    def shares(self, figure: Figure, shape: DecoderConfig, work: Work, precision: str) -> None:
+    def shares(self, figure: Figure, shape: DecoderFamily, work: Work, precision: str) -> None:
         step_bytes, flops = least_work(shape, work, _BITS[precision])
         figure.decode_share = step_bytes / self.roofs.bytes_per_s / figure.decode_step_s
         figure.prefill_share = flops / self.roofs.flops_per_s / figure.prefill_s
@@ -176,12 +176,12 @@ def work_of(batch: int, options: argparse.Namespace) -> Work:
     return Work(batch, context, options.new_tokens, options.prefill)
 
 
-def shape_of(path: Path) -> DecoderConfig:
+def shape_of(path: Path) -> DecoderFamily:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return DecoderConfig.parse(config, str(path))
+    return DecoderFamily.parse(config, str(path))
 
 
-def measured(contender: Contender, shape: DecoderConfig, work: Work, rounds: int) -> Figure:
+def measured(contender: Contender, shape: DecoderFamily, work: Work, rounds: int) -> Figure:
     """Return the medians of a contender; the first round warms up, compiles and captures."""
     generator = torch.Generator().manual_seed(0)
 
@@ -216,7 +216,7 @@ def measured(contender: Contender, shape: DecoderConfig, work: Work, rounds: int
 
 
 def least_work(
-    shape: DecoderConfig, work: Work, bits: tuple[float, float] = _BITS["bf16"]
+    shape: DecoderFamily, work: Work, bits: tuple[float, float] = _BITS["bf16"]
 ) -> tuple[int, int]:
     """Return the bytes that a decode step reads, and the operations of a prefill.
 

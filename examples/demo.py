@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -70,7 +69,7 @@ def main() -> None:
     """Run the three parts."""
     lm = load(MODEL)
     write(lm)
-    Console(width=160).print(interposer.explain(lm))
+    print(interposer.explain(lm))
     compare(lm)
 
 

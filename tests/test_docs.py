@@ -119,6 +119,7 @@ class Sandbox:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.printed = ""
+        self.background: list[subprocess.Popen[bytes]] = []
         for entry in ROOT.iterdir():
             if not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
@@ -195,6 +196,9 @@ class Sandbox:
         commands, shown = split_console(block.source)
         if not commands:
             raise PageError("no line starts with '$ '")
+        for command in [command for command in commands if command.endswith(" &")]:
+            self.start(command.removesuffix(" &"))
+            commands.remove(command)
         script = [stand_in(part) for command in commands for part in command.split(" && ")]
         done = subprocess.run(
             ["timeout", str(TIMEOUT_SECONDS), "bash", "-eo", "pipefail", "-c", "\n".join(script)],
@@ -211,6 +215,18 @@ class Sandbox:
         if done.returncode:
             raise BlockError(f"exit status {done.returncode}:\n{done.stdout}")
 
+    def start(self, command: str) -> None:
+        """Run a command until the page ends."""
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.background.append(process)
+
     def compare(self, shown: str) -> None:
         """Check that ``shown`` is what the block before it printed."""
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -218,6 +234,10 @@ class Sandbox:
             raise PageError(f"shown:\n{shown}\nprinted:\n{self.printed}")
 
     def close(self) -> None:
+        for process in self.background:
+            process.terminate()
+            process.wait(60)
+        self.background.clear()
         if self.interpreter is not None:
             self.interpreter.kill()
             self.interpreter.communicate()
@@ -330,8 +350,16 @@ def run_page(page: Path) -> dict[Block, str]:
     return failures
 
 
-# Every page that the tutorial leads through has tests of its own; it repeats them in order.
-MARKS = {"tutorial.md": [pytest.mark.slow]}
+# Every page that the tutorial leads through has tests of its own, and what the others begin with,
+# the templates of packages, are generated, installed and verified in every run.
+SLOW = (
+    "tutorial.md",
+    "write-a-compiled-kernel.md",
+    "write-a-kernel.md",
+    "write-a-model.md",
+    "write-a-platform.md",
+    "write-a-scheme.md",
+)
 
 
 @pytest.mark.timeout(4 * TIMEOUT_SECONDS)
@@ -342,7 +370,10 @@ MARKS = {"tutorial.md": [pytest.mark.slow]}
         pytest.param(
             block,
             id=block.id,
-            marks=[pytest.mark.xdist_group(str(page)), *MARKS.get(page.name, ())],
+            marks=[
+                pytest.mark.xdist_group(str(page)),
+                *([pytest.mark.slow] if page.name in SLOW else []),
+            ],
         )
         for page in PAGES
         for block in read_blocks(page)
@@ -402,6 +433,7 @@ PASSING = [
     "```console\n$ pip install -c constraints.txt -e ./core 'torch>=2' --group dev\n```",
     '```toml\na = 1\n```\n\n```json\n{"a": 1}\n```',
     "<!-- file: new/a.py -->\n```python\nprint(1)\n```\n\n```console\n$ python new/a.py\n1\n```",
+    "```console\n$ sleep 600 &\n$ echo a\na\n```",
     "```console\n$ python -m venv new\n$ new/bin/python -c 'import torch'\n```",
 ]
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from interposer import Capability, Config, Device, Kernel, current_registry, hookimpl, register
 from interposer.records import load_target
-from interposer_models import DecoderConfig
+from interposer_models.families import Llama
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SHAPE: dict[str, Any] = {
@@ -58,7 +58,7 @@ def test_without_an_accelerator_one_sentence_says_so(arguments: list[str]) -> No
 def test_a_step_reads_all_weights_but_the_embedding() -> None:
     decode = module("gpu_decode")
     config = json.loads(LlamaConfig(**SHAPE).to_json_string(use_diff=False))
-    shape = DecoderConfig.parse({**config, "architectures": ["LlamaForCausalLM"]}, "here")
+    shape = Llama.parse(config, "here")
     none, flops = decode.least_work(shape, decode.Work(0, 0, 0, 1))
     assert none == 2 * READ
     # One token: all weights once, and a score and a value for each head and dimension, halved.

@@ -29,12 +29,12 @@ def succeed(*command: str | Path, **options: Any) -> str:
 
 def python_of(version: str) -> str:
     """Return a Python of that version, or skip."""
+    # On a path that pyenv manages stands a script, which refuses versions that are not selected.
     pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
-    if found := shutil.which(f"python{version}"):
-        return found
-    if not pyenv:
+    found = str(pyenv[-1]) if pyenv else shutil.which(f"python{version}")
+    if found is None:
         pytest.skip(f"needs python{version} on the path")
-    return str(pyenv[-1])
+    return found
 
 
 def no_network() -> tuple[str, ...]:

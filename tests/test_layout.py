@@ -124,6 +124,7 @@ def test_every_house_has_a_distribution() -> None:
         "quantization",
         "models",
         "platforms/cpu",
+        "serve",
     }
     assert folders >= houses
 
@@ -150,7 +151,8 @@ def test_import_contracts_cover_every_distribution() -> None:
     contracts = {contract["id"]: contract for contract in TOOLS["importlinter"]["contracts"]}
     leaves = {dist.package for dist in DISTRIBUTIONS if dist.is_leaf}
     platforms = {dist.package for dist in DISTRIBUTIONS if dist.folder.startswith("platforms/")}
-    top, *below = contracts["layers"]["layers"]
+    first, top, *below = contracts["layers"]["layers"]
+    assert first == "interposer_serve"
     assert set(top.split(" | ")) == {"interposer_models", *leaves}
     assert below == [
         "interposer_quantization",
@@ -307,7 +309,7 @@ def test_no_vendor_is_named(folder: str) -> None:
 
 
 # The most modules and lines of the distributions that everybody reads.
-SIZES = {"core": (60, 8_500), "ops": (178, 24_850)}
+SIZES = {"core": (60, 8_660), "ops": (178, 24_850)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

@@ -45,7 +45,7 @@ def conform() -> tuple[dict[str, dict[str, int]], list[str]]:
     said = ""
     for trial in conformance(registry, device, distribution="interposer-cpu", quick=True):
         record = trial.candidate.record
-        if not isinstance(record, Kernel) or ".native" not in record.target or not trial.verdict:
+        if not isinstance(record, Kernel) or "._kernels." not in record.target or not trial.verdict:
             continue
         if trial.aspect not in ASPECTS:
             continue
