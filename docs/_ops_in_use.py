@@ -35,7 +35,8 @@ UNBOUND = {
     "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
     "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
-    "linear attention": "gated_rms_norm l2_norm",
+    "linear attention": """causal_convolution gated_delta_rule gated_rms_norm l2_norm
+        state_space_scan""",
     "experts in stages, for a communicator": """grouped_linear moe_align_blocks moe_sum
         moe_unpermute""",
     "models in parts": "vocab_parallel_embedding",
