@@ -21,6 +21,7 @@ from interposer import (
     Resolver,
     Rule,
     Site,
+    StateLayout,
     Verdict,
     effective_config,
     place,
@@ -210,7 +211,9 @@ def load(
         free_bytes = planned.placement.platform.memory(
             planned.placement.device.torch_device
         ).free_bytes
-        check_cache("load", free_bytes, _page_bytes(planned), planned.page_size, cache_tokens)
+        per_page = _page_bytes(planned)
+        states = _state_bytes(planned, max_sequences)
+        check_cache("load", free_bytes, per_page, planned.page_size, cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
@@ -257,7 +260,9 @@ def load(
         budget = _budget(planned, engine_of, memory_fraction, **sizes)
     else:
         pages = -(-cache_tokens // planned.page_size)
-        budget = CacheBudget(device, cache_tokens, pages * _page_bytes(planned))
+        states = _state_bytes(planned, max_sequences)
+        taken = pages * _page_bytes(planned)
+        budget = CacheBudget(device, cache_tokens, taken, state_bytes=states)
     planned.resolver.notes.append(str(budget))
     engine = engine_of(
         -(-budget.tokens // planned.page_size),
@@ -318,7 +323,7 @@ def _budget(
         engine = engine_of(pages_of(max_sequences, max_step_tokens, page_size))
         memory = measured_step(placement.platform, engine, max_sequences, max_step_tokens)
         # What the small cache of that step took is free again once the engine is.
-        taken = sum(cache.nbytes for cache in engine.caches)
+        taken = engine.cache_bytes
     del engine
     if not on_host:
         memory = replace(memory, free_bytes=memory.free_bytes + taken)
@@ -330,6 +335,7 @@ def _budget(
         wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
         fraction=fraction,
         spare_pages=spare_pages_for(max_sequences, page_size) if planned.graphs else 0,
+        state_bytes=_state_bytes(planned, max_sequences),
     )
 
 
@@ -337,6 +343,12 @@ def _page_bytes(planned: Plan) -> int:
     """Return the bytes of a page of all layers."""
     layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
     return sum(layout.page_bytes() for layout in layouts)
+
+
+def _state_bytes(planned: Plan, max_sequences: int) -> int:
+    """Return the bytes of what layers keep of so many sequences besides pages."""
+    layouts: list[StateLayout] = [layer.state_layout() for layer in planned.model.state_layers]
+    return Engine.slots_for(max_sequences) * sum(layout.slot_bytes() for layout in layouts)
 
 
 def _check_fraction(memory_fraction: float | None, cache_tokens: int | None) -> None:

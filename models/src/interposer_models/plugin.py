@@ -50,6 +50,15 @@ _LATENT = (
     *_GROUPS, "kv_lora_rank", "moe_layer_freq", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "scoring_func", "topk_method", "v_head_dim",
 )
+_STATES = ("conv_kernel", "n_groups", "use_bias", "use_conv_bias")
+_BAMBA = (
+    "attn_layer_indices", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state",
+    "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit",
+)
+_DELTA = (
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim",
+)
 # fmt: on
 
 # The class of each family, and what it reads of config.json besides what all decoders do.
@@ -93,6 +102,60 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "DeepseekV2": _LATENT,
     "DeepseekV3": (*_LATENT, "rope_interleave"),
     "Qwen2Moe": (*_WINDOWS, *_EXPERTS, *_SPARSE, "qkv_bias", "shared_expert_intermediate_size"),
+    "Lfm2": (
+        "block_auto_adjust_ff_dim",
+        "block_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "conv_L_cache",
+        "conv_bias",
+        "full_attn_idxs",
+        "norm_eps",
+        "tie_embedding",
+    ),
+    "Mamba2": (
+        *_STATES,
+        "expand",
+        "layer_norm_epsilon",
+        "num_heads",
+        "state_size",
+        "time_step_limit",
+    ),
+    "NemotronH": (
+        *_STATES,
+        "hybrid_override_pattern",
+        "layer_norm_epsilon",
+        "layers_block_type",
+        "mamba_conv_bias",
+        "mamba_d_conv",
+        "mamba_dt_min",
+        "mamba_head_dim",
+        "mamba_n_groups",
+        "mamba_num_heads",
+        "mlp_hidden_act",
+        "ssm_state_size",
+        "time_step_min",
+    ),
+    "Bamba": _BAMBA,
+    "FalconH1": (
+        *_BAMBA,
+        "attention_in_multiplier",
+        "attention_out_multiplier",
+        "embedding_multiplier",
+        "key_multiplier",
+        "lm_head_multiplier",
+        "mamba_d_ssm",
+        "mamba_norm_before_gate",
+        "mamba_rms_norm",
+        "mlp_multipliers",
+        "projectors_bias",
+        "ssm_in_multiplier",
+        "ssm_multipliers",
+        "ssm_out_multiplier",
+    ),
+    "Qwen3_5": _DELTA,
+    "Qwen3Next": (*_DELTA, *_EXPERTS, *_SPARSE, "shared_expert_intermediate_size"),
+    "Qwen3_5Moe": (*_DELTA, *_EXPERTS, "moe_intermediate_size", "shared_expert_intermediate_size"),
 }
 # The names of modules where they are not those of classes.
 _MODULES = {
@@ -107,6 +170,11 @@ _MODULES = {
     "Ernie4_5": "ernie4_5",
     "HunYuanDenseV1": "hunyuan_dense",
     "HunYuanMoEV1": "hunyuan_moe",
+    "NemotronH": "nemotron_h",
+    "FalconH1": "falcon_h1",
+    "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5_moe",
+    "Qwen3Next": "qwen3_next",
 }
 
 

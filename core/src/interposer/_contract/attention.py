@@ -123,6 +123,7 @@ class AttentionBatch:
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
+        state_slots: ``[B]`` int64, see ``StateBatch.slots``; None where no layer has a state.
         host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
     """
 
@@ -134,17 +135,20 @@ class AttentionBatch:
     slots: Tensor
     max_query_tokens: int
     max_seq_tokens: int
+    state_slots: Tensor | None = None
     host: AttentionBatch | None = None
 
     def on_host(self) -> AttentionBatch:
         """Return the batch in host memory; where no copy came along, the device is waited for."""
         if self.host is not None or self.slots.device.type == "cpu":
             return self.host or self
-        names = ("query_starts", "seq_lens", "page_table", "slots")
-        return replace(self, **{name: getattr(self, name).cpu() for name in names})
+        names = ("query_starts", "seq_lens", "page_table", "slots", "state_slots")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: t.cpu() for n, t in tensors.items() if t is not None})
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Return memory without content."""
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
@@ -195,7 +199,7 @@ class KVCacheLayout:
         num_layers: int,
         num_pages: int,
         device: str,
-        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
+        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = uninitialised,
     ) -> list[Tensor]:
         """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
 

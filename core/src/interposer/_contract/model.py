@@ -61,7 +61,7 @@ class ModelFamily(ABC):
 
 
 class CausalModel(nn.Module, ABC):
-    """A decoder that keeps its state in paged caches alone; ``config`` is what built it."""
+    """A decoder that keeps its state in caches alone; ``config`` is what built it."""
 
     config: ModelFamily
 
@@ -69,6 +69,11 @@ class CausalModel(nn.Module, ABC):
     @abstractmethod
     def attention_layers(self) -> Sequence[Any]:
         """The layers with an ``AttentionBackend``, their ``backend``; cache i is of layer i."""
+
+    @property
+    def state_layers(self) -> Sequence[Any]:
+        """The layers with a ``state_layout``; their caches follow those of attention layers."""
+        return ()
 
     @abstractmethod
     def reserve_positions(self, count: int, device: str) -> None:
@@ -82,8 +87,8 @@ class CausalModel(nn.Module, ABC):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[Tensor],
-        plans: Sequence[object],
+        caches: Sequence[Any],
+        plans: Sequence[Any],
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the tokens that ``rows`` names, or of all.
@@ -91,8 +96,10 @@ class CausalModel(nn.Module, ABC):
         Args:
             token_ids: ``[T]`` int64, of all sequences one behind the other.
             positions: ``[T]`` int64, within each token's own sequence.
-            caches: one per attention layer, of its backend's layout.
-            plans: one per attention layer, its backend's plan for this step.
+            caches: one per attention layer, of its backend's layout; then one per layer with a
+                state, the tensors of its layout.
+            plans: one per attention layer, its backend's plan for this step; then a ``StateBatch``
+                per layer with a state.
             rows: ``[R]`` int64, indices into T.
         Returns: ``[R, V]`` or ``[T, V]``.
         """

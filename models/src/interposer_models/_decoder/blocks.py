@@ -66,3 +66,33 @@ class NormedBlock(nn.Module):
         """Return what a part adds to the stream."""
         norm: Any = self._modules[name] if name else nn.Identity()
         return norm(x)  # type: ignore[no-any-return]
+
+
+class OnePartBlock(nn.Module):
+    """One part behind a norm on a residual stream, which is kept as that of ``NormedBlock``.
+
+    Args:
+        norm: returns the norm at a site.
+        name: of the norm.
+        part: it is called as attention is.
+    """
+
+    def __init__(self, site: Site, norm: Norm, name: str, part: nn.Module) -> None:
+        super().__init__()
+        self.norm: Any = norm(site.at(name))
+        self.part = part
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cache: Any,
+        plan: Any,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the part's output, not yet added, and the stream, as ``DecoderBlock``."""
+        x, stream = self.norm.forward_add(x, residual)
+        x = self.part(x, cos, sin, cache, plan, rows)
+        return x, stream if rows is None else stream[rows]

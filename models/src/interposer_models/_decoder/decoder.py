@@ -6,17 +6,21 @@ Dimensions: T tokens of the step, R tokens whose logits are wanted, H hidden siz
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from interposer import CausalModel, Site
+from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.rotary import rotary_table
 
 _FIRST_POSITIONS = 4096
+KEEPING = Attention, RecurrentLayer
+"""The layers that have a cache."""
 
 Block = Callable[[Site, int], nn.Module]
 """Returns the block of an index at a site; its forward is that of ``DecoderBlock``."""
@@ -38,9 +42,11 @@ class CausalLM(CausalModel):
     def __init__(self, site: Site, config: DecoderSettings, block: Block, norm: Norm) -> None:
         super().__init__()
         self.config = config
-        head = site.at("lm_head")
+        head = site.at(config.frame.head)
         tied = config.tie_word_embeddings
-        self.model = Decoder(site.at("model"), config, block, norm, head if tied else None)
+        self.model = Decoder(
+            site.at(config.frame.decoder), config, block, norm, head if tied else None
+        )
         self.lm_head = LMHead(
             head,
             config.vocab_size,
@@ -53,6 +59,11 @@ class CausalLM(CausalModel):
         """Return the attention layers in order; cache i belongs to layer i."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
+    @property
+    def state_layers(self) -> list[RecurrentLayer]:
+        """Return the layers with a state in order; their caches follow those of attention."""
+        return [module for module in self.modules() if isinstance(module, RecurrentLayer)]
+
     def reserve_positions(self, count: int, device: str) -> None:
         """Compute the angles of at least ``count`` positions, unless that is done."""
         if not self.model.tables or count > len(self.model.tables[0][0]):
@@ -62,8 +73,8 @@ class CausalLM(CausalModel):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        plans: Sequence[object],
+        caches: Sequence[Any],
+        plans: Sequence[Any],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits of the tokens that ``rows`` names, or of all.
@@ -73,8 +84,8 @@ class CausalLM(CausalModel):
         Args:
             token_ids: ``[T]`` int64.
             positions: ``[T]`` int64, within each token's own sequence.
-            caches: one per layer, of its backend's layout.
-            plans: one per layer, its backend's plan for this step.
+            caches: one per layer, see ``CausalModel.forward``.
+            plans: one per layer, for this step.
             rows: ``[R]`` int64, indices into T.
         Returns: ``[R, V]`` or ``[T, V]``.
         """
@@ -97,16 +108,33 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = Embedding(
-            site.at("embed_tokens"), config.vocab_size, config.hidden_size, head
+            site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
         )
         count = config.num_hidden_layers
         self.layers = nn.ModuleList(block(site.at(f"layers.{i}"), i) for i in range(count))
-        self.norm = norm(site.at("norm"))
+        self.norm = norm(site.at(config.frame.norm))
         # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
-        rotations = [config.rotation(i) for i in range(count)]
+        attends = any(isinstance(module, Attention) for module in self.layers.modules())
+        rotations = [config.rotation(i) for i in range(count)] if attends else []
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.place_caches()
+
+    def place_caches(self) -> None:
+        """Find the place of each block's cache; again where other blocks are put in.
+
+        A block with several, or with none, has a list of places. Those of attention come first.
+        """
+        kept = [_kept(block) for block in self.layers]
+        attention, state = 0, sum(has_state is False for block in kept for has_state in block)
+        self.places: list[int | list[int]] = []
+        for block in kept:
+            places = []
+            for has_state in block:
+                places.append(state if has_state else attention)
+                state, attention = state + has_state, attention + (not has_state)
+            self.places.append(places[0] if len(places) == 1 else places)
 
     def reserve_positions(self, count: int, device: str) -> None:
         """Compute the angles of at least ``count`` positions, which no checkpoint stores.
@@ -122,8 +150,15 @@ class Decoder(nn.Module):
             )
             self.tables.append((cos.to(device), sin.to(device)))
 
-    def angles(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer."""
+    def angles(
+        self, positions: torch.Tensor
+    ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer.
+
+        Where no layer attends, there are none.
+        """
+        if not self.rotations:
+            return [(None, None)] * len(self.layers)
         found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
         return [found[kind] for kind in self.kinds]
 
@@ -136,8 +171,8 @@ class Decoder(nn.Module):
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        plans: Sequence[object],
+        caches: Sequence[Any],
+        plans: Sequence[Any],
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
@@ -147,6 +182,19 @@ class Decoder(nn.Module):
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):
             wanted = rows if index == last else None
-            x, residual = block(x, residual, *angles[index], caches[index], plans[index], wanted)
+            place = self.places[index]
+            cache: Any
+            plan: Any
+            if isinstance(place, int):
+                cache, plan = caches[place], plans[place]
+            else:
+                cache, plan = [caches[i] for i in place], [plans[i] for i in place]
+            x, residual = block(x, residual, *angles[index], cache, plan, wanted)
         normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
         return normalised
+
+
+def _kept(block: nn.Module) -> tuple[bool, ...]:
+    """Return, for each layer of a block with a cache in order, whether that is a state."""
+    kept = (module for module in block.modules() if isinstance(module, KEEPING))
+    return tuple(isinstance(module, RecurrentLayer) for module in kept)

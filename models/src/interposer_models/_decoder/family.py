@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from torch import nn
 
@@ -21,6 +22,12 @@ class DecoderFamily(DecoderSettings):
 
     A family adds fields, gives others their defaults, and overrides the part that differs.
     """
+
+    attention_name: ClassVar[str] = "self_attn"
+
+    def attends(self, index: int) -> bool:
+        """Say whether block ``index`` has attention."""
+        return True
 
     def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
         """Return what the attention of layer ``index`` at a site has to do.
@@ -73,8 +80,8 @@ class DecoderFamily(DecoderSettings):
 
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
         """Yield spec and site of the attention of each block, in pages of one token."""
-        for index in range(self.num_hidden_layers):
-            place = site.at(f"model.layers.{index}.self_attn")
+        for index in filter(self.attends, range(self.num_hidden_layers)):
+            place = site.at(f"{self.frame.decoder}.layers.{index}.{self.attention_name}")
             yield self.attention_spec(place, index, page_size=1), place.at("attn")
 
     def build(self, site: Site, page_size: int) -> CausalLM:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,7 +16,17 @@ from interposer_ops.rotary import rotary_frequencies
 Positive = Annotated[int, Field(gt=0, le=2**24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 RopeBase = Annotated[float, Field(gt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
+
+
+class FrameNames(NamedTuple):
+    """What a checkpoint calls the modules of a decoder outside of its blocks."""
+
+    decoder: str = "model"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    head: str = "lm_head"
 
 
 class DecoderSettings(BaseModel, ModelFamily):
@@ -25,6 +35,7 @@ class DecoderSettings(BaseModel, ModelFamily):
     Others are ignored; one that is null has its default. Properties state what follows from them.
     """
 
+    frame: ClassVar[FrameNames] = FrameNames()
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     hidden_size: Positive
@@ -44,7 +55,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         default_factory=dict, validation_alias=AliasChoices("rope_parameters", "rope_scaling")
     )
     rope_theta: RopeBase = 10000.0
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    partial_rotary_factor: Share = 1.0
     sliding_window: WindowTokens | None = None
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
     dtype: str = Field(default="float32", validation_alias=AliasChoices("dtype", "torch_dtype"))

@@ -22,12 +22,18 @@ class StepBatch:
 
     @classmethod
     def build(
-        cls, chunks: Items[Chunk], page_size: int, device: str, min_pages: int = 1
+        cls,
+        chunks: Items[Chunk],
+        page_size: int,
+        device: str,
+        min_pages: int = 1,
+        with_states: bool = False,
     ) -> StepBatch:
         """Return the batch in which the chunks follow each other without padding.
 
         Args:
             min_pages: columns that the page table has at least.
+            with_states: the sequences have rows of states.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -47,7 +53,8 @@ class StepBatch:
             table += pages
             table += [0] * (most_pages - len(pages))
         # One tensor, of which they are parts: making six takes a decode step as long as a layer.
-        parts = (token_ids, positions, slots, starts, lengths, table)
+        states = [chunk.sequence.state_slot for chunk in chunks] if with_states else []
+        parts = (token_ids, positions, slots, starts, lengths, table, states)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
         longest = max(chunk.num_tokens for chunk in chunks), max(lengths)
@@ -66,7 +73,7 @@ class StepBatch:
         longest: tuple[int, int],
         host: AttentionBatch | None,
     ) -> StepBatch:
-        tokens, positions, slots, query_starts, seq_lens, pages = parts
+        tokens, positions, slots, query_starts, seq_lens, pages, states = parts
         attention = AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
@@ -74,6 +81,7 @@ class StepBatch:
             slots=slots,
             max_query_tokens=longest[0],
             max_seq_tokens=longest[1],
+            state_slots=states if len(states) else None,
             host=host,
         )
         return cls(tokens, positions, attention)

@@ -57,6 +57,7 @@ class CacheBudget:
     Attributes:
         tokens: that the cache holds.
         cache_bytes: that these take.
+        state_bytes: what layers keep of sequences besides, whatever their lengths.
         fraction: of the rest that the cache may take; None where a number of tokens was asked for.
         memory: None where that was, too.
     """
@@ -66,9 +67,12 @@ class CacheBudget:
     cache_bytes: int
     fraction: float | None = None
     memory: StepMemory | None = None
+    state_bytes: int = 0
 
     def __str__(self) -> str:
         size = f"KV cache of {self.tokens} tokens, {_size(self.cache_bytes)}"
+        if self.state_bytes:
+            size += f", beside {_size(self.state_bytes)} of recurrent states"
         if self.memory is None or self.fraction is None:
             return f"{size}, as cache_tokens says"
         rest = _size(max(self.memory.rest_bytes, 0))
@@ -87,6 +91,7 @@ def cache_budget(
     wanted_tokens: int,
     fraction: float | None,
     spare_pages: int,
+    state_bytes: int = 0,
 ) -> CacheBudget:
     """Return what the cache may hold: ``wanted_tokens``, or what fits into the fraction.
 
@@ -94,14 +99,18 @@ def cache_budget(
         page_bytes: of a page of all layers.
         fraction: None takes 0.9 of an accelerator whose steps are measured, else 0.25.
         spare_pages: that the engine takes besides.
-    Raises: ConfigError: not one page fits.
+        state_bytes: that it takes for states, of the same fraction.
+    Raises: ConfigError: not one page fits, or the states do not.
     """
     if fraction is None:
         own = memory.step_bytes is not None and not memory.shared
         fraction = _OF_ACCELERATOR if own else _OF_OTHER
-    pages = int(memory.rest_bytes * fraction) // page_bytes - spare_pages
-    if pages < 1:
-        needed = _size((1 + spare_pages) * page_bytes)
+    wanted_pages = -(-wanted_tokens // page_size)
+    room_bytes = int(memory.rest_bytes * fraction) - state_bytes
+    # Without attention a page takes no memory.
+    pages = room_bytes // page_bytes - spare_pages if page_bytes else wanted_pages
+    if pages < 1 or room_bytes < 0:
+        needed = _size((1 + spare_pages) * page_bytes + state_bytes)
         raise ConfigError(
             f"No memory is left for the KV cache, which needs {needed} at least and may take "
             f"{fraction:g} of {_size(max(memory.rest_bytes, 0))}: {_parts(device, memory)}. "
@@ -109,8 +118,8 @@ def cache_budget(
             "fewer bits, or end what else uses the device"
         )
     tokens = min(wanted_tokens, pages * page_size)
-    cache_bytes = -(-tokens // page_size) * page_bytes
-    return CacheBudget(device, tokens, cache_bytes, fraction, memory)
+    cache_bytes = min(wanted_pages, pages) * page_bytes
+    return CacheBudget(device, tokens, cache_bytes, fraction, memory, state_bytes)
 
 
 def unmeasured_budget(
@@ -143,14 +152,26 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def check_cache(
-    call: str, free_bytes: int, page_bytes: int, page_size: int, cache_tokens: int
+    call: str,
+    free_bytes: int,
+    page_bytes: int,
+    page_size: int,
+    cache_tokens: int,
+    state_bytes: int = 0,
 ) -> None:
-    """Raise ConfigError if so many tokens do not fit into the free memory.
+    """Raise ConfigError if so many tokens do not fit into the free memory beside the states.
 
     Args:
         call: what the user called.
     """
-    fitting = free_bytes * page_size // page_bytes
+    if state_bytes > free_bytes:
+        raise ConfigError(
+            f"the states of sequences take {_size(state_bytes)}, free are {_size(free_bytes)}. "
+            "Try: a smaller max_sequences"
+        )
+    if not page_bytes:
+        return
+    fitting = (free_bytes - state_bytes) * page_size // page_bytes
     if cache_tokens > fitting:
         raise ConfigError(
             f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
@@ -209,10 +230,12 @@ def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
     decoder, every = model.model, model.model.layers
     kinds = {_kind(block): block for block in reversed(list(every))}
     decoder.layers = nn.ModuleList(reversed(kinds.values()))
+    decoder.place_caches()
     try:
         yield
     finally:
         decoder.layers = every
+        decoder.place_caches()
 
 
 def is_host(platform: Platform) -> bool:

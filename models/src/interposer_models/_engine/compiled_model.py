@@ -35,7 +35,7 @@ class CompiledModel:
     def __init__(
         self,
         model: nn.Module,
-        caches: Sequence[Tensor],
+        caches: Sequence[Any],
         backend: str,
         resolver: Resolver,
         artifacts: CompiledArtifacts,
@@ -52,7 +52,7 @@ class CompiledModel:
         expose_kernels(resolver)
         self.graphs = 0
         self._model = model
-        self._caches = caches
+        self._caches = _pytree.tree_leaves(caches)
         self._build: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
         self._artifacts = artifacts
         # Else two sizes that are equal when a graph is made, such as the tokens and half of a head,
@@ -73,7 +73,7 @@ class CompiledModel:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[Tensor],
+        caches: Sequence[Any],
         plans: Sequence[object],
         rows: Tensor | None,
     ) -> Tensor:

@@ -51,6 +51,7 @@ class DecodeGraphs:
         backends: Iterable[AttentionBackend] = (),
         model: nn.Module | None = None,
         required: bool = False,
+        with_states: bool = False,
     ) -> None:
         """Capture nothing yet.
 
@@ -62,12 +63,13 @@ class DecodeGraphs:
                 graph is replayed, others within.
             model: what ``step`` calls, to be looked at before each capture.
             required: what cannot be captured raises.
+            with_states: see ``GraphBatch``.
         """
         self.buckets = buckets
         self.compiled = Verdict.accept()
         self._step = step
         self._capture = capture
-        self._memory = (page_size, [*spare_pages], device)
+        self._memory = (page_size, [*spare_pages], device, with_states)
         self._model = model
         self._required = required
         self._planners = [b for b in dict.fromkeys(backends) if b.plans_on_host]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from interposer import StateBatch
 from interposer.errors import RequestError
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.compiled_model import CompiledModel
@@ -81,7 +82,9 @@ class Engine:
         self.sampler = sampler
         self.device = device
         self.stop_token_ids = stop_token_ids
-        self.pool = PagePool(num_pages, page_size)
+        self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
+        num_slots = self.slots_for(max_sequences) if self._states else 0
+        self.pool = PagePool(num_pages, page_size, num_slots)
         self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
         self.backends = [layer.backend for layer in model.attention_layers]
         self.graphs: DecodeGraphs | None = None
@@ -102,6 +105,7 @@ class Engine:
                 device=device,
                 backends=self.backends,
                 model=model if isinstance(model, nn.Module) else None,
+                with_states=bool(self._states),
                 required=graphs_required,
             )
         num_pages += len(spare_pages)
@@ -109,11 +113,23 @@ class Engine:
             backend: iter(backend.kv_layout().allocate(count, num_pages, device, cache_memory))
             for backend, count in Counter(self.backends).items()
         }
-        self.caches = [next(shared[backend]) for backend in self.backends]
+        self.caches: list[Any] = [next(shared[backend]) for backend in self.backends]
+        self.caches += [state.allocate(num_slots, device, cache_memory) for state in self._states]
         self.compiled = None if compiled is None else compiled(model, self.caches)
         # The compiler makes code of its own for a size of 1, which a table seldom has.
         self._min_pages = 1 if compiled is None else 2
         self._ids = itertools.count()
+
+    @staticmethod
+    def slots_for(max_sequences: int) -> int:
+        """Return how many sequences have a state at most: those that run, and that of a call."""
+        return max_sequences + 1
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes of pages and states."""
+        parts = (cache if isinstance(cache, tuple) else (cache,) for cache in self.caches)
+        return sum(tensor.nbytes for part in parts for tensor in part)
 
     def add(self, prompt: Items[int], params: SamplingParams) -> Sequence:
         """Queue a request; it joins the batch at the next step that has room.
@@ -165,7 +181,7 @@ class Engine:
         chunks = self.scheduler.next_step()
         if not chunks:
             return []
-        batch = StepBatch.build(chunks, self.pool.page_size, self.device, self._min_pages)
+        batch = self._batch(chunks)
         sampled = [chunk for chunk in chunks if chunk.is_last]
         rows = None  # a step of decodes alone needs every token
         if len(sampled) < batch.token_ids.shape[0]:
@@ -192,12 +208,16 @@ class Engine:
         self.pool.check(len(sequence))
         if not self.pool.extend(sequence.pages, len(sequence)):
             raise RequestError("The cache is full of running requests. Try: finish or cancel some")
+        sequence.state_slot = self.pool.take_slot()
         try:
-            chunk = Chunk(sequence, len(sequence))
-            batch = StepBatch.build([chunk], self.pool.page_size, self.device, self._min_pages)
+            batch = self._batch([Chunk(sequence, len(sequence))])
             return self.forward(batch, None).float()
         finally:
-            self.pool.release(sequence.pages)
+            self.scheduler.remove(sequence)
+
+    def _batch(self, chunks: list[Chunk]) -> StepBatch:
+        page_size, has_states = self.pool.page_size, bool(self._states)
+        return StepBatch.build(chunks, page_size, self.device, self._min_pages, has_states)
 
     def forward(
         self, batch: StepBatch, rows: torch.Tensor | None, planned: Plans | None = None
@@ -216,13 +236,10 @@ class Engine:
                 if backend not in plans:
                     plans[backend] = backend.plan(batch.attention)
             model: Callable[..., torch.Tensor] = self.compiled or self.model
-            return model(
-                batch.token_ids,
-                batch.positions,
-                self.caches,
-                [plans[backend] for backend in self.backends],
-                rows,
-            )
+            planned_layers = [plans[backend] for backend in self.backends]
+            if self._states:
+                planned_layers += [StateBatch.of(batch.attention)] * len(self._states)
+            return model(batch.token_ids, batch.positions, self.caches, planned_layers, rows)
 
     def checked_tokens(self, token_ids: Items[int]) -> list[int]:
         """Return the ids as plain integers; RequestError if none, or one not in the vocabulary.

@@ -31,12 +31,18 @@ class GraphBatch:
     """
 
     def __init__(
-        self, bucket: Bucket, page_size: int, spare_pages: Sequence[int], device: str
+        self,
+        bucket: Bucket,
+        page_size: int,
+        spare_pages: Sequence[int],
+        device: str,
+        with_states: bool = False,
     ) -> None:
         """Take memory for a bucket; at first all rows are padding, with which it is captured.
 
         Args:
             spare_pages: pages that no sequence is ever given, with a slot for each row.
+            with_states: layers keep a state of each sequence; rows of padding have none.
         Raises: ConfigError: the spare pages have too few slots.
         """
         size, num_pages = bucket
@@ -56,6 +62,7 @@ class GraphBatch:
             slots=pages * page_size + order % page_size,
             max_query_tokens=1,
             max_seq_tokens=num_pages * page_size,
+            state_slots=torch.full((size,), -1) if with_states else None,
         )
         on_host = torch.device(device).type == "cpu"
         host = None if on_host else _copied(padding, "cpu")
@@ -94,6 +101,9 @@ class GraphBatch:
             source = given if held is own else given.on_host()
             held.seq_lens[:count].copy_(source.seq_lens, non_blocking=True)
             held.slots[:count].copy_(source.slots, non_blocking=True)
+            if held.state_slots is not None:
+                assert source.state_slots is not None  # of the same model
+                held.state_slots[:count].copy_(source.state_slots, non_blocking=True)
             # Entries behind a sequence's pages are read by nobody, but have to be pages: those of
             # former steps are.
             held.page_table[:count, :width].copy_(source.page_table, non_blocking=True)
@@ -109,6 +119,8 @@ class GraphBatch:
         for held, padding in self._written:
             held.seq_lens[first:last].fill_(1)
             held.slots[first:last].copy_(padding.slots[first:last])
+            if held.state_slots is not None:
+                held.state_slots[first:last].fill_(-1)
             held.page_table[first:last, 0].copy_(padding.page_table[first:last, 0])
 
 

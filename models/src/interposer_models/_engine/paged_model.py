@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -34,7 +34,11 @@ class PagedLayer(Protocol):
 
 
 class PagedModel(Protocol):
-    """A decoder that keeps its state in paged caches, and in nothing else."""
+    """A decoder that keeps its state in caches, and in nothing else.
+
+    What it has besides is its ``state_layers``, as those of a ``CausalModel``; without the
+    attribute it has none.
+    """
 
     @property
     def config(self) -> Sizes:
@@ -54,8 +58,8 @@ class PagedModel(Protocol):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: Sequence[Tensor],
-        plans: Sequence[object],
+        caches: Sequence[Any],
+        plans: Sequence[Any],
         rows: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the tokens that ``rows`` names, or of all; see ``CausalLM``."""

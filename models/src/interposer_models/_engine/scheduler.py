@@ -52,12 +52,14 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self.pool.release(sequence.pages)
+        self._release(sequence)
 
     def next_step(self) -> list[Chunk]:
         """Return the chunks of the next step, with pages for all of them; empty when idle."""
         while self.waiting and len(self.running) < self.max_sequences:
-            self.running.append(self.waiting.popleft())
+            joining = self.waiting.popleft()
+            joining.state_slot = self.pool.take_slot()
+            self.running.append(joining)
         budget = self.max_step_tokens
         chunks: list[Chunk] = []
         for sequence in list(self.running):
@@ -75,9 +77,15 @@ class Scheduler:
         """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""
         while not self.pool.extend(sequence.pages, num_tokens):
             youngest = self.running.pop()
-            self.pool.release(youngest.pages)
+            self._release(youngest)
             youngest.num_computed = 0
             self.waiting.appendleft(youngest)
             if youngest is sequence:
                 return False
         return True
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take back all that a sequence holds."""
+        self.pool.release(sequence.pages)
+        self.pool.return_slot(sequence.state_slot)
+        sequence.state_slot = -1

@@ -18,6 +18,7 @@ class Sequence:
         num_computed: tokens whose keys and values are in the cache.
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds, in order.
+        state_slot: row of the states that it holds; -1 while it has none.
     """
 
     id: int
@@ -28,6 +29,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
+    state_slot: int = -1
     finish_reason: FinishReason | None = None
 
     def __len__(self) -> int:

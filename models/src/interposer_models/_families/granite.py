@@ -56,9 +56,9 @@ class ScaledBlock(DecoderBlock):
 class ScaledLM(CausalLM):
     """A decoder whose logits are divided."""
 
-    def __init__(self, site: Site, config: Granite, block: Block) -> None:
+    def __init__(self, site: Site, config: DecoderFamily, block: Block, divisor: float) -> None:
         super().__init__(site, config, block, config.norm)
-        self.divisor = config.logits_scaling
+        self.divisor = divisor
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits, see ``CausalModel``."""
@@ -97,4 +97,5 @@ class Granite(DecoderFamily):
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder with its head."""
-        return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size))
+        scale = self.logits_scaling
+        return ScaledLM(site, self, lambda at, index: self.block(at, index, page_size), scale)

@@ -7,14 +7,16 @@ Dimensions: T tokens of a sequence, H hidden size, O output features, I input fe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from interposer import PluggableLayer
+from interposer import PluggableLayer, StateBatch
 from interposer.errors import ConfigError
-from interposer_models._decoder.decoder import CausalLM, Decoder
+from interposer_models._decoder.decoder import KEEPING, CausalLM, Decoder
+from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._engine.scheduler import Chunk
@@ -61,9 +63,10 @@ class CalibratedBlocks:
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
         request = Request(0, list(sequences[0]), SamplingParams(), 0, pages=list(range(num_pages)))
+        request.state_slot = 0
         # Positions and places in the cache are the same for all sequences.
         chunks = [Chunk(request, num_tokens)]
-        self._batch = StepBatch.build(chunks, planned.page_size, self._device)
+        self._batch = StepBatch.build(chunks, planned.page_size, self._device, with_states=True)
         self._num_pages = num_pages
         self._decoder.reserve_positions(num_tokens, self._device)
         self._load(self._decoder.embed_tokens)
@@ -147,12 +150,22 @@ class CalibratedBlocks:
         self, block: nn.Module, index: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block's output ``[T, H]`` and the residual stream ``[T, H]``."""
-        (attention,) = (module for module in block.modules() if isinstance(module, Attention))
-        backend = attention.backend
-        (cache,) = backend.kv_layout().allocate(1, self._num_pages, self._device, cache_memory)
+        kept = [self._kept(module) for module in block.modules() if isinstance(module, KEEPING)]
+        caches, plans = ([pair[place] for pair in kept] for place in (0, 1))
+        cache, plan = (part[0] if len(part) == 1 else part for part in (caches, plans))
         cos, sin = self._decoder.angles(self._batch.positions)[index]
-        plan = backend.plan(self._batch.attention)
         return block(hidden, None, cos, sin, cache, plan, None)  # type: ignore[no-any-return]
+
+    def _kept(self, layer: nn.Module) -> tuple[Any, Any]:
+        """Return an empty cache of a layer, and its plan of a sequence."""
+        batch = self._batch.attention
+        if isinstance(layer, RecurrentLayer):
+            state = layer.state_layout().allocate(1, self._device, cache_memory)
+            return state, StateBatch.of(batch)
+        assert isinstance(layer, Attention)
+        layout = layer.backend.kv_layout()
+        (cache,) = layout.allocate(1, self._num_pages, self._device, cache_memory)
+        return cache, layer.backend.plan(batch)
 
     def _load(self, module: nn.Module) -> None:
         """Fill the parameters of all layers in ``module`` from the checkpoint."""

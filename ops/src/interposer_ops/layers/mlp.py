@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from interposer import PluggableLayer, Site
@@ -18,9 +20,12 @@ class GatedMLP(PluggableLayer):
 
     Args:
         activation: as of ``GatedActivation``.
+
+    ``part_names`` are those of gate, up and down projection in checkpoints.
     """
 
     layer_id = "gated_mlp"
+    part_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(
         self,
@@ -31,10 +36,11 @@ class GatedMLP(PluggableLayer):
         bias: bool = False,
     ) -> None:
         super().__init__(site)
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        *first, last = self.part_names
+        parts = dict.fromkeys(first, intermediate_size)
         self.gate_up_proj = MergedLinear(site.at("gate_up_proj"), hidden_size, parts, bias)
         self.activation = GatedActivation(site.at("activation"), activation, intermediate_size)
-        self.down_proj = Linear(site.at("down_proj"), intermediate_size, hidden_size, bias)
+        self.down_proj = Linear(site.at(last), intermediate_size, hidden_size, bias)
         # What a replacement reads of its parts is its own affair.
         standard = GatedMLP, GatedActivation, Linear
         if (type(self), type(self.activation), type(self.down_proj)) == standard:

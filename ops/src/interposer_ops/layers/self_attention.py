@@ -5,6 +5,8 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from interposer import AttentionSpec, PluggableLayer, Site
@@ -28,12 +30,14 @@ class SelfAttention(PluggableLayer):
         qkv_bias: of the first projection.
         bias: of the last one.
 
-    ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for.
+    ``norm_type`` and ``rotary_type`` are the layers that a subclass may take others for;
+    ``part_names`` are those of the last projection, and of the norms of queries and keys.
     """
 
     layer_id = "self_attention"
     norm_type: type[RMSNorm] = RMSNorm
     rotary_type: type[RotaryEmbedding] = RotaryEmbedding
+    part_names: ClassVar[tuple[str, str, str]] = ("o_proj", "q_norm", "k_norm")
 
     def __init__(
         self,
@@ -51,11 +55,12 @@ class SelfAttention(PluggableLayer):
         self.sizes = (width, kv_width, kv_width)
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
         self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, qkv_bias)
-        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        out, of_query, of_key = self.part_names
+        self.o_proj = Linear(site.at(out), width, hidden_size, bias)
         self.q_norm = self.k_norm = None
         if norm_eps is not None:
-            self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)
-            self.k_norm = self.norm_type(site.at("k_norm"), size, norm_eps)
+            self.q_norm = self.norm_type(site.at(of_query), size, norm_eps)
+            self.k_norm = self.norm_type(site.at(of_key), size, norm_eps)
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
         self.attn = Attention(site.at("attn"), spec)
 

@@ -1,0 +1,181 @@
+"""The mixer of Gated DeltaNet: a memory of keys and values that every token decays and corrects.
+
+Dimensions: T tokens, H hidden size, G key heads, K their size, N value heads, D their size,
+C = 2 G K + N D channels.
+
+Source: arXiv:2412.06464.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from interposer import PluggableLayer, Site, StateBatch, StateLayout
+from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentLayer
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.norms import l2_norm
+from interposer_ops.recurrence import gated_delta_rule
+
+# Of the lengths of keys and queries, whatever the config says of the norms.
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes of a mixer.
+
+    Attributes:
+        window: of the convolution.
+    """
+
+    hidden: int
+    key_heads: int
+    key: int
+    value_heads: int
+    value: int
+    window: int
+
+    @property
+    def keys(self) -> int:
+        """Elements of all keys, G K."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        """Elements of all values, N D."""
+        return self.value_heads * self.value
+
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Queries, keys and values ``[T, C]``; gates ``[T, N D]``; beta and decay ``[T, N]``, raw."""
+Projections = Callable[[Site, DeltaSizes], nn.Module]
+"""Returns the module at a mixer's site that computes ``Projected`` of ``[T, H]``."""
+
+
+class ApartProjections(nn.Module):
+    """A projection for each of the four."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__()
+        self.wide = {"in_proj_qkv": 2 * sizes.keys + sizes.values, "in_proj_z": sizes.values}
+        self.narrow = dict.fromkeys(("in_proj_b", "in_proj_a"), sizes.value_heads)
+        self.in_proj = MergedLinear(site.at("in_proj"), sizes.hidden, self.wide)
+        self.in_proj_ba = MergedLinear(site.at("in_proj_ba"), sizes.hidden, self.narrow)
+
+    def forward(self, x: Tensor) -> Projected:
+        """Return the four of ``x`` ``[T, H]``."""
+        mixed, gate = self.in_proj(x).split((*self.wide.values(),), dim=-1)
+        beta, decay = self.in_proj_ba(x).chunk(2, dim=-1)
+        return mixed, gate, beta, decay
+
+
+class GroupedProjections(nn.Module):
+    """Two projections, whose outputs are sorted by key head."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        width = 2 * (sizes.keys + sizes.values)
+        self.in_proj_qkvz = Linear(site.at("in_proj_qkvz"), sizes.hidden, width)
+        self.in_proj_ba = Linear(site.at("in_proj_ba"), sizes.hidden, 2 * sizes.value_heads)
+
+    def forward(self, x: Tensor) -> Projected:
+        """Return the four of ``x`` ``[T, H]``."""
+        sizes = self.sizes
+        group = sizes.values // sizes.key_heads
+        wide = self.in_proj_qkvz(x).unflatten(-1, (sizes.key_heads, -1))
+        query, key, value, gate = wide.split((sizes.key, sizes.key, group, group), dim=-1)
+        beta, decay = self.in_proj_ba(x).unflatten(-1, (sizes.key_heads, -1)).chunk(2, dim=-1)
+        mixed = torch.cat([part.flatten(1) for part in (query, key, value)], dim=-1)
+        return mixed, gate.flatten(1), beta.flatten(1), decay.flatten(1)
+
+
+class DeltaRule(PluggableLayer):
+    """The op ``gated_delta_rule`` over keys and queries of unit length."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes) -> None:
+        super().__init__(site)
+        self.sizes = sizes
+        for name in ("A_log", "dt_bias"):
+            empty = torch.empty(sizes.value_heads, dtype=torch.float32)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.unit = site.bind(l2_norm, head_size=sizes.key)
+        self.rule = site.bind(
+            gated_delta_rule,
+            num_heads=sizes.key_heads,
+            num_value_heads=sizes.value_heads,
+            key_size=sizes.key,
+            value_size=sizes.value,
+        )
+        self.constants: tuple[Tensor, ...] = ()
+
+    def finalize(self) -> None:
+        """Compute the decay of each head."""
+        self.constants = -self.get_parameter("A_log").data.exp(), self.get_parameter("dt_bias").data
+
+    def forward(
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, states: Tensor, plan: StateBatch
+    ) -> Tensor:
+        """Return ``[T, N, D]``.
+
+        Args:
+            mixed: ``[T, C]``, behind the convolution.
+            beta, decay: ``[T, N]``, raw.
+            states: ``[R, N, K, D]`` float32.
+        """
+        sizes = self.sizes
+        rate, bias = self.constants
+        query, key, value = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
+        query, key = (
+            self.unit(part.unflatten(-1, (sizes.key_heads, sizes.key)), _EPS)
+            for part in (query, key)
+        )
+        value = value.unflatten(-1, (sizes.value_heads, sizes.value))
+        decay = rate * functional.softplus(decay.float() + bias)
+        places = plan.query_starts, plan.slots, plan.num_cached
+        factors = decay, beta.float().sigmoid()
+        return self.rule(query, key, value, *factors, states, *places, sizes.key**-0.5)
+
+
+class DeltaMixer(RecurrentLayer):
+    """Projections, convolution, delta rule and gated norm; it stands where attention does."""
+
+    def __init__(self, site: Site, sizes: DeltaSizes, eps: float, projections: Projections) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.projections = projections(site, sizes)
+        channels = 2 * sizes.keys + sizes.values
+        at = site.at("conv1d")
+        self.conv1d = Convolution(at, channels, sizes.window, bias=False, silu=True)
+        self.rule = DeltaRule(site, sizes)
+        self.norm = GatedNorm(site.at("norm"), sizes.value, sizes.value, eps, norm_first=True)
+        self.out_proj = Linear(site.at("out_proj"), sizes.values, sizes.hidden)
+
+    def state_layout(self) -> StateLayout:
+        """Return the last inputs of the convolution, and the memory of each head."""
+        sizes = self.sizes
+        memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
+        return StateLayout((self.conv1d.state, memory))
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cache: tuple[Tensor, Tensor],
+        plan: StateBatch,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        windows, states = cache
+        mixed, gate, beta, decay = self.projections(x)
+        y = self.rule(self.conv1d(mixed, windows, plan), beta, decay, states, plan)
+        if rows is not None:
+            y, gate = y[rows], gate[rows]
+        y = self.norm(y, gate.view(y.shape))
+        return self.out_proj(y.flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,30 @@
+"""Fields of config.json that shape the states of sequences."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_LARGEST_STATE = 2**28
+
+Window = Annotated[int, Field(ge=2, le=8)]
+"""What a convolution sees, in tokens."""
+
+
+def _number(value: Any) -> Any:
+    """Return a number of config.json; transformers writes an infinite one as an object."""
+    return value.get("__float__") if isinstance(value, dict) else value
+
+
+_Step = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_number)]
+Steps = tuple[_Step, _Step]
+"""The least and the largest step of a state space."""
+
+
+def check_state(heads: int, rows: int, columns: int) -> None:
+    """Raise ValueError if that is no state of one layer."""
+    if heads * rows * columns > _LARGEST_STATE:
+        raise ValueError(
+            f"a state of {heads} heads of {rows} x {columns} is more than a model can have"
+        )

@@ -1,0 +1,79 @@
+"""Mamba-2: state spaces alone, without attention and without MLPs.
+
+Source: arXiv:2405.21060.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import AliasChoices, Field, model_validator
+from torch import nn
+
+from interposer import Site
+from interposer_models._decoder.blocks import OnePartBlock
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
+from interposer_models._decoder.state_settings import Steps, Window, check_state
+from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
+
+# What a step costs does not grow with the context, and nothing of it is stored.
+_CONTEXT = 2**20
+
+
+class Mamba2(DecoderFamily):
+    """Mamba-2."""
+
+    frame: ClassVar[FrameNames] = FrameNames("backbone", "embeddings", "norm_f")
+
+    num_attention_heads: Positive = Field(
+        default=128, validation_alias=AliasChoices("num_heads", "num_attention_heads")
+    )
+    head_dim: Positive | None = 64
+    intermediate_size: Positive = 1
+    max_position_embeddings: Positive = _CONTEXT
+    rms_norm_eps: Epsilon = Field(
+        default=1e-5, validation_alias=AliasChoices("layer_norm_epsilon", "rms_norm_eps")
+    )
+    state_size: Positive = 128
+    n_groups: Positive = 8
+    conv_kernel: Window = 4
+    expand: Positive = 2
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    time_step_limit: Steps = (0.0, float("inf"))
+
+    def attends(self, index: int) -> bool:
+        """Say that no block has attention."""
+        return False
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return a mixer behind a norm."""
+        sizes = StateSpaceSizes(
+            self.hidden_size,
+            self.num_attention_heads,
+            self.head_size,
+            self.n_groups,
+            self.state_size,
+            self.conv_kernel,
+            self.use_bias,
+            self.use_conv_bias,
+            self.time_step_limit,
+        )
+        mixer = StateSpaceMixer(site.at("mixer"), sizes, self.rms_norm_eps)
+        return OnePartBlock(site, self.norm, "norm", mixer)
+
+    @model_validator(mode="after")
+    def _sound_state(self) -> Self:
+        heads, groups = self.num_attention_heads, self.n_groups
+        if heads % groups:
+            raise ValueError(f"num_heads {heads} is not a multiple of n_groups {groups}")
+        if self.hidden_size * self.expand != heads * self.head_size:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} times expand {self.expand} is not num_heads "
+                f"{heads} times head_dim {self.head_size}"
+            )
+        check_state(heads, self.head_size, self.state_size)
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}, mixers compute with 'silu'")
+        return self

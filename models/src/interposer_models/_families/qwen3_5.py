@@ -1,0 +1,130 @@
+"""Qwen3.5: gated delta rules, and gated attention in every fourth layer.
+
+Source: huggingface.co/Qwen/Qwen3.5-27B; arXiv:2412.06464 for the delta rule.
+
+Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.delta_rule import (
+    ApartProjections,
+    DeltaMixer,
+    DeltaSizes,
+    Projections,
+)
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive, Share
+from interposer_models._decoder.state_settings import Window, check_state
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.norm import GemmaRMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.self_attention import SelfAttention
+
+LayerKinds = tuple[Literal["full_attention", "linear_attention"], ...]
+_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose outputs are multiplied by the sigmoid of a gate, which queries bring."""
+
+    norm_type = GemmaRMSNorm
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        hidden_size: int,
+        rotary_size: int,
+        norm_eps: float,
+        bias: bool,
+    ) -> None:
+        PluggableLayer.__init__(self, site)
+        size = self.head_size = spec.head_size
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        self.sizes = (2 * width, kv_width, kv_width)
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
+        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden_size, parts, bias)
+        self.o_proj = Linear(site.at("o_proj"), width, hidden_size, bias)
+        self.q_norm = self.norm_type(site.at("q_norm"), size, norm_eps)
+        self.k_norm = self.norm_type(site.at("k_norm"), size, norm_eps)
+        self.rotary = RotaryEmbedding(site.at("rotary"), size, rotary_size)
+        self.attn = Attention(site.at("attn"), spec)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
+    ) -> Tensor:
+        """Return the output projection, as ``SelfAttention`` does."""
+        queries, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
+        query, gate = queries.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
+        key, value = (part.unflatten(-1, (-1, self.head_size)) for part in (key, value))
+        query, key = self.rotary(self.q_norm(query), self.k_norm(key), cos, sin)
+        mixed = self.attn(query, key, value, cache, plan)
+        if rows is not None:
+            mixed, gate = mixed[rows], gate[rows]
+        return self.o_proj((mixed * gate.sigmoid()).flatten(1))  # type: ignore[no-any-return]
+
+
+class Qwen3_5(DecoderFamily):
+    """Qwen3.5 without experts, its text part."""
+
+    projections: ClassVar[Projections] = ApartProjections
+
+    head_dim: Positive | None = 256
+    partial_rotary_factor: Share = 0.25
+    layer_types: LayerKinds | None = None  # type: ignore[assignment]
+    full_attention_interval: Positive = 4
+    linear_conv_kernel_dim: Window = 4
+    linear_key_head_dim: Positive = 128
+    linear_value_head_dim: Positive = 128
+    linear_num_key_heads: Positive = 16
+    linear_num_value_heads: Positive = 32
+
+    def attends(self, index: int) -> bool:
+        """Say whether block ``index`` has attention, not a delta rule."""
+        if self.layer_types is not None:
+            return self.layer_types[index] == "full_attention"
+        return (index + 1) % self.full_attention_interval == 0
+
+    def norm(self, site: Site) -> GemmaRMSNorm:
+        """Return the norm at a site."""
+        return GemmaRMSNorm(site, self.hidden_size, self.rms_norm_eps)
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return gated attention."""
+        sizes = self.hidden_size, self.rotary_size
+        return GatedAttention(site, spec, *sizes, self.rms_norm_eps, self.attention_bias)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return a block with a delta rule or attention."""
+        if self.attends(index):
+            return self.normed_block(site, index, page_size, _NORMS)
+        sizes = DeltaSizes(
+            self.hidden_size,
+            self.linear_num_key_heads,
+            self.linear_key_head_dim,
+            self.linear_num_value_heads,
+            self.linear_value_head_dim,
+            self.linear_conv_kernel_dim,
+        )
+        how = self.rms_norm_eps, type(self).projections
+        mixer = DeltaMixer(site.at("linear_attn"), sizes, *how)
+        return NormedBlock(site, self.norm, _NORMS, mixer, self.mlp(site, index))
+
+    @model_validator(mode="after")
+    def _sound_memory(self) -> Self:
+        heads, groups = self.linear_num_value_heads, self.linear_num_key_heads
+        if heads % groups:
+            raise ValueError(
+                f"linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {groups}"
+            )
+        check_state(heads, self.linear_key_head_dim, self.linear_value_head_dim)
+        return self
