@@ -142,6 +142,14 @@ OF_EXAMPLES = {
         (examples.olmo3, "long"),
         (examples.qwen2_moe, "some"),
         (examples.starcoder2, "windowed"),
+        (examples.bamba, "biased"),
+        (examples.falcon_h1, "factors"),
+        (examples.lfm2, "biased"),
+        (examples.mamba2, "biased"),
+        (examples.nemotron_h, "biased"),
+        (examples.qwen3_5, "tied"),
+        (examples.qwen3_5_moe, "other"),
+        (examples.qwen3_next, "some"),
     )
 }
 CONFIGS |= OF_EXAMPLES

@@ -85,5 +85,5 @@ class GatedNorm(PluggableLayer):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return ``[..., H]`` of ``x`` and ``gate``, both ``[..., H]``."""
-        how = self.eps, self.group_size, self.norm_first
-        return self.bound.function(x, gate, *self.operands, *how)
+        (weight,) = self.operands
+        return self.bound.function(x, gate, weight, self.eps, self.group_size, self.norm_first)

@@ -66,6 +66,8 @@ class GatedAttention(SelfAttention):
         queries, key, value = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, gate = queries.unflatten(-1, (-1, 2 * self.head_size)).chunk(2, dim=-1)
         key, value = (part.unflatten(-1, (-1, self.head_size)) for part in (key, value))
+        assert self.q_norm is not None
+        assert self.k_norm is not None
         query, key = self.rotary(self.q_norm(query), self.k_norm(key), cos, sin)
         mixed = self.attn(query, key, value, cache, plan)
         if rows is not None:

@@ -1,0 +1,244 @@
+"""States of sequences in the engine: their rows, what becomes of them, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models.tests.conftest import write_checkpoint
+from transformers import Lfm2Config, Mamba2Config
+
+from interposer import (
+    AttentionBatch,
+    Config,
+    StateBatch,
+    StateLayout,
+    current_registry,
+    explain,
+)
+from interposer.errors import CheckpointError, ConfigError, MissingMemberError
+from interposer.records import ModelEntry, load_target
+from interposer_models import LanguageModel, SamplingParams, load, quantize
+from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.graph_batch import GraphBatch
+from interposer_models._engine.graph_buckets import Bucket
+from interposer_models._engine.pages import PagePool
+from interposer_models._engine.scheduler import Chunk
+from interposer_models._engine.sequence import Sequence
+from interposer_models._families import examples
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(40)), [7] * 23]
+
+
+def fields_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    return {**made, "vocab_size": 256, "architectures": None}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with convolutions and attention."""
+    path = tmp_path_factory.mktemp("lfm2")
+    write_checkpoint(Lfm2Config(**fields_of(examples.lfm2()["mixed"])), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def spaces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of state spaces alone."""
+    path = tmp_path_factory.mktemp("mamba2")
+    write_checkpoint(Mamba2Config(**fields_of(examples.mamba2()["grouped"])), path)
+    return path
+
+
+def tokens(lm: LanguageModel, prompts: list[list[int]], count: int = 12) -> list[list[int]]:
+    answers = lm.generate(prompts, temperature=0.0, max_new_tokens=count, ignore_eos=True)
+    return [list(answer.token_ids) for answer in answers]
+
+
+@pytest.mark.parametrize("name", ["mixed", "spaces"])
+def test_any_schedule_gives_the_same_tokens(name: str, request: pytest.FixtureRequest) -> None:
+    """Alone, in batches, in chunks of a prompt, and where some give up what they hold."""
+    folder = request.getfixturevalue(name)
+    usual: dict[str, Any] = {"dtype": "float32", "max_sequences": 4, "cache_tokens": 1024}
+    expected = [tokens(load(folder, **usual), [prompt])[0] for prompt in PROMPTS]
+    assert tokens(load(folder, **usual), PROMPTS) == expected
+    in_chunks = load(folder, **{**usual, "max_step_tokens": 5})
+    assert tokens(in_chunks, PROMPTS) == expected
+    assert tokens(in_chunks, PROMPTS) == expected  # rows of the first ones are used again
+    crowded = load(folder, **{**usual, "cache_tokens": 64, "max_sequences": 3})
+    assert tokens(crowded, PROMPTS) == expected
+    assert tokens(load(folder, **{**usual, "max_sequences": 1}), PROMPTS) == expected
+
+
+def test_rows_are_given_back(mixed: Path) -> None:
+    lm = load(mixed, dtype="float32", max_sequences=2, cache_tokens=256)
+    engine = lm.engine
+    first = engine.add([1, 2, 3], lm_params(4))
+    second = engine.add([4, 5], lm_params(4))
+    third = engine.add([6], lm_params(4))
+    engine.step()
+    assert (first.state_slot, second.state_slot, third.state_slot) == (0, 1, -1)
+    logits = engine.logits([1, 2])  # has a row of its own, though all sequences run
+    engine.cancel(first)
+    engine.step()
+    assert (first.state_slot, third.state_slot) == (-1, 0)
+    while engine.busy:
+        engine.step()
+    assert torch.equal(engine.logits([1, 2]), logits)
+    assert sorted(engine.pool.take_slot() for _ in range(3)) == [0, 1, 2]
+    assert engine.pool.take_slot() == -1
+
+
+def lm_params(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+
+
+def test_states_are_part_of_the_budget(spaces: Path, mixed: Path) -> None:
+    lm = load(spaces, dtype="float32", max_sequences=3)
+    (budget,) = [note for note in lm.resolver.notes if "recurrent states" in note]
+    layouts = [layer.state_layout() for layer in lm.engine.model.state_layers]
+    # 192 channels with 3 former inputs, and 8 heads of 16 x 16, of 3 sequences and one call.
+    assert [layout.slot_bytes() for layout in layouts] == [4 * (192 * 3 + 8 * 16 * 16)] * 3
+    assert lm.engine.cache_bytes == 4 * sum(layout.slot_bytes() for layout in layouts)
+    assert "0.0 MiB, beside 0.1 MiB of recurrent states" in budget
+    with pytest.raises(ConfigError, match=r"states of sequences take .* smaller max_sequences"):
+        load(spaces, max_sequences=2**40, cache_tokens=16)
+    with pytest.raises(ConfigError, match=r"cache_tokens is \d+, the free memory holds"):
+        load(mixed, cache_tokens=2**40)
+
+
+def test_blocks_with_states_are_calibrated(mixed: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text(str(list(range(400))))
+    done = quantize(mixed, tmp_path / "out", "int8", calibrate=text)
+    smaller = load(done.path, dtype="float32", cache_tokens=256)
+    assert "kernel 'int8_linear'" in str(explain(smaller))
+    assert smaller.logits([1, 2, 3]).isfinite().all()
+
+
+def test_steps_without_attention_are_compiled(spaces: Path) -> None:
+    plain = load(spaces, dtype="float32", cache_tokens=256)
+    compiled = load(spaces, dtype="float32", cache_tokens=256, config=Config(compile="eager"))
+    assert tokens(compiled, PROMPTS[:2], 4) == tokens(plain, PROMPTS[:2], 4)
+
+
+def test_a_layout_gives_rows_of_each_part() -> None:
+    layout = StateLayout((((3, 2), torch.bfloat16), ((4,), torch.float32)))
+    assert layout.slot_bytes() == 28
+    taken: list[tuple[int, ...]] = []
+
+    def empty(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+        taken.append(tuple(shape))
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    parts = layout.allocate(5, "cpu", empty)
+    assert [part.shape for part in parts] == taken == [(5, 3, 2), (5, 4)]
+    assert [part.dtype for part in parts] == [torch.bfloat16, torch.float32]
+
+
+def batch(slots: list[int] | None, host: AttentionBatch | None = None) -> AttentionBatch:
+    return AttentionBatch(
+        query_starts=torch.tensor([0, 3, 4]),
+        seq_lens=torch.tensor([3, 9]),
+        page_table=torch.tensor([[0], [1]]),
+        slots=torch.arange(4),
+        max_query_tokens=3,
+        max_seq_tokens=9,
+        state_slots=None if slots is None else torch.tensor(slots),
+        host=host,
+    )
+
+
+def test_a_batch_says_what_was_there_before() -> None:
+    host = batch([1, 0])
+    states = StateBatch.of(batch([1, 0], host))
+    assert states.num_cached.tolist() == [0, 8]
+    assert states.slots.tolist() == [1, 0]
+    assert states.host is not None
+    assert states.on_host().slots.data_ptr() == host.state_slots.data_ptr()  # type: ignore[union-attr]
+    with pytest.raises(MissingMemberError, match="names no slots"):
+        StateBatch.of(batch(None))
+
+
+def test_rows_of_padding_in_a_graph_have_no_state(build_step: Callable[..., Any]) -> None:
+    held = GraphBatch(Bucket(4, 2), 16, range(8, 9), "cpu", with_states=True)
+    assert held.step.attention.state_slots is not None
+    assert held.step.attention.state_slots.tolist() == [-1] * 4
+    for slots in ([5, 3, 2], [4]):
+        assert held.fill(build_step(slots)) == len(slots)
+        assert held.step.attention.state_slots.tolist() == [*slots, *[-1] * (4 - len(slots))]
+
+
+@pytest.fixture
+def build_step() -> Callable[..., Any]:
+    def build(slots: list[int]) -> StepBatch:
+        chunks = []
+        for index, slot in enumerate(slots):
+            sequence = Sequence(index, [1, 2], lm_params(1), 0, num_computed=1, pages=[index])
+            sequence.state_slot = slot
+            chunks.append(Chunk(sequence, 1))
+        return StepBatch.build(chunks, 16, "cpu", with_states=True)
+
+    return build
+
+
+@given(st.lists(st.integers(1, 9), max_size=30), st.integers(0, 40))
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None:
+    """Whatever came back before, and each to one holder."""
+    pool, held = PagePool(num_pages, 4), [list[int]() for _ in counts]
+    for index, (pages, count) in enumerate(zip(held, counts, strict=True)):
+        free = set(range(num_pages)) - {page for other in held for page in other}
+        got = pool.extend(pages, 4 * count)
+        assert got == (count <= len(free))
+        assert pages == (sorted(free)[:count] if got else [])
+        if index % 3 == 2:
+            pool.release(held[index - 1])
+    assert pool.num_free == num_pages - sum(map(len, held))
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "changes", "said"),
+    [
+        ("mamba2", "grouped", {"n_groups": 3}, "num_heads 8 is not a multiple of n_groups 3"),
+        ("mamba2", "grouped", {"expand": 3}, "times expand 3 is not num_heads 8"),
+        ("mamba2", "grouped", {"state_size": 2**23}, "more than a model can have"),
+        ("mamba2", "grouped", {"conv_kernel": 9}, "conv_kernel"),
+        ("mamba2", "grouped", {"hidden_act": "gelu"}, "mixers compute with 'silu'"),
+        ("lfm2", "mixed", {"layer_types": ["conv"]}, "layer_types has 1 of 3 layers"),
+        ("lfm2", "mixed", {"conv_L_cache": 1}, "conv_L_cache"),
+        ("bamba", "middle", {"mamba_d_head": 7}, "mamba_n_heads 8 times mamba_d_head 7"),
+        ("bamba", "middle", {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups 3"),
+        ("falcon_h1", "plain", {"mamba_d_ssm": 97}, "the state's width 97"),
+        ("nemotron_h", "kinds", {"n_groups": 3}, "mamba_num_heads 8 is not a multiple"),
+        ("nemotron_h", "kinds", {"layers_block_type": ["mlp"]}, "has 1 of 4 layers"),
+        ("nemotron_h", "kinds", {"layers_block_type": ["moe"] * 4}, "experts without a gate"),
+        ("nemotron_h", "kinds", {"layers_block_type": None}, "layers_block_type"),
+        ("qwen3_5", "usual", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key"),
+        ("qwen3_5", "usual", {"linear_key_head_dim": 2**24}, "more than a model can have"),
+    ],
+)
+def test_impossible_states_are_refused(
+    name: str, label: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        family(name).parse({**getattr(examples, name)()[label], **changes}, "config.json")
+
+
+def test_a_pattern_names_the_layers() -> None:
+    """As older checkpoints do."""
+    fields = {**examples.nemotron_h()["kinds"], "hybrid_override_pattern": "M-*M"}
+    del fields["layers_block_type"]
+    kinds = family("nemotron_h").parse(fields, "config.json").layers_block_type
+    assert kinds == ("mamba", "mlp", "attention", "mamba")
+
+
+def family(name: str) -> Any:
+    entries = current_registry().records(ModelEntry)
+    (target,) = [entry.target for _, entry in entries if entry.name == name]
+    return load_target(target)
