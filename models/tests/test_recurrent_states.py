@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 from models.tests.conftest import write_checkpoint
 from transformers import Lfm2Config, Mamba2Config
 
-from interposer import (
-    AttentionBatch,
-    Config,
-    StateBatch,
-    StateLayout,
-    current_registry,
-    explain,
-)
+from interposer import AttentionBatch, Config, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, MissingMemberError
 from interposer.records import ModelEntry, load_target
 from interposer_models import LanguageModel, SamplingParams, load, quantize
@@ -31,6 +24,7 @@ from interposer_models._engine.pages import PagePool
 from interposer_models._engine.scheduler import Chunk
 from interposer_models._engine.sequence import Sequence
 from interposer_models._families import examples
+from interposer_ops.layers.states import StateBatch, StateLayout
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], list(range(40)), [7] * 23]
 

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     )
     from interposer._contract.request import Request
     from interposer._contract.requires import Dim, Requires
-    from interposer._contract.state import StateBatch, StateLayout
     from interposer._contract.verdict import Refusal, Verdict
     from interposer._explanation.explanation import Explanation, explain
     from interposer._plugins.registry import Registration, Registry, current_registry, register
@@ -78,8 +77,7 @@ __all__ = [
     "LinearMethod", "Memory", "ModelEntry", "ModelFamily", "NumericsPolicy", "OpEntry",
     "Placement", "Planned", "Platform", "PlatformEntry", "PluggableLayer", "Policy",
     "QuantizationScheme", "Refusal", "Registration", "Registry", "Request", "Requires",
-    "Resolver", "Rule", "SchemeEntry", "Site", "StateBatch", "StateLayout", "Tolerance",
-    "TuningEntry", "Verdict",
+    "Resolver", "Rule", "SchemeEntry", "Site", "Tolerance", "TuningEntry", "Verdict",
     "current_platform", "current_registry", "custom_op", "effective_config", "explain",
     "hookimpl", "place", "planned", "register", "select", "use",
 ]
@@ -113,7 +111,6 @@ __getattr__ = lazy_attributes(
         ),
         "interposer._contract.request": "Request",
         "interposer._contract.requires": "Dim Requires",
-        "interposer._contract.state": "StateBatch StateLayout",
         "interposer._contract.verdict": "Refusal Verdict",
         "interposer._explanation.explanation": "Explanation explain",
         "interposer._plugins.registry": "Registration Registry current_registry register",

@@ -21,7 +21,6 @@ from interposer import (
     Resolver,
     Rule,
     Site,
-    StateLayout,
     Verdict,
     effective_config,
     place,
@@ -59,6 +58,7 @@ from interposer_models._tokenizer import stop_tokens
 from interposer_ops.attention import common_page_size
 from interposer_ops.devices.graphs import judge_graphs
 from interposer_ops.layers.sampler import Sampler
+from interposer_ops.layers.states import StateLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLER = "sampler"

@@ -123,7 +123,8 @@ class AttentionBatch:
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
-        state_slots: ``[B]`` int64, see ``StateBatch.slots``; None where no layer has a state.
+        state_slots: ``[B]`` int64, row of recurrent states that each sequence has, negative for
+            padding; None where no layer has a state.
         host: the same batch in host memory, where whoever made it had it there; see ``on_host``.
     """
 
@@ -147,8 +148,7 @@ class AttentionBatch:
         return replace(self, **{n: t.cpu() for n, t in tensors.items() if t is not None})
 
 
-def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Return memory without content."""
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
@@ -199,7 +199,7 @@ class KVCacheLayout:
         num_layers: int,
         num_pages: int,
         device: str,
-        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = uninitialised,
+        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
     ) -> list[Tensor]:
         """Return a cache of ``shape(num_pages)`` per layer, in the declared order.
 

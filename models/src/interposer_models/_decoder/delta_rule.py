@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from interposer import PluggableLayer, Site, StateBatch, StateLayout
+from interposer import PluggableLayer, Site
 from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentLayer
 from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.states import StateBatch, StateLayout
 from interposer_ops.norms import l2_norm
 from interposer_ops.recurrence import gated_delta_rule
 

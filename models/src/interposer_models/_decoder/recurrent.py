@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from interposer import PluggableLayer, Site, StateBatch, StateLayout
+from interposer import PluggableLayer, Site
+from interposer_ops.layers.states import StateBatch, StateLayout
 from interposer_ops.norms import gated_rms_norm
 from interposer_ops.recurrence import causal_convolution
 

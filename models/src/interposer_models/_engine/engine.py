@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from interposer import StateBatch
 from interposer.errors import RequestError
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.compiled_model import CompiledModel
@@ -29,6 +28,7 @@ from interposer_models._engine.scheduler import Chunk, Scheduler
 from interposer_models._engine.sequence import Sequence
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
+from interposer_ops.layers.states import StateBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AliasChoices, Field
 from torch import Tensor, nn
 
-from interposer import AttentionSpec, Site, StateBatch, StateLayout
+from interposer import AttentionSpec, Site
 from interposer_models._decoder.blocks import NormedBlock
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.recurrent import Convolution, RecurrentLayer
@@ -21,6 +21,7 @@ from interposer_models._decoder.state_settings import Window
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.layers.states import StateBatch, StateLayout
 
 _NORMS = ("operator_norm", "", "ffn_norm", "")
 

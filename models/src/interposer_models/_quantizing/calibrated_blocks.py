@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from interposer import PluggableLayer, StateBatch
+from interposer import PluggableLayer
 from interposer.errors import ConfigError
 from interposer_models._decoder.decoder import KEEPING, CausalLM, Decoder
 from interposer_models._decoder.recurrent import RecurrentLayer
@@ -26,6 +26,7 @@ from interposer_models._quantizing.tensor_source import TensorSource
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.states import StateBatch
 from interposer_quantization.writing import SecondMoments
 
 Rounder = Callable[[Mapping[str, torch.Tensor], torch.Tensor], list[torch.Tensor]]

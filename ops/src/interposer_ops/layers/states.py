@@ -13,8 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from interposer._contract.attention import AttentionBatch, uninitialised
-from interposer._contract.errors import MissingMemberError
+from interposer import AttentionBatch
+from interposer.errors import MissingMemberError
+
+__all__ = ["StateBatch", "StateLayout"]
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class StateLayout:
         self,
         num_slots: int,
         device: str,
-        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = uninitialised,
+        empty: Callable[[Sequence[int], torch.dtype, str], Tensor] = _empty,
     ) -> tuple[Tensor, ...]:
         """Return a tensor ``[N, ...]`` of each part.
 
