@@ -1,12 +1,18 @@
 """Compare servers on one model file: tokens in a second, and the time to the first one.
 
     python benchmarks/serve_peers.py DIR [--shape llama-100m] [--type q8_0] [--clients 8] \\
-        [--also 'llama-server -m {model} --port {port} -np {clients} -c {tokens} -t {threads}']
+        [--also 'llama.cpp=llama-server -m {model} --port {port} -np {clients} -c {tokens}']
 
 DIR gets a model of random weights as a GGUF file, which every server reads. The server of
 llama-cpp-python is installed into an environment in the cache folder if need be, or taken from
 ``--llama-python``; it answers one request after the other. ``--also`` adds any server with OpenAI's
-completions. Needs interposer-serve, interposer-gguf and gguf. In each round the servers run one
+completions. With ``--type hf`` the model is a folder of Hugging Face in bfloat16, which
+llama-cpp-python does not read; so only ours and those of ``--also`` run, such as
+
+    --also 'vllm=python -m vllm.entrypoints.openai.api_server --model {model} --port {port}
+            --served-model-name model --max-num-seqs {clients} --max-model-len {context}'
+
+Needs interposer-serve, interposer-gguf and gguf. In each round the servers run one
 after the other, each alone; figures are medians over the rounds, ratios those within a round.
 """
 
@@ -38,6 +44,7 @@ from serve import NAME, ask
 
 OURS = "interposer"
 LLAMA = "llama-cpp-python"
+FOLDER = "hf"
 COMMANDS = {
     OURS: f"{sys.executable} -m interposer_tools serve {{model}} --port={{port}} --name={NAME} "
     "--cache-tokens={tokens} --max-sequences={clients}",
@@ -50,7 +57,13 @@ COMMANDS = {
 
 
 def written(folder: Path, shape: str, kind: str) -> Path:
-    """Return the model file; it stays for the next time."""
+    """Return the model; it stays for the next time."""
+    if kind == FOLDER:
+        target = folder / shape
+        if not target.exists():
+            write_hugging_face(config_of(shape), target)
+            _add_merge(target / "tokenizer.json")
+        return target
     target = folder / f"{shape}-{kind}.gguf"
     if not target.exists():
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -134,9 +147,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama-100m", help="of random_model.py")
-    parser.add_argument("--type", default="q8_0", help="f16, bf16, q8_0, q4_0, ...")
+    parser.add_argument("--type", default="q8_0", help="f16, bf16, q8_0, q4_0, ..., or hf")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python[server]")
-    parser.add_argument("--also", action="append", default=[], metavar="COMMAND")
+    parser.add_argument("--also", action="append", default=[], metavar="NAME=COMMAND")
     for name, value in (
         *(("clients", 8), ("requests", 4), ("prompt", 64), ("tokens", 64)),
         *(("rounds", 5), ("threads", os.cpu_count() or 1)),
@@ -145,11 +158,15 @@ def main() -> None:
     options = parser.parse_args()
     model = written(options.folder, options.shape, options.type)
     context = options.prompt + options.tokens + 8
-    try:
-        python = options.llama_python or _llama_python()
-    except Unavailable as error:
-        sys.exit(f"{LLAMA}: {error}")
-    commands = {**COMMANDS, **{shlex.split(one)[0]: one for one in options.also}}
+    commands = {**COMMANDS, **dict(one.split("=", 1) for one in options.also)}
+    python = options.llama_python
+    if options.type == FOLDER:
+        del commands[LLAMA]
+    elif python is None:
+        try:
+            python = _llama_python()
+        except Unavailable as error:
+            sys.exit(f"{LLAMA}: {error}")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for _ in range(options.rounds):
         for name in random.sample([*commands], len(commands)):
