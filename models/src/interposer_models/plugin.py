@@ -93,12 +93,28 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "DeepseekV2": _LATENT,
     "DeepseekV3": (*_LATENT, "rope_interleave"),
     "Qwen2Moe": (*_WINDOWS, *_EXPERTS, *_SPARSE, "qkv_bias", "shared_expert_intermediate_size"),
+    "GPT2": (
+        "activation_function",
+        "layer_norm_epsilon",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+    ),
+    "OPT": ("activation_function", "enable_bias", "ffn_dim"),
+    "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
 }
+# The names of architectures that end in another way.
+_ARCHITECTURES = {"GPT2": "GPT2LMHeadModel"}
 # The names of modules where they are not those of classes.
 _MODULES = {
     "Qwen2Moe": "qwen2_moe",
     "Qwen3Moe": "qwen3_moe",
     "GptOss": "gpt_oss",
+    "GPTNeoX": "gpt_neox",
     "GraniteMoe": "granite_moe",
     "Glm4Moe": "glm4_moe",
     "MiniMaxM2": "minimax_m2",
@@ -126,7 +142,7 @@ def interposer_records() -> list[Record]:
 def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     name = _MODULES.get(family, family.lower())
     return ModelEntry(
-        (f"{family}ForCausalLM",),
+        (_ARCHITECTURES.get(family, f"{family}ForCausalLM"),),
         name,
         f"interposer_models._families.{name}:{family}",
         examples=f"interposer_models._families.examples:{name}",
