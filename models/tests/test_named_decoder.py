@@ -106,15 +106,9 @@ def test_the_last_learned_position_is_the_last_token(gpt2: Path) -> None:
     ],
 )
 def test_other_forms_of_opt_are_refused(tmp_path: Path, field: str, value: object) -> None:
-    sizes: Any = {
-        "hidden_size": 64,
-        "ffn_dim": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = OPTConfig(
-        **sizes, num_attention_heads=4, vocab_size=256, max_position_embeddings=64, **NONE
-    )
+    sizes: Any = {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, **NONE}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 64}
+    config = OPTConfig(**sizes)
     write_checkpoint(config, tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
     with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field}"):

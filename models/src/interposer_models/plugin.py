@@ -65,7 +65,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Olmo2": (),
     "Granite": _GRANITE,
     "GraniteMoe": (*_GRANITE, *_EXPERTS),
-    "Phi3": (),
+    "Phi3": ("original_max_position_embeddings",),
     "Ministral": (),
     "Olmo3": (),
     "Exaone4": ("sliding_window_pattern",),

@@ -124,9 +124,26 @@ def granite_moe() -> Examples:
 
 
 def phi3() -> Examples:
-    """Return one that rotates a part of each head, and one with a window."""
+    """Return a part of heads rotated, a window, and both sets of factors of long contexts.
+
+    transformers takes the short factors for sequences up to the original context. In one of a
+    single token nothing is turned by either.
+    """
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return _configs("Phi3ForCausalLM", part={"rope_parameters": part}, windowed=_WINDOW)
+    factors = {
+        "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.2],
+        "long_factor": [1.0, 1.5, 3.0, 7.0, 12.0, 30.0],
+    }
+    mini = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+    long = {"type": "longrope", **factors, "attention_factor": 1.2}
+    short = {"rope_type": "longrope", **factors}
+    return _configs(
+        "Phi3ForCausalLM",
+        part={"rope_parameters": part},
+        windowed=_WINDOW,
+        long={**mini, "rope_scaling": long, "original_max_position_embeddings": 1},
+        short={**mini, "rope_scaling": short, "original_max_position_embeddings": 256},
+    )
 
 
 def ministral() -> Examples:
