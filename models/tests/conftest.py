@@ -139,6 +139,7 @@ OF_EXAMPLES = {
         (examples.granite_moe, "scaled"),
         (examples.hunyuan_dense, "raised"),
         (examples.hunyuan_moe, "raised"),
+        (examples.llama4, "some"),
         (examples.minimax_m2, "part"),
         (examples.ministral, "some"),
         (examples.olmo3, "long"),

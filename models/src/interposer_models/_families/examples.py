@@ -295,6 +295,29 @@ def gpt_neox() -> Examples:
     )
 
 
+def llama4() -> Examples:
+    """Return all kinds of layers, a layer without experts, and one that lists its layers."""
+    few = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
+    chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
+    some = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
+    types = ["full_attention", "chunked_attention", "chunked_attention"]
+    listed = {
+        "layer_types": types,
+        "no_rope_layers": [1, 0, 1],
+        "moe_layers": [1],
+        "attn_temperature_tuning": False,
+        "attention_chunk_size": 32,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    }
+    return _configs(
+        "Llama4ForCausalLM",
+        released={**few, **chunks, "head_dim": 16},
+        some={**few, **chunks, **some, "head_dim": 32},
+        listed={**few, **listed, "head_dim": 16},
+    )
+
+
 def qwen2_moe() -> Examples:
     """Return one with experts everywhere, and one with windows and a layer without experts."""
     few = {
