@@ -98,7 +98,7 @@ def test_no_frozen_file_was_edited(version: Path) -> None:
 
 
 def test_the_first_version_is_there() -> None:
-    assert {path.name for path in VERSIONS} >= {"v1_0"}
+    assert {path.name for path in VERSIONS} >= {"v1_0", "v1_1"}
     assert len(NAMES) == len(PROJECTS), "two versions share the name of a plugin"
 
 
@@ -130,6 +130,27 @@ def test_what_it_provides_is_chosen_and_right(
         assert outcome["chosen"][request] == [f"acme-{plugin}/{name}"]
     assert outcome["difference"] < 1e-3
     assert outcome["generated"]
+
+
+@each_core
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("frame", "AcmeForCausalLM"), ("derived", "AcmeDerivedForCausalLM")],
+)
+def test_a_family_builds_a_model_that_is_right(
+    exercise: Exercise, hooks: str, family: str, architecture: str
+) -> None:
+    outcome = exercise(hooks)[family]
+    assert outcome["chosen"][f"model {architecture}"] == [f"acme-model/acme_{family}"]
+    assert outcome["difference"] < 1e-3
+    assert outcome["generated"]
+
+
+@each_core
+def test_a_family_refuses_in_its_own_words(exercise: Exercise, hooks: str) -> None:
+    said = exercise(hooks)["refused"]
+    assert said.startswith("UnsupportedModelError: ")
+    assert "acme_flag is not computed" in said
 
 
 @each_core

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import AliasChoices
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from interposer import (
     AttentionSpec,
@@ -26,6 +27,7 @@ from interposer import (
     register,
 )
 from interposer.errors import (
+    CheckpointError,
     ConfigError,
     NoCandidateError,
     PluginError,
@@ -255,8 +257,45 @@ def test_layers_without_rotation_are_every_fourth_or_those_that_are_listed() -> 
     assert rotating(no_rope_layers=[0, 1] * 4) == [False, True] * 4
 
 
+MINI: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 16,
+    "pad_token_id": None,
+}
+ORIGINAL = {"original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.1] * 4, "long_factor": [1.0, 3.0] * 4}
+
+
+def test_contexts_beyond_the_original_have_the_long_factors_from_the_first_token(
+    tmp_path: Path,
+) -> None:
+    """Those of transformers, for which the first tokens are part of a longer sequence."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}
+    torch.manual_seed(0)
+    peer = Phi3ForCausalLM(Phi3Config(**MINI, rope_parameters={**rope, **ORIGINAL})).eval()
+    peer.save_pretrained(tmp_path)
+    lm, tokens = load(tmp_path, dtype="float32"), list(range(3, 40))
+    with torch.inference_mode():
+        expected = peer(torch.tensor([tokens])).logits[0]
+        short = peer(torch.tensor([tokens[:9]])).logits[0]
+    torch.testing.assert_close(lm.logits(tokens), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lm.logits(tokens[:9]), expected[:9], rtol=0, atol=1e-5)
+    assert (lm.logits(tokens[:9]) - short).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["rope_type", "type"])
-def test_angles_that_change_with_the_length_are_refused(name: str) -> None:
-    rope = {name: "longrope", "long_factor": [1.0], "short_factor": [1.0]}
-    with pytest.raises(UnsupportedModelError, match=r"config\.json: rope_type 'longrope'"):
-        Phi3.parse({"rope_scaling": rope}, "config.json")
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+@pytest.mark.parametrize("missing", FACTORS)
+def test_both_sets_of_factors_are_checked(name: str, kind: str, missing: str) -> None:
+    rope = {name: kind, **FACTORS}
+    del rope[missing]
+    with pytest.raises(CheckpointError, match=rf"rope_parameters: .*{missing}"):
+        Phi3.parse({**MINI, "rope_scaling": rope}, "config.json")
+    rope[missing] = [1.0] * 7
+    with pytest.raises(CheckpointError, match=rf"{missing}.* must be 8 numbers"):
+        Phi3.parse({**MINI, "rope_scaling": rope}, "config.json")

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interposer import Config, Resolver, Site, current_registry, hookspecs, planned
-from interposer.errors import NoCandidateError
+from interposer.errors import InterposerError, NoCandidateError
 from interposer.tooling import Plugins
 from interposer_models import LanguageModel, load
 from interposer_ops.layers.norm import RMSNorm
@@ -109,6 +109,25 @@ def write_checkpoints(folder: Path) -> tuple[Path, Path]:
     return stored, plain
 
 
+def as_architecture(folder: Path, architecture: str, **fields: Any) -> Path:
+    """Return the model under the name of another architecture, with further fields."""
+    path = folder / architecture
+    shutil.copytree(MODEL, path)
+    config = json.loads((MODEL / "config.json").read_text())
+    config |= {"architectures": [architecture], **fields}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def refused(path: Path) -> str:
+    """Return what a family says of a config that it does not take."""
+    try:
+        built(Config(), path)
+    except InterposerError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def use_op(lm: LanguageModel) -> dict[str, Any]:
     """Build the plugin's own layer, whose op is its own as well."""
     layer = import_module("acme_op.layers").Shift(Site(lm.resolver, "shift", torch.float32), 8)
@@ -160,6 +179,9 @@ def use_all(acme: Sequence[str], folder: Path) -> dict[str, Any]:
     table = built(Config(kernels={"embedding": "acme-object/embedding_acme"}))
     stored, plain = write_checkpoints(folder)
     scheme = built(Config(), stored)
+    frame = as_architecture(folder, "AcmeForCausalLM")
+    derived = as_architecture(folder, "AcmeDerivedForCausalLM", sliding_window=512)
+    flagged = as_architecture(folder / "flagged", "AcmeDerivedForCausalLM", acme_flag=True)
     return {
         "kernel": outcome(kernels, expected),
         "layer": outcome(layer, expected),
@@ -167,6 +189,9 @@ def use_all(acme: Sequence[str], folder: Path) -> dict[str, Any]:
         "platform": outcome(platform, expected),
         "scheme": outcome(scheme, built(Config(disable=frozenset(acme)), plain)),
         "object": outcome(table, expected),
+        "frame": outcome(built(Config(), frame), expected),
+        "derived": outcome(built(Config(), derived), expected),
+        "refused": refused(flagged),
         "op": use_op(kernels),
         "table": use_op(platform),
         "described": described(),

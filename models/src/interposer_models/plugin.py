@@ -74,7 +74,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Olmo2": (),
     "Granite": _GRANITE,
     "GraniteMoe": (*_GRANITE, *_EXPERTS),
-    "Phi3": (),
+    "Phi3": ("original_max_position_embeddings",),
     "Ministral": (),
     "Olmo3": (),
     "Exaone4": ("sliding_window_pattern",),
@@ -156,12 +156,41 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "Qwen3_5": _DELTA,
     "Qwen3Next": (*_DELTA, *_EXPERTS, *_SPARSE, "shared_expert_intermediate_size"),
     "Qwen3_5Moe": (*_DELTA, *_EXPERTS, "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "GPT2": (
+        "activation_function",
+        "layer_norm_epsilon",
+        "n_embd",
+        "n_head",
+        "n_inner",
+        "n_layer",
+        "n_positions",
+        "scale_attn_by_inverse_layer_idx",
+        "scale_attn_weights",
+    ),
+    "Llama4": (
+        *_EXPERTS,
+        "attention_chunk_size",
+        "attn_scale",
+        "attn_temperature_tuning",
+        "floor_scale",
+        "interleave_moe_layer_step",
+        "intermediate_size_mlp",
+        "moe_layers",
+        "no_rope_layer_interval",
+        "no_rope_layers",
+        "use_qk_norm",
+    ),
+    "OPT": ("activation_function", "enable_bias", "ffn_dim"),
+    "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
 }
+# The names of architectures that end in another way.
+_ARCHITECTURES = {"GPT2": "GPT2LMHeadModel"}
 # The names of modules where they are not those of classes.
 _MODULES = {
     "Qwen2Moe": "qwen2_moe",
     "Qwen3Moe": "qwen3_moe",
     "GptOss": "gpt_oss",
+    "GPTNeoX": "gpt_neox",
     "GraniteMoe": "granite_moe",
     "Glm4Moe": "glm4_moe",
     "MiniMaxM2": "minimax_m2",
@@ -194,7 +223,7 @@ def interposer_records() -> list[Record]:
 def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:
     name = _MODULES.get(family, family.lower())
     return ModelEntry(
-        (f"{family}ForCausalLM",),
+        (_ARCHITECTURES.get(family, f"{family}ForCausalLM"),),
         name,
         f"interposer_models._families.{name}:{family}",
         examples=f"interposer_models._families.examples:{name}",

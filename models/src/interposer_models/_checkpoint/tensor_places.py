@@ -41,6 +41,11 @@ class TensorPlace:
         """Say whether the tensor is held as it is stored, whatever its shape and dtype."""
         return getattr(self.parameter, "any_form", False)
 
+    @property
+    def is_transposed(self) -> bool:
+        """Say whether the tensor is stored as ``[I, O]`` for a parameter ``[O, I]``."""
+        return getattr(self.parameter, "stored_transposed", False)
+
     def can_borrow(self, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
         """Say whether ``tensor`` may stand for ``whole`` while the layer is finalized."""
         alike = (tensor.shape, tensor.dtype, tensor.device) == (
@@ -48,7 +53,7 @@ class TensorPlace:
         )
         is_all = self.index is None and self.of(whole).shape == whole.shape
         passing = getattr(self.parameter, "passing", False)
-        return passing and alike and is_all and tensor.is_contiguous()
+        return passing and alike and is_all and tensor.is_contiguous() and not self.is_transposed
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of this place on ``whole``, which has the parameter's shape."""
@@ -64,6 +69,8 @@ class TensorPlace:
         Raises: CheckpointError: shape or kind of dtype are not those of the place.
         """
         entries = self.of(whole)
+        if self.is_transposed:
+            entries = entries.mT
         expected = list(entries.shape)
         if tensor.ndim == 0 and entries.numel() == 1:
             tensor = tensor.reshape(expected)

@@ -36,6 +36,8 @@ class Weights:
         layers = [module for module in model.modules() if isinstance(module, PluggableLayer)]
         places, self._tied = places_of(layers)
         self._unread: tuple[str, ...] = getattr(model, "unread", ())
+        # Of a family whose checkpoints name tensors in several ways; None is what nobody needs.
+        self._renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
         self._absent = absent_biases(layers) - places.keys()
         self._groups = groups_of(layers, places)
         self._owners = {name: group for group in self._groups for name in group.places}
@@ -78,8 +80,11 @@ class Weights:
     ) -> None:
         fillings: dict[LayerGroup, Filling] = {}
         waiting = dict.fromkeys(self._groups)
-        for name, tensor in tensors:
-            group = self._owner(name, tensor, path)
+        if names is not None:
+            names = {self._renamed(name) or name for name in names}
+        for stored, tensor in tensors:
+            name = self._renamed(stored) or stored
+            group = self._owner(stored, tensor, path)
             if group is not None:
                 if group not in waiting:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
@@ -124,10 +129,11 @@ class Weights:
         fillings: dict[LayerGroup, Filling] = {}
         updates: dict[LayerGroup, GroupUpdate] = {}
         tied: set[str] = set()
-        for name, tensor in tensors:
+        for stored, tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(path, f"{name!r} is {type(tensor).__name__}, not a tensor")
-            group = self._owner(name, tensor, path)
+                raise CheckpointError(path, f"{stored!r} is {type(tensor).__name__}, not a tensor")
+            name = self._renamed(stored) or stored
+            group = self._owner(stored, tensor, path)
             if group is None:
                 tied |= {name} & self._tied.keys()
                 continue
@@ -160,10 +166,11 @@ class Weights:
         host_memory.trim()
         return prefixes
 
-    def _owner(self, name: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
-        """Return the group that a tensor belongs to, None if nobody needs it."""
-        group = self._owners.get(name)
-        if group is not None or name in self._tied or name.endswith(_DERIVED):
+    def _owner(self, stored: str, tensor: torch.Tensor, path: object) -> LayerGroup | None:
+        """Return the group that a tensor of a checkpoint belongs to, None if nobody needs it."""
+        name = self._renamed(stored)
+        group = None if name is None else self._owners.get(name)
+        if name is None or group is not None or name in self._tied or name.endswith(_DERIVED):
             return group
         if name.startswith(self._unread):
             return None

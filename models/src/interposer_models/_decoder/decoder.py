@@ -35,6 +35,8 @@ class CausalLM(CausalModel):
         norm: of the last block's output.
     Attributes:
         unread: what the names of tensors begin with that a checkpoint may have besides.
+        renamed: returns the name that a tensor has here, by the one in the checkpoint; None for one
+            that nothing is computed of.
     """
 
     unread: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class CausalLM(CausalModel):
     def __init__(self, site: Site, config: DecoderSettings, block: Block, norm: Norm) -> None:
         super().__init__()
         self.config = config
+        self.renamed: Callable[[str], str | None] = config.renamed
         head = site.at(config.frame.head)
         tied = config.tie_word_embeddings
         self.model = Decoder(
@@ -110,12 +113,18 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
         )
-        count = config.num_hidden_layers
-        self.layers = nn.ModuleList(block(site.at(f"layers.{i}"), i) for i in range(count))
-        self.norm = norm(site.at(config.frame.norm))
+        frame, count = config.frame, config.num_hidden_layers
+        self.embed_positions = None
+        if frame.positions:
+            rows = config.max_position_embeddings + frame.first_position
+            self.embed_positions = Embedding(site.at(frame.positions), rows, config.hidden_size)
+        blocks = site.at(frame.layers)
+        self.layers = nn.ModuleList(block(blocks.at(str(i)), i) for i in range(count))
+        self.norm = norm(site.at(frame.norm))
         # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
         attends = any(isinstance(module, Attention) for module in self.layers.modules())
-        rotations = [config.rotation(i) for i in range(count)] if attends else []
+        turns = attends and not frame.positions
+        rotations = [config.rotation(i) for i in range(count)] if turns else []
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -155,16 +164,18 @@ class Decoder(nn.Module):
     ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer.
 
-        Where no layer attends, there are none.
+        Where no layer attends, or positions are learned, there are none.
         """
         if not self.rotations:
             return [(None, None)] * len(self.layers)
         found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
         return [found[kind] for kind in self.kinds]
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return what the first block gets, ``[T, H]``."""
         x: torch.Tensor = self.embed_tokens(token_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions + self.config.frame.first_position)
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def forward(
@@ -177,7 +188,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
         angles = self.angles(positions)
-        x = self.embed(token_ids)
+        x = self.embed(token_ids, positions)
         residual = None
         last = len(self.layers) - 1
         for index, block in enumerate(self.layers):

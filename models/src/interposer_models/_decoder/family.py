@@ -81,7 +81,9 @@ class DecoderFamily(DecoderSettings):
     def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
         """Yield spec and site of the attention of each block, in pages of one token."""
         for index in filter(self.attends, range(self.num_hidden_layers)):
-            place = site.at(f"{self.frame.decoder}.layers.{index}.{self.attention_name}")
+            place = site.at(
+                f"{self.frame.decoder}.{self.frame.layers}.{index}.{self.attention_name}"
+            )
             yield self.attention_spec(place, index, page_size=1), place.at("attn")
 
     def build(self, site: Site, page_size: int) -> CausalLM:

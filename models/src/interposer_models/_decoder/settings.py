@@ -21,12 +21,21 @@ WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class FrameNames(NamedTuple):
-    """What a checkpoint calls the modules of a decoder outside of its blocks."""
+    """What a checkpoint calls the modules of a decoder outside of its blocks.
+
+    Attributes:
+        positions: a table of learned positions, which stand in place of angles; empty where there
+            is none.
+        first_position: row of that table which the first token has.
+    """
 
     decoder: str = "model"
     embedding: str = "embed_tokens"
     norm: str = "norm"
     head: str = "lm_head"
+    layers: str = "layers"
+    positions: str = ""
+    first_position: int = 0
 
 
 class DecoderSettings(BaseModel, ModelFamily):
@@ -99,6 +108,10 @@ class DecoderSettings(BaseModel, ModelFamily):
             return self.rope_theta, self.rope_scaling
         original = {"original_max_position_embeddings": self.max_position_embeddings}
         return stated.get("rope_theta", self.rope_theta), {**original, **stated}
+
+    def renamed(self, name: str) -> str | None:
+        """Return the name of a checkpoint's tensor here, None for one that is not needed."""
+        return name
 
     def slides(self, index: int) -> bool:
         """Say whether layer ``index`` has a window, where ``layer_types`` does not."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from interposer_models._families.example_config import SIZES as _SIZES
 from interposer_models._families.example_config import Examples
 from interposer_models._families.example_config import configs as _configs
+from interposer_models._families.named_examples import gpt2 as gpt2
+from interposer_models._families.named_examples import gpt_neox as gpt_neox
+from interposer_models._families.named_examples import opt as opt
 from interposer_models._families.state_examples import (
     bamba as bamba,
 )
@@ -128,9 +131,26 @@ def granite_moe() -> Examples:
 
 
 def phi3() -> Examples:
-    """Return one that rotates a part of each head, and one with a window."""
+    """Return a part of heads rotated, a window, and both sets of factors of long contexts.
+
+    transformers takes the short factors for sequences up to the original context. In one of a
+    single token nothing is turned by either.
+    """
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return _configs("Phi3ForCausalLM", part={"rope_parameters": part}, windowed=_WINDOW)
+    factors = {
+        "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.2],
+        "long_factor": [1.0, 1.5, 3.0, 7.0, 12.0, 30.0],
+    }
+    mini = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
+    long = {"type": "longrope", **factors, "attention_factor": 1.2}
+    short = {"rope_type": "longrope", **factors}
+    return _configs(
+        "Phi3ForCausalLM",
+        part={"rope_parameters": part},
+        windowed=_WINDOW,
+        long={**mini, "rope_scaling": long, "original_max_position_embeddings": 1},
+        short={**mini, "rope_scaling": short, "original_max_position_embeddings": 256},
+    )
 
 
 def ministral() -> Examples:
@@ -245,6 +265,29 @@ def starcoder2() -> Examples:
     """Return one with windows, and one without biases."""
     plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
     return _configs("Starcoder2ForCausalLM", windowed=_WINDOW, plain=plain)
+
+
+def llama4() -> Examples:
+    """Return all kinds of layers, a layer without experts, and one that lists its layers."""
+    few = {"num_local_experts": 5, "intermediate_size": 48, "intermediate_size_mlp": 96}
+    chunks = {"attention_chunk_size": 16, "floor_scale": 8, "num_hidden_layers": 4}
+    some = {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
+    types = ["full_attention", "chunked_attention", "chunked_attention"]
+    listed = {
+        "layer_types": types,
+        "no_rope_layers": [1, 0, 1],
+        "moe_layers": [1],
+        "attn_temperature_tuning": False,
+        "attention_chunk_size": 32,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    }
+    return _configs(
+        "Llama4ForCausalLM",
+        released={**few, **chunks, "head_dim": 16},
+        some={**few, **chunks, **some, "head_dim": 32},
+        listed={**few, **listed, "head_dim": 16},
+    )
 
 
 def qwen2_moe() -> Examples:

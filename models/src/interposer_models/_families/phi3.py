@@ -1,6 +1,6 @@
 """Phi-3: Llama whose checkpoints store Q, K and V as one matrix, and gate and up as one.
 
-Source: arXiv:2404.14219.
+Source: arXiv:2404.14219; factors of long contexts arXiv:2402.13753.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from typing import Any, Self
 from torch import nn
 
 from interposer import AttentionSpec, PluggableLayer, Site
-from interposer.errors import UnsupportedModelError
+from interposer.errors import CheckpointError, ConfigError
 from interposer_models._decoder.family import DecoderFamily
-from interposer_models._decoder.settings import Epsilon
+from interposer_models._decoder.settings import Epsilon, Positive
 from interposer_ops.layers.activation import GatedActivation
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
+from interposer_ops.rotary import rotary_frequencies
+
+# Of the type that is longrope now.
+_OLD_NAMES = ("su", "yarn")
 
 
 class StoredMergedAttention(SelfAttention):
@@ -51,22 +55,36 @@ class StoredMergedMLP(GatedMLP):
 
 
 class Phi3(DecoderFamily):
-    """Phi-3 and Phi-4 with one kind of angles for all lengths."""
+    """Phi-3, Phi-4 and Phi-4-mini.
+
+    Angles of long contexts have two sets of factors. All sequences get those of the context that
+    the config states, which are the long ones where it is longer than the original context.
+    """
 
     rms_norm_eps: Epsilon = 1e-5
+    original_max_position_embeddings: Positive = 4096
+
+    @property
+    def rope_scaling(self) -> dict[str, Any]:
+        """``rope_type`` and its parameters."""
+        lengths = {
+            "original_max_position_embeddings": self.original_max_position_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        stated = {**lengths, **self.rope_parameters}
+        kind = stated.get("rope_type", stated.get("type"))
+        return {**stated, "rope_type": "longrope"} if kind in _OLD_NAMES else stated
 
     @classmethod
     def parse(cls, config: Mapping[str, Any], source: object) -> Self:
-        """Return the settings of config.json; angles that change with the length are refused."""
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-        if kind in ("longrope", "su"):
-            raise UnsupportedModelError(
-                source,
-                f"rope_type {kind!r} has other angles for long sequences, which is not computed",
-                "another checkpoint of the model, with the short context",
-            )
-        return super().parse(config, source)
+        """Return the settings of config.json, whose long factors are checked as well."""
+        parsed = super().parse(config, source)
+        try:
+            for longest in (None, parsed.max_position_embeddings):
+                rotary_frequencies(parsed.rotary_size, *parsed.rotation(0), longest)
+        except ConfigError as error:
+            raise CheckpointError(source, f"rope_parameters: {error}", "mend the field") from error
+        return parsed
 
     def slides(self, index: int) -> bool:
         """Say that every layer has the window, if there is one."""

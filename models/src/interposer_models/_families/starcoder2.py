@@ -6,36 +6,16 @@ Source: arXiv:2402.19173.
 from __future__ import annotations
 
 from pydantic import AliasChoices, Field
-from torch import Tensor, nn
+from torch import nn
 
 from interposer import Site
-from interposer.errors import UnknownNameError
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.layer_norm import LayerNorm
+from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon
-from interposer_ops.activations import gelu
-from interposer_ops.layers.linear import Linear
 
 NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
-_FORMS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}
-
-
-class PlainMLP(nn.Module):
-    """A projection, GELU, and a projection back."""
-
-    def __init__(self, site: Site, sizes: tuple[int, int], activation: str, bias: bool) -> None:
-        super().__init__()
-        if activation not in _FORMS:
-            raise UnknownNameError("activation", activation, _FORMS)
-        hidden, inner = sizes
-        self.form = _FORMS[activation]
-        self.c_fc = Linear(site.at("c_fc"), hidden, inner, bias)
-        self.gelu = site.at("act").bind(gelu, intermediate_size=inner, approximate=self.form)
-        self.c_proj = Linear(site.at("c_proj"), inner, hidden, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``."""
-        return self.c_proj(self.gelu(self.c_fc(x), self.form))  # type: ignore[no-any-return]
+_MLP = ("c_fc", "c_proj")
 
 
 class Starcoder2(DecoderFamily):
@@ -59,7 +39,7 @@ class Starcoder2(DecoderFamily):
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Return the MLP below a block's site."""
         sizes = self.hidden_size, self.intermediate_size
-        return PlainMLP(block.at("mlp"), sizes, self.hidden_act, self.attention_bias)
+        return PlainMLP(block.at("mlp"), sizes, _MLP, self.hidden_act, self.attention_bias)
 
     def block(self, site: Site, index: int, page_size: int) -> nn.Module:
         """Return the block with layer norms."""

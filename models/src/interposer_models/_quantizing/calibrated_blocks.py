@@ -70,13 +70,16 @@ class CalibratedBlocks:
         self._batch = StepBatch.build(chunks, planned.page_size, self._device, with_states=True)
         self._num_pages = num_pages
         self._decoder.reserve_positions(num_tokens, self._device)
-        self._load(self._decoder.embed_tokens)
-        self._decoder.embed_tokens.finalize()
+        tables = [self._decoder.embed_tokens, self._decoder.embed_positions]
+        for table in filter(None, tables):
+            self._load(table)
+            table.finalize()
         with torch.inference_mode():
             self._hidden = [
-                self._decoder.embed(torch.tensor(ids, device=self._device)) for ids in sequences
+                self._decoder.embed(torch.tensor(ids, device=self._device), self._batch.positions)
+                for ids in sequences
             ]
-        del self._decoder.embed_tokens
+        del self._decoder.embed_tokens, self._decoder.embed_positions, tables
 
     @property
     def num_blocks(self) -> int:

@@ -34,10 +34,19 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Return the linear layers of a model, in its order, by the names that checkpoints use."""
+    """Return the linear layers of a model, in its order, by the names that checkpoints use.
+
+    Raises: ConfigError: a weight is stored as ``[I, O]``.
+    """
     found = []
     for module in model.modules():
         if isinstance(module, Linear):
+            if getattr(module._parameters.get("weight"), "stored_transposed", False):
+                raise ConfigError(
+                    f"the weight of {module.prefix} is stored as [inputs, outputs], which no "
+                    "format of quantized weights has. Try: quantize while it loads, "
+                    'load(path, quantization="fp8")'
+                )
             parent = module.prefix.rpartition(".")[0]
             found += [
                 Layer(f"{parent}.{part}", module.in_features, size, module.prefix)

@@ -1,0 +1,102 @@
+"""GPT-NeoX: attention and MLP side by side, each behind a layer norm, a part of heads rotated.
+
+Source: arXiv:2204.06745; its smaller models are those of arXiv:2304.01373.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AliasChoices, Field
+from torch import Tensor, nn
+
+from interposer import Site
+from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.fused_attention import FusedAttention, FusedForm
+from interposer_models._decoder.layer_norm import LayerNorm
+from interposer_models._decoder.plain_mlp import PlainMLP
+from interposer_models._decoder.settings import Epsilon, FrameNames, RopeBase
+from interposer_models._decoder.whole_heads import WholeHeads
+
+_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+# Masks that older checkpoints hold, which follow from the context.
+_MASK = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias")
+
+
+class SideBySideBlock(nn.Module):
+    """Attention and MLP of the same rows, each behind a norm of its own."""
+
+    def __init__(
+        self, norms: tuple[LayerNorm, LayerNorm], attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = norms
+        self.self_attn, self.mlp = attention, mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        plan: object,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block's output, not yet added, and the stream, as ``DecoderBlock``."""
+        dtype = x.dtype
+        x, stream = self.input_layernorm.forward_add(x, residual)
+        mixed = self.self_attn(x, cos, sin, cache, plan, rows)
+        if rows is not None:
+            stream = stream[rows]
+        return mixed + self.mlp(self.post_attention_layernorm(stream.to(dtype))), stream
+
+
+class GPTNeoX(WholeHeads):
+    """GPT-NeoX and Pythia."""
+
+    frame = FrameNames("gpt_neox", "embed_in", "final_layer_norm", "embed_out")
+    attention_name = "attention"
+
+    hidden_act: str = "gelu"
+    layer_norm_eps: Epsilon = 1e-5
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+    rope_theta: RopeBase = Field(
+        default=10000.0, validation_alias=AliasChoices("rope_theta", "rotary_emb_base")
+    )
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.25, validation_alias=AliasChoices("partial_rotary_factor", "rotary_pct")
+    )
+
+    def renamed(self, name: str) -> str | None:
+        """Return the name that the head has in most checkpoints, None for a mask."""
+        if _MASK.fullmatch(name):
+            return None
+        return name.replace("lm_head.", "embed_out.") if name.startswith("lm_head.") else name
+
+    def norm(self, site: Site) -> LayerNorm:
+        """Return the norm at a site."""
+        return LayerNorm(site, self.hidden_size, self.layer_norm_eps)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return the block, whose parts stand side by side or one behind the other."""
+        at = site.at("attention")
+        form = FusedForm(
+            ("query_key_value", "dense"),
+            self.attention_bias,
+            rotary_size=self.rotary_size,
+            by_head=True,
+        )
+        spec = self.attention_spec(at, index, page_size)
+        attention = FusedAttention(at, spec, self.hidden_size, form)
+        sizes, names = (
+            (self.hidden_size, self.intermediate_size),
+            ("dense_h_to_4h", "dense_4h_to_h"),
+        )
+        mlp = PlainMLP(site.at("mlp"), sizes, names, self.hidden_act, bias=True)
+        if not self.use_parallel_residual:
+            return NormedBlock(site, self.norm, _NORMS, attention, mlp)
+        norms = self.norm(site.at(_NORMS[0])), self.norm(site.at(_NORMS[2]))
+        return SideBySideBlock(norms, attention, mlp)

@@ -1,0 +1,203 @@
+"""Llama 4: attention within chunks where heads are rotated, scaled queries elsewhere, and experts.
+
+Source: ai.meta.com/blog/llama-4-multimodal-intelligence; scaled queries arXiv:2501.19399.
+Dimensions: T tokens, N heads, K kv heads, D head size, H hidden size, C chosen experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, CausalModel, ExpertsSpec, Site
+from interposer_models._decoder.attention import (
+    InterleavedAttention,
+    Unrotated,
+    UnrotatedAttention,
+)
+from interposer_models._decoder.chunked_backend import chunk_layers
+from interposer_models._decoder.decoder import CausalLM, Decoder
+from interposer_models._decoder.grouped_mixture import GroupedRouter, Grouping
+from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
+from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
+from interposer_ops.layers.embedding import LMHead
+from interposer_ops.layers.experts import Experts
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.self_attention import SelfAttention
+
+
+class UnitNorm(RMSNorm):
+    """Scale rows to unit root mean square; checkpoints have no weight for it."""
+
+    def __init__(self, site: Site, hidden_size: int, eps: float) -> None:
+        super().__init__(site, hidden_size, eps)
+        self.weight.default = 1.0  # type: ignore[attr-defined]
+
+
+class UnitAttention(InterleavedAttention):
+    """Attention with rotated neighbours, whose queries and keys are scaled to unit size then."""
+
+    def __init__(
+        self, site: Site, spec: AttentionSpec, sizes: tuple[int, int], eps: float, bias: bool
+    ) -> None:
+        super().__init__(site, spec, *sizes, None, bias, bias)
+        self.query_unit = UnitNorm(site.at("query_unit"), spec.head_size, eps)
+        self.key_unit = UnitNorm(site.at("key_unit"), spec.head_size, eps)
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query ``[T, N, D]``, key and value ``[T, K, D]``, ready for the attention."""
+        query, key, value = super().heads(x, cos, sin)
+        return self.query_unit(query), self.key_unit(key), value
+
+
+class Tempered(Unrotated):
+    """Scale the queries of each token, by a factor that is looked up as angles are elsewhere."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``query`` ``[T, N, D]`` by the factors in ``cos`` ``[T, D / 2]``, and ``key``."""
+        return (query * cos[:, :1, None]).to(query.dtype), key
+
+
+class TemperedAttention(SelfAttention):
+    """Attention without rotation, whose scores grow with the position of the query."""
+
+    rotary_type = Tempered
+
+
+class ScaledInputs(nn.Module):
+    """Experts that get a token times its score, and a further one that every token visits."""
+
+    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+        super().__init__()
+        how = Grouping(renormalize=False, scoring="sigmoid")
+        self.top_k = spec.top_k
+        self.router = GroupedRouter(site.at("router"), spec, how, "")
+        self.experts = Experts(site.at("experts"), replace(spec, top_k=1))
+        sizes = spec.hidden_size, spec.intermediate_size, spec.activation
+        self.shared_expert = GatedMLP(site.at("shared_expert"), *sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        scores, ids = self.router(x)  # [T, C]
+        scaled = (x[:, None] * scores[..., None].to(x.dtype)).flatten(0, 1)
+        each = self.experts(scaled, torch.ones_like(scores).reshape(-1, 1), ids.reshape(-1, 1))
+        return each.view(-1, self.top_k, x.shape[-1]).sum(1) + self.shared_expert(x)  # type: ignore[no-any-return]
+
+
+class Llama4Decoder(Decoder):
+    """A decoder with factors of queries in place of angles, in layers that do not rotate."""
+
+    config: Llama4
+
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute angles and factors of at least ``count`` positions."""
+        super().reserve_positions(count, device)
+        config, rows = self.config, len(self.tables[0][0])
+        steps = torch.floor(torch.arange(1, rows + 1, dtype=torch.float32) / config.floor_scale)
+        factors = 1 + config.attn_scale * torch.log1p(steps)
+        # As wide as angles: a step that is measured runs some of the blocks, by others' numbers.
+        self.factors = factors[:, None].repeat(1, config.rotary_size // 2).to(device)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Return cosines, or factors of queries, and sines ``[T, D / 2]``, for each layer."""
+        found, factors = super().angles(positions), self.factors[positions]
+        rotates = self.config.rotates
+        return [pair if rotates(i) else (factors, pair[1]) for i, pair in enumerate(found)]
+
+
+class Llama4LM(CausalLM):
+    """A ``Llama4Decoder`` with its head."""
+
+    def __init__(self, site: Site, config: Llama4, page_size: int) -> None:
+        CausalModel.__init__(self)
+        self.config = config
+        head, tied = site.at("lm_head"), config.tie_word_embeddings
+
+        def block(at: Site, index: int) -> nn.Module:
+            return config.block(at, index, page_size)
+
+        shared = head if tied else None
+        self.model = Llama4Decoder(site.at("model"), config, block, config.norm, shared)
+        table = self.model.embed_tokens if tied else None
+        self.lm_head = LMHead(head, config.vocab_size, config.hidden_size, table)
+
+
+class Llama4(MixtureFamily):
+    """The text model of Llama 4."""
+
+    num_key_value_heads: Positive | None = 8
+    head_dim: Positive | None = 128
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: RopeBase = 500000.0
+    num_local_experts: Positive | None = count_of_experts(16)
+    num_experts_per_tok: Positive | None = 1
+    intermediate_size: Positive = 8192
+    intermediate_size_mlp: Positive = 16384
+    moe_layers: tuple[int, ...] | None = None
+    interleave_moe_layer_step: Positive = 1
+    use_qk_norm: bool = True
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: Positive = 4
+    attention_chunk_size: Annotated[int, Field(gt=0, lt=2**31)] | None = 8192
+    layer_types: tuple[Literal["full_attention", "chunked_attention"], ...] | None = None  # type: ignore[assignment]
+    attn_temperature_tuning: bool = True
+    floor_scale: Annotated[float, Field(gt=0)] = 8192
+    attn_scale: Annotated[float, Field(ge=0)] = 0.1
+
+    def rotates(self, index: int) -> bool:
+        """Say whether layer ``index`` rotates queries and keys; most do."""
+        if self.no_rope_layers:
+            return bool(self.no_rope_layers[index])
+        return (index + 1) % self.no_rope_layer_interval != 0
+
+    def is_chunked(self, index: int) -> bool:
+        """Say whether the tokens of layer ``index`` see no more than their chunk."""
+        if self.attention_chunk_size is None:
+            return False
+        if self.layer_types is not None:
+            return self.layer_types[index] == "chunked_attention"
+        return self.rotates(index)
+
+    def has_experts(self, index: int) -> bool:
+        """Say whether layer ``index`` has experts, not one MLP."""
+        if self.moe_layers is not None:
+            return index in self.moe_layers
+        return (index + 1) % self.interleave_moe_layer_step == 0
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with rotation, or with scaled queries."""
+        sizes, bias = (self.hidden_size, self.rotary_size), self.attention_bias
+        if self.rotates(index) and self.use_qk_norm:
+            return UnitAttention(site, spec, sizes, self.rms_norm_eps, bias)
+        unrotated = TemperedAttention if self.attn_temperature_tuning else UnrotatedAttention
+        kind = InterleavedAttention if self.rotates(index) else unrotated
+        return kind(site, spec, *sizes, None, bias, bias)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts of layer ``index``, or its MLP."""
+        site, size = block.at("feed_forward"), self.intermediate_size_mlp
+        if self.has_experts(index):
+            return ScaledInputs(site, self.experts(inputs_first=True))
+        return GatedMLP(site, self.hidden_size, size, self.hidden_act)
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder with its head, some layers of which attend within chunks."""
+        model, size = Llama4LM(site, self, page_size), self.attention_chunk_size
+        if size is not None and size < self.max_position_embeddings:
+            layers = enumerate(model.attention_layers)
+            chunk_layers((layer for i, layer in layers if self.is_chunked(i)), size)
+        return model
+
+    @model_validator(mode="after")
+    def _one_flag_per_layer(self) -> Self:
+        stated = self.no_rope_layers
+        if stated and len(stated) != self.num_hidden_layers:
+            raise ValueError(f"no_rope_layers has {len(stated)} of {self.num_hidden_layers} layers")
+        return self
