@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from interposer_models._engine.constraints import Matcher
 from interposer_models._engine.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "constraint", "cancelled"]
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Ids of likely tokens with their natural-log probabilities, the likeliest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +21,8 @@ class Sequence:
         num_computed: tokens whose keys and values are in the cache.
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds, in order.
+        matcher: of its constraint, which is where its output is; None without one.
+        top_logprobs: of each token of the output, where the parameters ask for them.
     """
 
     id: int
@@ -29,6 +34,8 @@ class Sequence:
     num_computed: int = 0
     pages: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
