@@ -188,13 +188,19 @@ class SampledBody(Body):
 
         Raises: ApiError: it is malformed, or two are given.
         """
-        asked = of_response_format(self.response_format) if self.response_format else None
+        given = self.response_format
+        asked = None if given is None else of_response_format(given)
         if self.structured_outputs is None:
             return asked
         if asked is not None:
             message = "response_format and structured_outputs are both given. Try: one of them"
             raise ApiError(400, message, param="structured_outputs")
         return of_structured_outputs(self.structured_outputs)
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for the form of the answer."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def num_likely(self) -> int:

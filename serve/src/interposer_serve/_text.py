@@ -103,7 +103,7 @@ class TextEndpoints:
             constraint = body.constraint
             if required is not None:
                 constraint = await self._call_constraint(required)
-            await self._compile(constraint)
+            await self._compile(constraint, body.form_field if required is None else "tools")
         parse = None
         if tools is not None:
             chat = self._tokenizer.chat
@@ -119,7 +119,7 @@ class TextEndpoints:
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
-            await self._compile(body.constraint)
+            await self._compile(body.constraint, body.form_field)
             echoed = [await self._echoed(prompt) for prompt in body.prompts] if body.echo else []
         fronts = [front for front in echoed for _ in range(body.n)]
         told = CompletionFormat(self.name, body.logprobs is not None, fronts)
@@ -203,8 +203,8 @@ class TextEndpoints:
         except RequestError as error:
             raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
 
-    async def _compile(self, constraint: Constraint | None) -> None:
-        """Compile a constraint, which takes longer than the event loop may wait.
+    async def _compile(self, constraint: Constraint | None, param: str) -> None:
+        """Compile what a field asks for, which takes longer than the event loop may wait.
 
         Raises: ApiError: it is malformed.
         """
@@ -214,7 +214,8 @@ class TextEndpoints:
         try:
             await self._prepared(lambda: compiler.matcher(constraint, frozenset()))
         except RequestError as error:
-            raise ApiError(400, str(error), param="response_format", code="invalid_value") from None
+            message = f"{param} asks for a form that cannot be held: {error}"
+            raise ApiError(400, message, param=param, code="invalid_value") from None
 
     async def _answer(
         self,
