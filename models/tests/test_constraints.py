@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,7 @@ def test_a_vocabulary_that_lacks_what_must_follow(copied: Path) -> None:
     )
     assert cut.finish_reason == "constraint"
     assert len(cut.token_ids) == 2
+    assert all(math.isfinite(logprob) for logprob in cut.logprobs)
     assert free == lm.generate([[2]])[0]
     ended = SamplingParams(constraint=Constraint.regex("[ab]d"), stop_token_ids=(7,))
     last = lm.generate([[1]], ended)[0]
@@ -344,3 +347,17 @@ def test_compiled_constraints_are_kept_for_a_while(llama: Path) -> None:
             constraints.matcher(first, frozenset())
     assert len(constraints._compiled) == 64
     assert constraints._compiled[first] is held
+
+
+def test_threads_may_compile_at_once(llama: Path) -> None:
+    constraints = Constraints(TextTokenizer(llama), 256)
+
+    def rows(index: int) -> list[int]:
+        row = torch.zeros(8, dtype=torch.int32)
+        constraints.matcher(Constraint.regex(f"[a-{'bcd'[index % 3]}]+"), frozenset()).fill(row)
+        return row.tolist()
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(rows, range(48)))
+    assert found == [rows(index) for index in range(3)] * 16
+    assert len(constraints._compiled) == 3

@@ -106,14 +106,16 @@ class Constraints:
         Raises: RequestError: the constraint is malformed or too large, holds for no text of this
             vocabulary, or cannot be compiled for want of a package or of a tokenizer.
         """
+        # Compiled without the lock, so that a large grammar holds up nobody else's.
         with self._lock:
             held = self._compiled.get(constraint)
-            if held is None:
-                held = self._compile(constraint)
-                self._compiled[constraint] = held
-                if len(self._compiled) > _MOST_COMPILED:
-                    self._compiled.popitem(last=False)
+        if held is None:
+            held = self._compile(constraint)
+        with self._lock:
+            self._compiled[constraint] = held
             self._compiled.move_to_end(constraint)
+            if len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
             return Matcher(held.deep_copy(), stops, self._prepared[1])
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
