@@ -28,9 +28,8 @@ SOURCES = (
 )
 # What has to be built before a product path needs these.
 UNBOUND = {
-    "sampling of constrained and separate stages": """apply_logit_bias apply_temperature
-        apply_token_bitmask gumbel_argmax logits_softcap mask_min_p mask_top_k_top_p
-        suppress_tokens_until token_logprobs""",
+    "sampling in separate stages": """apply_temperature gumbel_argmax logits_softcap mask_min_p
+        mask_top_k_top_p""",
     "speculative decoding": "greedy_verify rejection_sample",
     "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",

@@ -309,3 +309,55 @@ def test_memory_for_positions_is_taken_as_they_are_used(copied: Path) -> None:
     torch.testing.assert_close(long[:few], short, rtol=1e-4, atol=1e-4)
     # What comes behind depends on where it stands.
     assert not torch.allclose(long[-1], lm.logits(tokens[-1:])[0], atol=1e-2)
+
+
+def test_a_bias_favours_and_rules_out_tokens(lm: LanguageModel) -> None:
+    free = lm.generate([[1, 2]], max_new_tokens=4)[0]
+    first = free.token_ids[0]
+    assert lm.generate([[1, 2]], logit_bias={77: 100.0})[0].token_ids == (77,) * 16
+    assert first not in lm.generate([[1, 2]], logit_bias={first: -100.0})[0].token_ids
+    # Biases come before penalties and draws, and the probability is of what they leave.
+    fields: dict[str, Any] = {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.1}
+    forced = lm.generate([[1, 2]], logit_bias={77: 100.0}, **fields)[0]
+    assert set(forced.token_ids) == {77}
+    assert forced.logprobs == pytest.approx([0.0] * 16, abs=1e-3)
+    with pytest.raises(RequestError, match="256, which is outside the vocabulary of 256"):
+        lm.generate([[1]], logit_bias={256: 1.0})
+    assert idle(lm)
+
+
+@pytest.mark.parametrize("least", [0, 1, 5, 9])
+def test_end_tokens_wait_for_the_least_number(lm: LanguageModel, least: int) -> None:
+    params = SamplingParams(
+        logit_bias={7: 90.0, 9: 80.0}, stop_token_ids=(7, 10**6), min_tokens=least
+    )
+    free = SamplingParams(max_new_tokens=9)
+    found, beside = lm.generate([[1, 2], [3]], [params, free])
+    assert found.token_ids == (9,) * least + (7,)
+    assert found.finish_reason == "stop"
+    assert beside == lm.generate([[3]], free)[0]
+    every = tuple(range(256))
+    with pytest.raises(RequestError, match="min_tokens rules out every token"):
+        lm.generate([[1]], stop_token_ids=every, min_tokens=1)
+
+
+def test_the_likeliest_tokens_are_told(lm: LanguageModel) -> None:
+    prompts = [[1, 2, 3], [4, 5]]
+    asked = SamplingParams(max_new_tokens=5, top_logprobs=20, presence_penalty=0.7)
+    few = SamplingParams(max_new_tokens=5, temperature=0.9, seed=1, top_logprobs=2)
+    found = lm.generate([*prompts, [9]], [asked, few, SamplingParams(max_new_tokens=5)])
+    assert found[2].top_logprobs == ()
+    for completion, count in zip(found, (20, 2), strict=False):
+        assert [len(likely) for likely in completion.top_logprobs] == [count] * 5
+    for token, logprob, likely in zip(
+        found[0].token_ids, found[0].logprobs, found[0].top_logprobs, strict=True
+    ):
+        assert likely[0][0] == token
+        assert likely[0][1] == pytest.approx(logprob, abs=1e-4)
+        assert [value for _, value in likely] == sorted((v for _, v in likely), reverse=True)
+    first = lm.logits(prompts[1])[-1].log_softmax(-1).topk(2)
+    assert [token for token, _ in found[1].top_logprobs[0]] == first.indices.tolist()
+    values = [value for _, value in found[1].top_logprobs[0]]
+    assert values == pytest.approx(first.values.tolist(), abs=1e-4)
+    deltas = list(lm.stream(prompts[1], few))
+    assert tuple(delta.top_logprobs for delta in deltas) == found[1].top_logprobs

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
+from interposer_models._constraint import Constraint
 from interposer_models._engine.sampling_params import SamplingParams
 
 RANGES = {
@@ -24,8 +25,12 @@ RANGES = {
     "stop": "a list or tuple of texts that are not empty",
     "stop_token_ids": "a list or tuple of integers of at least 0",
     "ignore_eos": "True or False",
+    "min_tokens": "an integer from 0 to max_new_tokens",
+    "logit_bias": "token ids with numbers from -100 to 100",
+    "constraint": "None or a Constraint, such as Constraint.regex('[0-9]+')",
+    "top_logprobs": "an integer from 0 to 20",
 }
-INTEGERS = ("max_new_tokens", "top_k", "seed")
+INTEGERS = ("max_new_tokens", "top_k", "seed", "min_tokens", "top_logprobs")
 NUMBERS = (
     "temperature",
     "top_p",
@@ -56,6 +61,10 @@ def test_defaults_are_greedy_and_neutral() -> None:
         "stop": (),
         "stop_token_ids": (),
         "ignore_eos": False,
+        "min_tokens": 0,
+        "logit_bias": {},
+        "constraint": None,
+        "top_logprobs": 0,
     }
 
 
@@ -145,6 +154,9 @@ def test_params_cannot_change_and_can_be_keys() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         params.temperature = 0.7
     assert {params: 1}[SamplingParams(temperature=0.5)] == 1
+    biased = SamplingParams(logit_bias={3: 1.0, 5: -2.0})
+    assert {biased: 1}[SamplingParams(logit_bias={5: -2.0, 3: 1.0})] == 1
+    assert biased != params
 
 
 @given(
@@ -153,6 +165,9 @@ def test_params_cannot_change_and_can_be_keys() -> None:
     top_p=st.floats(0, 1),
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
+    logit_bias=st.dictionaries(st.integers(0, 2**63 - 1), st.floats(-100, 100), max_size=3),
+    constraint=st.none() | st.builds(Constraint.regex, st.text(min_size=1)),
+    top_logprobs=st.integers(0, 20),
 )
 def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
     params = SamplingParams(**fields)
@@ -169,6 +184,10 @@ def test_what_is_in_range_is_kept_as_it_is(**fields: Any) -> None:
         ({"repetition_penalty": 1.1}, False),
         ({"presence_penalty": -0.5}, False),
         ({"frequency_penalty": 0.5}, False),
+        ({"min_tokens": 1}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"constraint": Constraint.regex("a")}, False),
+        ({"top_logprobs": 1}, False),
     ],
 )
 def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) -> None:
@@ -178,3 +197,28 @@ def test_what_takes_the_likeliest_token(fields: dict[str, Any], expected: bool) 
     assert params == SamplingParams(**fields)
     assert hash(params) == hash(SamplingParams(**fields))
     assert "takes_likeliest" not in params.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {3: 101}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {"3": 1}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", [3]),
+        ("constraint", {"type": "object"}),
+        ("constraint", "[0-9]+"),
+        ("top_logprobs", 21),
+        ("min_tokens", -1),
+    ],
+)
+def test_values_out_of_range_of_what_edits_logits(name: str, value: Any) -> None:
+    refuse(name, value)
+
+
+def test_fields_that_contradict_each_other() -> None:
+    with pytest.raises(RequestError, match="min_tokens is 17, which is more than max_new_tokens"):
+        SamplingParams(min_tokens=17)
+    with pytest.raises(RequestError, match="min_tokens and constraint are both given"):
+        SamplingParams(min_tokens=1, constraint=Constraint.regex("a"))

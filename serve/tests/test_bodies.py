@@ -17,12 +17,25 @@ from interposer_models import load
 pytestmark = pytest.mark.xdist_group("serve")
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("response_format", {"type": "json_object"}, "allowed is {'type': 'text'} or None"),
+    ("response_format", {}, "allowed is {'type': 'text'}, {'type': 'json_object'} or"),
+    ("response_format", {"type": "xml"}, "allowed is {'type': 'text'}"),
+    ("response_format", {"type": "json_object", "schema": {}}, "allowed is {'type': 'text'}"),
     ("response_format", {"type": "json_schema", "json_schema": {}}, "allowed is {'type': 'text'}"),
-    ("logit_bias", {"5": 1}, "allowed is {} or None"),
-    ("top_logprobs", 3, "allowed is 0 or None. Try: logprobs"),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+        "Unimplemented",
+    ),
+    ("response_format", "json", "an object with a type"),
+    ("structured_outputs", {}, "with one of 'json', 'regex', 'choice', 'grammar'"),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}, "with one of 'json'"),
+    ("structured_outputs", {"choice": []}, "is malformed: choice is empty"),
+    ("logit_bias", {"5": 101}, "token ids with numbers from -100 to 100"),
+    ("logit_bias", {"-5": 1}, "token ids with numbers"),
+    ("logit_bias", {"x": 1}, "token ids with numbers"),
+    ("logit_bias", {"²": 1}, "token ids with numbers"),
+    ("min_tokens", -1, "an integer of at least 0"),
     ("best_of", 2, "allowed is 1"),
-    ("echo", True, "allowed is False"),
     ("suffix", "end", "Try: a prompt that holds both parts"),
     ("functions", [{"name": "f"}], "Try: tools"),
     ("parallel_tool_calls", False, "allowed is True"),
@@ -44,7 +57,13 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("temperatur", 1, "Unknown field 'temperatur'. Known, nearest first: 'temperature'"),
 ]
 CHAT: list[tuple[str, Any, str]] = [
-    ("tool_choice", "required", "allowed is 'auto' or 'none'"),
+    ("tool_choice", "required", "without tools"),
+    ("tool_choice", "any", "'auto', 'none', 'required' or {'type': 'function'"),
+    ("tool_choice", {"type": "function"}, "'auto', 'none', 'required' or"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}, "allowed is one of []"),
+    ("echo", True, "allowed is False"),
+    ("top_logprobs", 3, "without"),
+    ("top_logprobs", 21, "an integer from 0 to 20"),
     ("logprobs", 1, "true or false"),
     ("messages", [], "a list of messages"),
     ("messages", "hello", "a list of messages"),
@@ -52,7 +71,9 @@ CHAT: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "allowed is 'text'"),
 ]
 COMPLETION: list[tuple[str, Any, str]] = [
-    ("logprobs", 2, "0, which gives"),
+    ("logprobs", 21, "an integer from 0 to 20"),
+    ("logprobs", True, "an integer from 0 to 20"),
+    ("top_logprobs", 3, "allowed is 0 or None. Try: logprobs"),
     ("prompt", "", "none empty"),
     ("prompt", [], "texts, token ids or a list of those"),
     ("prompt", [1, "a"], "texts, token ids or a list of those"),
@@ -94,8 +115,9 @@ def test_what_the_engine_cannot_take_is_refused_before_a_stream_begins(served: S
         ({"prompt": "\ud800"}, "which is no character"),
         ({"prompt": [4096]}, "Token id 4096 is outside the vocabulary"),
         ({"prompt": ["a"] * 3, "n": 128}, "asks for 384 answers; allowed are 288"),
+        ({"logit_bias": {"4096": 1}}, "outside the vocabulary of 4096"),
     ):
-        check(served.complete(**asked, stream=True), None, said)
+        check(served.complete(**{"prompt": "a", **asked}, stream=True), None, said)
     content = [{"role": "user", "content": "\ud800"}]
     check(served.chat(messages=content), None, "refuses these messages")
     unsafe = {"sanitize_control_tokens": False}
@@ -107,10 +129,19 @@ def test_fields_that_contradict_each_other_are_refused(served: Served) -> None:
     check(served.chat(max_tokens=1, max_completion_tokens=2), "max_tokens", "both given")
     check(served.chat(stream_options={"include_usage": True}), "stream_options", "without")
     check(served.ask("/tokenize", {}), "prompt", "either prompt or messages")
+    check(served.complete(echo=True, logprobs=0), "echo", "both given")
+    json_object, regex = {"type": "json_object"}, {"regex": "a"}
+    both = {"response_format": json_object, "structured_outputs": regex}
+    check(served.complete(**both), "structured_outputs", "both given")
+    check(served.complete(structured_outputs=regex, min_tokens=1), "min_tokens", "form of")
+    check(served.complete(min_tokens=3, max_tokens=2), None, "more than max_new_tokens")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    check(served.chat(tools=tools, response_format=json_object), "response_format", "no tool")
 
 
 def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
     neutral = {"response_format": {"type": "text"}, "logit_bias": {}, "store": False, "user": "me"}
+    neutral["min_tokens"] = 0
     assert served.chat(max_tokens=1, **neutral, top_logprobs=0, audio=None).status == 200
     assert served.complete(max_tokens=1, **neutral, best_of=1, echo=False, suffix="").status == 200
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 from serve.tests.conftest import NAME, Served, eventually, serving
 from serve.tests.test_endpoints import TOOLS
 
@@ -86,7 +87,7 @@ def test_calls_of_tools_arrive(client: openai.OpenAI, offline: LanguageModel) ->
 def test_refusals_are_errors_of_the_client(client: openai.OpenAI, keyed: Served) -> None:
     asked: Any = {"model": NAME, "messages": MESSAGES}
     with pytest.raises(openai.BadRequestError, match="logit_bias is") as refused:
-        client.chat.completions.create(**asked, logit_bias={"5": 1})
+        client.chat.completions.create(**asked, logit_bias={"5": 101})
     assert refused.value.param == "logit_bias"
     with pytest.raises(openai.NotFoundError, match="model is 'gpt'"):
         client.chat.completions.create(model="gpt", messages=MESSAGES)
@@ -111,3 +112,31 @@ def test_many_at_once_are_answered(keyed: Served) -> None:
 
     answers = asyncio.run(ask())
     assert answers == [answers[0]] * 16
+
+
+class Fruit(BaseModel):
+    name: Literal["apple", "pear"]
+    count: int = Field(ge=0, le=9)
+
+
+def test_answers_are_parsed_by_the_class_that_was_asked_for(client: openai.OpenAI) -> None:
+    asked: Any = {"model": NAME, "messages": MESSAGES, "response_format": Fruit, "max_tokens": 90}
+    found = client.chat.completions.parse(**asked).choices[0]
+    assert found.finish_reason == "stop"
+    assert isinstance(found.message.parsed, Fruit)
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == found.message.parsed
+
+
+def test_likely_tokens_arrive(client: openai.OpenAI, offline: LanguageModel) -> None:
+    alone = offline.chat(MESSAGES, max_new_tokens=5, top_logprobs=4)
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 5, "logprobs": True}
+    logprobs = client.chat.completions.create(**asked, top_logprobs=4).choices[0].logprobs
+    assert logprobs is not None
+    for told, likely in zip(logprobs.content or [], alone.top_logprobs, strict=True):
+        assert [t.token for t in told.top_logprobs] == [
+            offline.tokenizer.decode([token]) for token, _ in likely
+        ]
+        assert [t.logprob for t in told.top_logprobs] == pytest.approx(
+            [value for _, value in likely], abs=1e-3
+        )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interposer_models._adapt.paging import language_model
     from interposer_models._adapt.place import Place
     from interposer_models._checkpoint.checkpoint import Checkpoint
+    from interposer_models._constraint import Constraint
     from interposer_models._decoder.decoder import CausalLM
     from interposer_models._encoder.encoder import Encoder, load_encoder
     from interposer_models._engine.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ __all__ = [
     "CausalLM",
     "Checkpoint",
     "Completion",
+    "Constraint",
     "Delta",
     "Encoder",
     "LanguageModel",
@@ -50,6 +52,7 @@ __getattr__ = lazy_attributes(
         "interposer_models._adapt.paging": "language_model",
         "interposer_models._adapt.place": "Place",
         "interposer_models._checkpoint.checkpoint": "Checkpoint",
+        "interposer_models._constraint": "Constraint",
         "interposer_models._decoder.decoder": "CausalLM",
         "interposer_models._encoder.encoder": "Encoder load_encoder",
         "interposer_models._engine.sampling_params": "SamplingParams",

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import RequestError
+from interposer_models._calls import call_constraint
+from interposer_models._constraint import Constraint
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what else the template reads, such as ``tool_calls``."""
@@ -108,6 +110,16 @@ class ChatRenderer:
                 f"{type(error).__name__}: {error}"
             ) from error
         return dict(found)
+
+    def call_constraint(self, tools: Sequence[Mapping[str, Any]]) -> Constraint:
+        """Return the constraint to one call of one of ``tools``, by the response template.
+
+        Raises: RequestError: how the model writes calls is not known.
+        """
+        added = self._tokenizer.added_tokens_decoder
+        specials = {token.content: index for index, token in added.items() if token.special}
+        template = getattr(self._tokenizer, "response_template", None)
+        return call_constraint(template, tools, specials)
 
 
 def _checked(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
 from interposer_models._engine import sequence as sequences
+from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.sampling_params import SamplingParams
 from interposer_models._tokenizer import Detokenizer, MissingTokenizer, TextTokenizer
@@ -29,15 +30,20 @@ class Completion:
     Attributes:
         text: of the new tokens; empty where the model has no tokenizer.
         token_ids: new tokens, an ending one included.
-        logprobs: natural-log probability of each, after penalties, before temperature and
-            truncation.
-        finish_reason: ``"stop"`` for an end token or stop text, ``"length"`` for a limit.
+        logprobs: natural-log probability of each, after penalties, biases and constraints, before
+            temperature and truncation.
+        finish_reason: ``"stop"`` for an end token, a stop text or a complete constraint,
+            ``"length"`` for a limit, ``"constraint"`` where no token could follow though the text
+            is incomplete.
+        top_logprobs: ids and log probabilities of the likeliest tokens in place of each, where
+            they were asked for; fewer where a constraint allows fewer.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: sequences.FinishReason
+    top_logprobs: tuple[sequences.TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class Delta:
     token_id: int
     logprob: float
     finish_reason: sequences.FinishReason | None
+    top_logprobs: sequences.TopLogprobs = ()
 
 
 class LanguageModel:
@@ -57,6 +64,7 @@ class LanguageModel:
         self, engine: Engine, tokenizer: TextTokenizer, plan: Planned, weights: Weights | None
     ) -> None:
         self.engine = engine
+        engine.constraints = Constraints(tokenizer, engine.model.config.vocab_size)
         self.weights = weights
         self.tokenizer = tokenizer
         self.resolver = plan.resolver
@@ -304,6 +312,8 @@ class Stream:
         """Take the sequence's next token and return what it adds to the text."""
         token_id = self.sequence.output[self._num_read]
         logprob = self.sequence.logprobs[self._num_read]
+        top = self.sequence.top_logprobs
+        likely = top[self._num_read] if top else ()
         self._num_read += 1
         self.text += self._detokenizer.push(token_id, last=self.ended)
         found = [at for stop in self.sequence.params.stop if (at := self.text.find(stop)) >= 0]
@@ -312,14 +322,15 @@ class Stream:
             self.stopped = True
         end = len(self.text) if self.ended else self._safe_end()
         new, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return Delta(new, token_id, logprob, self._reason())
+        return Delta(new, token_id, logprob, self._reason(), likely)
 
     def completion(self) -> Completion:
         """Return everything that was produced."""
         reason = self._reason()
         assert reason is not None
         sequence = self.sequence
-        return Completion(self.text, tuple(sequence.output), tuple(sequence.logprobs), reason)
+        told = tuple(sequence.output), tuple(sequence.logprobs), reason
+        return Completion(self.text, *told, tuple(sequence.top_logprobs))
 
     def _reason(self) -> sequences.FinishReason | None:
         if self.stopped:

@@ -93,6 +93,19 @@ class TextTokenizer:
             return list(self._fast.encode(text).ids)
         return list(self._slow.encode(text))
 
+    def serialized(self) -> str:
+        """Return the content of a tokenizer.json.
+
+        Raises: RequestError: the tokenizer is none of the tokenizers library.
+        """
+        held = self._fast or getattr(self._slow, "backend_tokenizer", None)
+        if not isinstance(held, FastTokenizer):
+            raise RequestError(
+                f"The tokenizer of {self._path} is a {type(self._slow).__name__}, whose tokens "
+                "have no bytes that are known here. Try: a checkpoint with a tokenizer.json"
+            )
+        return str(held.to_str())
+
     @cached_property
     def chat(self) -> ChatRenderer:
         """Return what writes messages as prompts; transformers is imported for it."""
@@ -125,6 +138,13 @@ class MissingTokenizer(TextTokenizer):
         raise RequestError(
             f"{self._path} holds no tokenizer, so that texts cannot be read. "
             f"Try: give token ids, or {self._mend}"
+        )
+
+    def serialized(self) -> str:
+        """Raise RequestError."""
+        raise RequestError(
+            f"{self._path} holds no tokenizer, so that texts cannot be constrained. "
+            f"Try: {self._mend}"
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from interposer import Config, current_registry, explain
 from interposer.errors import CheckpointError, ConfigError, UnknownNameError, UnsupportedModelError
 from interposer_gguf._checkpoint import GGUFCheckpoint
 from interposer_gguf._scheme import GGUF
-from interposer_models import LanguageModel, load
+from interposer_models import Constraint, LanguageModel, load
 from interposer_ops.layers.linear import Linear
 
 SHIPPED = Path(__file__).parents[3] / "examples" / "models" / "stdlib-lm"
@@ -299,3 +300,16 @@ def test_the_scheme_refuses_what_it_does_not_know(
 ) -> None:
     with pytest.raises(kind, match=reason):
         GGUF.parse(settings)
+
+
+def test_texts_are_constrained_as_those_of_the_directory(
+    directory: Callable[[str], Path], write: Write
+) -> None:
+    source = directory("llama")
+    constraint = Constraint.regex("(import|from) [a-z]{2,9}(, [a-z]{2,9}){3}")
+    texts = [
+        loaded(path).generate(PROMPT, constraint=constraint, max_new_tokens=60)[0]
+        for path in (source, write(source, "f32", pre="gpt-2"))
+    ]
+    assert texts[0] == texts[1]
+    assert re.fullmatch(constraint.text, texts[0].text)

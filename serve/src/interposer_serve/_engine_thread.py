@@ -246,9 +246,10 @@ class EngineThread:
             delta = stream.read()
             stages.first_token = stages.first_token or time.time_ns()
             generation.num_tokens += 1
-            told = generation.tells_tokens
-            token = self.lm.tokenizer.decode([delta.token_id]) if told else None
-            generation.pieces.append(Piece(row.index, delta, token))
+            told, decode = generation.tells_tokens, self.lm.tokenizer.decode
+            token = decode([delta.token_id]) if told else None
+            likely = tuple(decode([token_id]) for token_id, _ in delta.top_logprobs)
+            generation.pieces.append(Piece(row.index, delta, token, likely))
         if stream.ended:
             generation.num_unfinished -= 1
             self._rows.remove(row)

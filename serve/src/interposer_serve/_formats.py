@@ -113,17 +113,32 @@ class CompletionFormat(Format):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
+    def __init__(self, model: str, tells_logprobs: bool, fronts: list[str] | None = None) -> None:
+        """Tell answers of ``model``.
+
+        Args:
+            fronts: a text for each answer that stands in front of it; without, none does.
+        """
+        super().__init__(model, tells_logprobs)
+        self._fronts = fronts or []
+
     def choice(self, answer: Answer) -> dict[str, Any]:
         """Return a whole answer."""
-        return self._choice(answer.index, answer.text, answer.pieces, 0, answer.reason)
+        text = self._front(answer) + answer.text
+        return self._choice(answer.index, text, answer.pieces, 0, answer.reason)
+
+    def _front(self, answer: Answer) -> str:
+        return self._fronts[answer.index] if self._fronts else ""
 
     def chunks(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the text of the newest token, and how the answer ended, if it has."""
         newest = answer.pieces[-1]
         text = newest.delta.text
+        offset = len(answer.text) - len(text)
+        if len(answer.pieces) == 1:
+            text = self._front(answer) + text
         if not text and answer.reason is None and not self.tells_logprobs:
             return []
-        offset = len(answer.text) - len(text)
         return [self._choice(answer.index, text, [newest], offset, answer.reason)]
 
     def _choice(
@@ -138,7 +153,9 @@ class CompletionFormat(Format):
             logprobs = {
                 "tokens": [piece.token for piece in pieces],
                 "token_logprobs": [piece.delta.logprob for piece in pieces],
-                "top_logprobs": None,
+                "top_logprobs": [_likely(p) for p in pieces]
+                if any(p.likely for p in pieces)
+                else None,
                 "text_offset": offsets,
             }
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -216,11 +233,26 @@ class ChatFormat(Format):
         return {"content": [_token(piece) for piece in pieces], "refusal": None}
 
 
+def _likely(piece: Piece) -> dict[str, float]:
+    """Return log probabilities by the texts of tokens, the chosen one's among them."""
+    told = zip(piece.likely, piece.delta.top_logprobs, strict=True)
+    found: dict[str, float] = {}
+    for text, (_, logprob) in told:
+        found.setdefault(text, logprob)  # parts of characters have one text together
+    found.setdefault(piece.token or "", piece.delta.logprob)
+    return found
+
+
 def _token(piece: Piece) -> dict[str, Any]:
-    text = piece.token or ""
+    told = zip(piece.likely, piece.delta.top_logprobs, strict=True)
+    likely = [_spelled(text, logprob) for text, (_, logprob) in told]
+    return {**_spelled(piece.token or "", piece.delta.logprob), "top_logprobs": likely}
+
+
+def _spelled(text: str, logprob: float) -> dict[str, Any]:
     # The bytes of a part of a character are not known from its text.
     known = None if _PARTIAL in text else list(text.encode())
-    return {"token": text, "logprob": piece.delta.logprob, "bytes": known, "top_logprobs": []}
+    return {"token": text, "logprob": logprob, "bytes": known}
 
 
 def _reason(answer: Answer, message: dict[str, Any]) -> str | None:

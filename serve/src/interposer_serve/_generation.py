@@ -19,11 +19,13 @@ class Piece:
         index: of the answer.
         token: its own text, where log probabilities are told; a part of a character shows as
             U+FFFD.
+        likely: the texts of the likeliest tokens in its place, as far as they are asked for.
     """
 
     index: int
     delta: Delta
     token: str | None
+    likely: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from interposer.errors import UnknownNameError
-from interposer_models import SamplingParams
+from interposer_models import Constraint, SamplingParams
+from interposer_serve._constraints import of_response_format, of_structured_outputs
 from interposer_serve._errors import ApiError
 
 _MOST_STOPS = 16
@@ -22,14 +24,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True,),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -42,9 +42,9 @@ _LABELS = ("prompt_cache_key", "safety_identifier", "user")
 _HINTS = {
     "functions": "tools",
     "function_call": "tools",
-    "response_format": "say in the prompt which form the answer is to have",
     "suffix": "a prompt that holds both parts",
-    "top_logprobs": "logprobs, which gives those of the chosen tokens",
+    "top_logprobs": "logprobs, which is the number of likely tokens here",
+    "echo": "a message with what the answer begins with",
     "dimensions": "leave it out, and cut the vectors where the model was trained for that",
 }
 
@@ -53,6 +53,13 @@ def _as_tuple(value: object) -> object:
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
+
+
+def _with_integers(value: object) -> object:
+    """Return an object whose keys are the integers that JSON writes as texts."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if key.isascii() and key.isdecimal() else key: v for key, v in value.items()}
 
 
 # Each description says in an error what is allowed.
@@ -68,6 +75,11 @@ _Positive = Annotated[int, Field(ge=1, le=_INT64_MAX, description="an integer of
 _Count = Annotated[int, Field(ge=1, le=128, description="an integer from 1 to 128")]
 _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
+_Likely = Annotated[int, Field(ge=0, le=20, description="an integer from 0 to 20")]
+_Bias = Annotated[
+    dict[Annotated[int, Field(ge=0, le=_INT64_MAX)], Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_with_integers),
+]
 _Prompt = Annotated[
     str | list[str] | list[_TokenId] | list[list[_TokenId]],
     Field(
@@ -159,17 +171,51 @@ class SampledBody(Body):
         (), description="a list of token ids"
     )
     ignore_eos: _Flag = False
+    min_tokens: int = Field(0, ge=0, le=_INT64_MAX, description="an integer of at least 0")
+    logit_bias: _Bias = Field({}, description="token ids with numbers from -100 to 100")
+    response_format: dict[str, Any] | None = Field(None, description="an object with a type")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="an object with 'json', 'regex', 'choice' or 'grammar'"
+    )
     stream: _Flag = False
     stream_options: StreamOptions | None = Field(
         None, description='{"include_usage": true or false}, with "stream": true'
     )
 
-    def params(self, suggested: dict[str, Any], max_new_tokens: int) -> list[SamplingParams]:
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """The form of the answer; None for any text.
+
+        Raises: ApiError: it is malformed, or two are given.
+        """
+        given = self.response_format
+        asked = None if given is None else of_response_format(given)
+        if self.structured_outputs is None:
+            return asked
+        if asked is not None:
+            message = "response_format and structured_outputs are both given. Try: one of them"
+            raise ApiError(400, message, param="structured_outputs")
+        return of_structured_outputs(self.structured_outputs)
+
+    @property
+    def form_field(self) -> str:
+        """The field that asks for the form of the answer."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def num_likely(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return 0
+
+    def params(
+        self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
+    ) -> list[SamplingParams]:
         """Return the settings of each of the ``n`` answers; seeds follow each other.
 
         Args:
             suggested: settings of the checkpoint, for what the request leaves out.
             max_new_tokens: where the request names no limit.
+            constraint: the form of the answers.
         """
         named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         said = {name: value for name in named if (value := getattr(self, name)) is not None}
@@ -183,6 +229,10 @@ class SampledBody(Body):
                 stop=self.stop,
                 stop_token_ids=self.stop_token_ids,
                 ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
+                logit_bias=self.logit_bias,
+                constraint=constraint,
+                top_logprobs=self.num_likely,
             )
             for index in range(self.n)
         ]
@@ -198,21 +248,57 @@ class SampledBody(Body):
             raise ApiError(
                 400, 'stream_options is given without "stream": true', param="stream_options"
             )
+        if self.min_tokens and self.constraint is not None:
+            message = "min_tokens is given with a form of the answer. Try: leave min_tokens out"
+            raise ApiError(400, message, param="min_tokens")
 
 
 class CompletionBody(SampledBody):
     """``/v1/completions``."""
 
     prompt: _Prompt
-    logprobs: Literal[0] | None = Field(
-        None, description="0, which gives the log probabilities of the chosen tokens"
-    )
+    logprobs: _Likely | None = Field(None, description="an integer from 0 to 20")
+    echo: _Flag = False
+
+    @property
+    def num_likely(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return self.logprobs or 0
+
+    def check(self) -> None:
+        """Raise ApiError where two fields contradict each other, or the engine cannot do both."""
+        super().check()
+        if self.echo and self.logprobs is not None:
+            raise ApiError(
+                400,
+                "echo and logprobs are both given, and log probabilities of prompts are not told "
+                "here. Try: one of them",
+                param="echo",
+                code="not_honoured",
+            )
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One text or one list of token ids for each prompt."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class FunctionName(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+
+
+class NamedFunction(BaseModel):
+    """The function that an answer has to call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(SampledBody):
@@ -223,8 +309,12 @@ class ChatBody(SampledBody):
     )
     max_completion_tokens: _Positive | None = Field(None, description="an integer of at least 1")
     logprobs: _Flag = False
+    top_logprobs: _Likely = 0
     tools: list[dict[str, Any]] = Field([], description="a list of functions with JSON schemas")
-    tool_choice: Literal["auto", "none"] = Field("auto", description="'auto' or 'none'")
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction = Field(
+        "auto",
+        description="'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
+    )
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
 
     def check(self) -> None:
@@ -236,10 +326,50 @@ class ChatBody(SampledBody):
                 "max_tokens and max_completion_tokens are both given. Try: leave max_tokens out",
                 param="max_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            message = 'top_logprobs is given without "logprobs": true'
+            raise ApiError(400, message, param="top_logprobs")
+        if self.offered and self.constraint is not None:
+            raise ApiError(
+                400,
+                "An answer of a form that is given can call no tool, and tools are offered. "
+                "Try: tool_choice 'none', or leave response_format out",
+                param="response_format",
+            )
+        if self.tool_choice == "required" and not self.tools:
+            raise ApiError(400, "tool_choice is 'required' without tools", param="tool_choice")
 
-    def params(self, suggested: dict[str, Any], max_new_tokens: int) -> list[SamplingParams]:
+    @property
+    def num_likely(self) -> int:
+        """How many of the likeliest tokens are told at each position."""
+        return self.top_logprobs
+
+    @property
+    def offered(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of."""
+        return None if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def required(self) -> list[dict[str, Any]] | None:
+        """The tools of which the answer has to call one; None where it need not.
+
+        Raises: ApiError: the function that is named is not among the tools.
+        """
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else None
+        name = self.tool_choice.function.name
+        functions = [tool.get("function") for tool in self.tools]
+        names = [f.get("name") for f in functions if isinstance(f, dict)]
+        if name not in names:
+            message = f"tool_choice names the function {name!r:.100}; allowed is one of {names}"
+            raise ApiError(400, message, param="tool_choice")
+        return [tool for tool in self.tools if (tool.get("function") or {}).get("name") == name]
+
+    def params(
+        self, suggested: dict[str, Any], max_new_tokens: int, constraint: Constraint | None
+    ) -> list[SamplingParams]:
         """Return the settings of each of the ``n`` answers."""
-        return super().params(suggested, self.max_completion_tokens or max_new_tokens)
+        return super().params(suggested, self.max_completion_tokens or max_new_tokens, constraint)
 
 
 class EmbeddingBody(Body):

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import interposer
-from interposer.errors import InterposerError
-from interposer_models import LanguageModel, SamplingParams
+from interposer.errors import InterposerError, RequestError
+from interposer_models import Constraint, LanguageModel, SamplingParams
 from interposer_serve._engine_thread import EngineThread
 from interposer_serve._errors import ApiError
 from interposer_serve._formats import Answer, ChatFormat, CompletionFormat, Format, usage
@@ -97,15 +97,19 @@ class TextEndpoints:
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body = await self._read(request, ChatBody)
-        tools = body.tools if body.tool_choice == "auto" and body.tools else None
+        tools, required = body.offered, body.required
         with self._waiting(body.n):
             prompt = await self._chat_prompt(body.messages, tools, body.chat_template_kwargs)
+            constraint = body.constraint
+            if required is not None:
+                constraint = await self._call_constraint(required)
+            await self._compile(constraint, body.form_field if required is None else "tools")
         parse = None
         if tools is not None:
             chat = self._tokenizer.chat
             parse = partial(chat.parsed, prompt=prompt, tools=tools)
         told = ChatFormat(self.name, body.logprobs, parse)
-        return await self._answer(request, body, [prompt], self.context, told)
+        return await self._answer(request, body, [prompt], self.context, told, constraint)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -115,8 +119,11 @@ class TextEndpoints:
                 await self._encoded(prompt) if isinstance(prompt, str) else prompt
                 for prompt in body.prompts
             ]
-        told = CompletionFormat(self.name, body.logprobs is not None)
-        return await self._answer(request, body, prompts, _SHORT, told)
+            await self._compile(body.constraint, body.form_field)
+            echoed = [await self._echoed(prompt) for prompt in body.prompts] if body.echo else []
+        fronts = [front for front in echoed for _ in range(body.n)]
+        told = CompletionFormat(self.name, body.logprobs is not None, fronts)
+        return await self._answer(request, body, prompts, _SHORT, told, body.constraint)
 
     async def tokenize(self, request: Request) -> Response:
         """``/tokenize``: the token ids of a text, or of the prompt of a chat."""
@@ -184,6 +191,32 @@ class TextEndpoints:
             lambda: self._tokenizer.chat.token_ids(told, tools, None, options)
         )
 
+    async def _echoed(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokens = self._lm.engine.checked_tokens(prompt)
+        return await self._prepared(lambda: self._tokenizer.decode(tokens))
+
+    async def _call_constraint(self, tools: list[dict[str, Any]]) -> Constraint:
+        try:
+            return await self._prepared(lambda: self._tokenizer.chat.call_constraint(tools))
+        except RequestError as error:
+            raise ApiError(400, str(error), param="tool_choice", code="not_honoured") from None
+
+    async def _compile(self, constraint: Constraint | None, param: str) -> None:
+        """Compile what a field asks for, which takes longer than the event loop may wait.
+
+        Raises: ApiError: it is malformed.
+        """
+        compiler = self._lm.engine.constraints
+        if constraint is None or compiler is None:
+            return
+        try:
+            await self._prepared(lambda: compiler.matcher(constraint, frozenset()))
+        except RequestError as error:
+            message = f"{param} asks for a form that cannot be held: {error}"
+            raise ApiError(400, message, param=param, code="invalid_value") from None
+
     async def _answer(
         self,
         request: Request,
@@ -191,11 +224,12 @@ class TextEndpoints:
         prompts: Sequence[list[int]],
         most_new_tokens: int,
         told: Format,
+        constraint: Constraint | None,
     ) -> Response:
         rows = [
             (prompt, params)
             for prompt in prompts
-            for params in self._params(body, prompt, most_new_tokens)
+            for params in self._params(body, prompt, most_new_tokens, constraint)
         ]
         num_prompt_tokens = sum(map(len, prompts))
 
@@ -227,7 +261,11 @@ class TextEndpoints:
         return JSONResponse(told.response(choices, spent))
 
     def _params(
-        self, body: SampledBody, prompt: list[int], most_new_tokens: int
+        self,
+        body: SampledBody,
+        prompt: list[int],
+        most_new_tokens: int,
+        constraint: Constraint | None,
     ) -> list[SamplingParams]:
         allowed = self._limits.prompt_tokens
         if allowed is not None and len(prompt) > allowed:
@@ -235,7 +273,7 @@ class TextEndpoints:
             raise ApiError(400, message, code="context_length_exceeded")
         pool = self._lm.engine.pool
         room = min(self.context, pool.num_pages * pool.page_size) - len(prompt)
-        return body.params(self._suggested, max(1, min(most_new_tokens, room)))
+        return body.params(self._suggested, max(1, min(most_new_tokens, room)), constraint)
 
     async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:
         return await self._prepared(lambda: told.choice(answer))

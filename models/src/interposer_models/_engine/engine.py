@@ -19,8 +19,10 @@ from torch import nn
 from interposer.errors import RequestError
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.compiled_model import CompiledModel
+from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
 from interposer_models._engine.graph_buckets import GraphBuckets
+from interposer_models._engine.logit_edits import RequestEdits
 from interposer_models._engine.paged_model import PagedModel
 from interposer_models._engine.pages import PagePool
 from interposer_models._engine.sampling_params import SamplingParams
@@ -48,7 +50,10 @@ class Engine:
         graphs: through which steps that only decode run; None without.
         compiled: what is called instead of the model; None where it is not compiled.
         numerics: the block in which weights are prepared and steps compute.
+        constraints: compiles those of requests; None where there is no tokenizer to do so with.
     """
+
+    constraints: Constraints | None = None
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Engine:
         self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
         num_slots = self.slots_for(max_sequences) if self._states else 0
         self.pool = PagePool(num_pages, page_size, num_slots)
+        self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
         self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
         self.backends = [layer.backend for layer in model.attention_layers]
         self.graphs: DecodeGraphs | None = None
@@ -141,6 +147,8 @@ class Engine:
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
         sequence = Sequence(next(self._ids), tokens, params, seed)
+        if not params.takes_likeliest:
+            sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
         return sequence
 
@@ -148,7 +156,8 @@ class Engine:
         """Return the prompt as ``add`` takes it; any thread may ask.
 
         Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
-            a new token in the model's context or in the cache.
+            a new token in the model's context or in the cache; or a parameter names an unknown
+            token, or a constraint that cannot be held.
         """
         tokens = self.checked_tokens(prompt)
         context = self.model.config.max_position_embeddings
@@ -158,6 +167,7 @@ class Engine:
                 f"hold at least one new token besides. Try: shorten it to {context - 1}"
             )
         self.pool.check(min(len(tokens) + params.max_new_tokens, context))
+        self._edits.check(params, self.constraints)
         return tokens
 
     @property
@@ -261,7 +271,13 @@ class Engine:
 
     def _sample(self, chunks: list[Chunk], logits: torch.Tensor) -> list[Event]:
         sequences = [chunk.sequence for chunk in chunks]
-        tokens, logprobs = self.sampler(logits, self._sampling_batch(sequences))
+        plain = all(sequence.params.takes_likeliest for sequence in sequences)
+        batch = self._sampling_batch(sequences, plain)
+        if not plain:
+            logits = self._edits.edit(sequences, logits)
+        tokens, logprobs = self.sampler(logits, batch)
+        if not plain:
+            self._edits.tell(sequences, logits, batch, tokens)
         events = []
         for sequence, token, logprob in zip(
             sequences, tokens.tolist(), logprobs.tolist(), strict=True
@@ -272,9 +288,9 @@ class Engine:
             events.append(Event(sequence, token, logprob))
         return events
 
-    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+    def _sampling_batch(self, sequences: list[Sequence], plain: bool) -> SamplingBatch:
         params = [sequence.params for sequence in sequences]
-        if all(p.takes_likeliest for p in params):
+        if plain:
             return SamplingBatch.greedy(len(params), self.device)
         return SamplingBatch.build(
             temperature=[p.temperature for p in params],
@@ -294,7 +310,10 @@ class Engine:
 
     def _finish(self, sequence: Sequence, token: int) -> None:
         params = sequence.params
-        if token in params.stop_token_ids or (
+        matcher = sequence.matcher
+        if matcher is not None and (reason := matcher.advance(token)) is not None:
+            sequence.finish_reason = reason
+        elif token in params.stop_token_ids or (
             token in self.stop_token_ids and not params.ignore_eos
         ):
             sequence.finish_reason = "stop"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from interposer.errors import RequestError, UnknownNameError
+from interposer_models._constraint import Constraint
+from interposer_ops.layers.logit_edits import MOST_LIKELY
 
 _INT64_MAX = 2**63 - 1  # the ops take seeds and top_k as int64
 
@@ -16,6 +19,16 @@ _Fraction = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1
 _Penalty = Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")]
 _Text = Annotated[str, Field(min_length=1)]
 _TokenId = Annotated[int, Field(ge=0, le=_INT64_MAX)]
+
+
+class _Bias(dict[int, float]):
+    """A mapping that parameters can be keys with."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+_Count = Annotated[int, Field(ge=0, le=MOST_LIKELY)]
 
 
 class SamplingParams(BaseModel):
@@ -35,8 +48,14 @@ class SamplingParams(BaseModel):
         stop: texts that end the request and are left out of its text.
         stop_token_ids: tokens that end the request.
         ignore_eos: the model's own end tokens don't end the request.
+        min_tokens: tokens that end the request cannot come before so many others did. A text of
+            ``stop`` can.
+        logit_bias: from token ids to what is added to their logits, before penalties.
+        constraint: the form of the text. Tokens that end the request can come where the text is
+            complete, and it ends by itself where nothing else can follow.
+        top_logprobs: how many of the likeliest tokens are told at each position.
     Raises:
-        RequestError: a value has the wrong type or is out of range.
+        RequestError: a value has the wrong type or is out of range, or contradicts another.
         UnknownNameError: a field of that name does not exist.
     """
 
@@ -69,12 +88,26 @@ class SamplingParams(BaseModel):
         default=(), strict=False, description="a list or tuple of integers of at least 0"
     )
     ignore_eos: bool = Field(default=False, description="True or False")
+    min_tokens: int = Field(default=0, ge=0, description="an integer from 0 to max_new_tokens")
+    logit_bias: Annotated[
+        Mapping[_TokenId, Annotated[float, Field(ge=-100, le=100)]], AfterValidator(_Bias)
+    ] = Field(default=_Bias(), description="token ids with numbers from -100 to 100")
+    constraint: Constraint | None = Field(
+        default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
+    )
+    top_logprobs: _Count = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
 
     @cached_property
     def takes_likeliest(self) -> bool:
-        """True if each token is the one of the largest logit: greedy, and without penalties."""
+        """True if each token is the one of the model's largest logit, and nothing else is told."""
         penalties = self.presence_penalty, self.frequency_penalty
-        return self.temperature == 0 and self.repetition_penalty == 1 and not any(penalties)
+        greedy = self.temperature == 0 and self.repetition_penalty == 1 and not any(penalties)
+        return greedy and not (self.edits_logits or self.top_logprobs)
+
+    @cached_property
+    def edits_logits(self) -> bool:
+        """True if tokens are ruled out or favoured."""
+        return bool(self.min_tokens or self.logit_bias or self.constraint)
 
     if not TYPE_CHECKING:  # type checkers derive the signature from the fields
 
@@ -83,6 +116,16 @@ class SamplingParams(BaseModel):
                 super().__init__(**fields)
             except ValidationError as error:
                 raise _reason(error, fields) from None
+            if self.min_tokens > self.max_new_tokens:
+                raise RequestError(
+                    f"min_tokens is {self.min_tokens}, which is more than max_new_tokens, "
+                    f"{self.max_new_tokens}"
+                )
+            if self.min_tokens and self.constraint is not None:
+                raise RequestError(
+                    "min_tokens and constraint are both given, and a constraint says itself how "
+                    "long a text can be. Try: leave min_tokens out"
+                )
 
 
 def _reason(error: ValidationError, fields: dict[str, Any]) -> RequestError | UnknownNameError:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from interposer_models._engine.constraints import Matcher
 from interposer_models._engine.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "constraint", "cancelled"]
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Ids of likely tokens with their natural-log probabilities, the likeliest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +22,8 @@ class Sequence:
         seed: of this request's noise, drawn if the parameters name none.
         pages: cache pages that it holds, in order.
         state_slot: row of the states that it holds; -1 while it has none.
+        matcher: of its constraint, which is where its output is; None without one.
+        top_logprobs: of each token of the output, where the parameters ask for them.
     """
 
     id: int
@@ -31,6 +36,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     state_slot: int = -1
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)

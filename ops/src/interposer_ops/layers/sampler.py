@@ -15,6 +15,7 @@ from torch import Tensor
 
 from interposer import PluggableLayer, Site
 from interposer.errors import RequestError
+from interposer_ops.layers.logit_edits import LogitEditor
 from interposer_ops.sampling._sampling import apply_penalties, sample_tokens
 
 __all__ = ["Penalties", "Sampler", "SamplingBatch"]
@@ -129,6 +130,8 @@ class Sampler(PluggableLayer):
         if wide != site.dtype:
             at = replace(site, dtype=wide)
             self.sample_penalized = at.bind(sample_tokens, vocab_size=vocab_size)
+        # Called before and after this layer, so that a replacement of it need not know of edits.
+        self.editor = LogitEditor(site, vocab_size)
 
     def forward(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Return ``(tokens, logprobs)``, ``[B]`` int64 and ``[B]`` float32.
@@ -139,14 +142,32 @@ class Sampler(PluggableLayer):
         Returns: logprobs are natural logs, after penalties, before temperature and truncation.
         """
         sample = self.sample
-        penalties = batch.penalties
-        if penalties is not None:
-            used = penalties.prompt_mask, penalties.output_counts
-            factors = penalties.repetition, penalties.presence, penalties.frequency
-            logits = self.penalize(logits, *used, *factors)
+        if batch.penalties is not None:
+            logits = self.penalized(logits, batch.penalties)
             sample = self.sample_penalized
         truncation = batch.top_k, batch.top_p, batch.min_p
         return sample(logits, batch.temperature, *truncation, batch.seeds, batch.steps)
+
+    def penalized(self, logits: Tensor, penalties: Penalties) -> Tensor:
+        """Return ``logits``, ``[B, V]``, after penalties, in float32 or wider."""
+        used = penalties.prompt_mask, penalties.output_counts
+        factors = penalties.repetition, penalties.presence, penalties.frequency
+        return self.penalize(logits, *used, *factors)
+
+    def top_logprobs(
+        self, logits: Tensor, batch: SamplingBatch, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log probabilities of the likeliest tokens, and their ids.
+
+        Args:
+            logits: as those that ``tokens`` were drawn from.
+            tokens: ``[B]`` int64.
+        Returns: ``[B, N]`` descending, and ``[B, N]`` int64; N is ``MOST_LIKELY`` or V. They are
+            of the same softmax as the log probabilities of tokens.
+        """
+        if batch.penalties is not None:
+            logits = self.penalized(logits, batch.penalties)
+        return self.editor.top(logits, tokens)[1:]
 
 
 def _floats(values: Sequence[float], device: str) -> Tensor:
