@@ -84,15 +84,19 @@ def standard_kernel(op: str, technique: str, **facts: Any) -> Callable[[F], F]:
 
 
 def torch_kernel(
-    op: str, technique: str, dims: Mapping[str, Dim] | None = None
+    op: str, technique: str, dims: Mapping[str, Dim] | None = None, *, traceable: bool = True
 ) -> Callable[[F], F]:
     """Declare the record of a kernel of torch's own functions, for any device that torch has.
 
     It goes before the reference, whose score is 0, and behind all that was written for some
     hardware, which has 5 at least.
+
+    Args:
+        traceable: it has no loop over sizes, which a compiler would unroll for one size.
     """
     requires = Requires(dtypes=("float32", "bfloat16", "float16"), dims=dims or {})
-    return standard_kernel(op, technique, requires=requires, score=3.0, properties=PLAIN)
+    properties = PLAIN if traceable else PLAIN - {"traceable"} | {"opaque"}
+    return standard_kernel(op, technique, requires=requires, score=3.0, properties=properties)
 
 
 def declared_records() -> list[OpEntry | Kernel]:

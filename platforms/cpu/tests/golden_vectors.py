@@ -64,6 +64,7 @@ from interposer_ops.quantizers import (
     quantize_weight_int4_asymmetric,
     quantize_weight_int8,
 )
+from interposer_ops.recurrence import causal_convolution, gated_delta_rule, state_space_scan
 from interposer_ops.rotary import rotary_embedding
 from interposer_ops.sampling import apply_penalties, gumbel_argmax, sample_tokens
 from interposer_testing import Expectation, Subject, tensors_of
@@ -227,6 +228,9 @@ OPS = (
     Covered(ragged_attention, strided=()),
     Covered(ragged_attention_with_lse, strided=()),
     Covered(latent_attention_decode, strided=()),
+    Covered(causal_convolution),
+    Covered(state_space_scan, strided=()),
+    Covered(gated_delta_rule, strided=()),
     Covered(embedding, dtypes=_WIDE, strided=("token_ids",)),
     Covered(w4a16_embedding, _groups, strided=("token_ids",)),
     Covered(w8a16_embedding, _groups, strided=("token_ids",)),

@@ -80,6 +80,9 @@ _WRITERS = (
     "penalise_out",
     "route_out",
     "round_out",
+    "convolve_out",
+    "scan_states_out",
+    "apply_delta_out",
 )
 
 

@@ -51,6 +51,7 @@ def interposer_records() -> list[Record]:
         *_by_rows(),
         *_weight_quantizers(),
         *_dense_attention(),
+        *_recurrences(),
         *_fused_layers(),
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]
@@ -253,6 +254,12 @@ def _dense_attention() -> list[Kernel]:
         _native("ragged_attention_with_lse", "dense"),
         _native("latent_attention_decode", "dense", "judge_latent"),
     ]
+
+
+def _recurrences() -> list[Kernel]:
+    """Return what keeps a state of one size for each sequence."""
+    ops = ("causal_convolution", "state_space_scan", "gated_delta_rule")
+    return [_native(op, "recurrence") for op in ops]
 
 
 def _fused_layers() -> list[LayerEntry]:
