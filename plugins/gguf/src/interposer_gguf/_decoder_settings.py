@@ -9,15 +9,9 @@ import math
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer_gguf._architectures import ARCHITECTURES
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._tensor_names import ROPE_FACTORS, block_of
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Names of Hugging Face for the architectures that are read."""
+from interposer_gguf._tensor_names import LONG_FACTORS, ROPE_FACTORS, block_of
 
 _MIXTURE = ("expert_count", "expert_used_count")
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -145,8 +139,10 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     rotated = settings.integer("rope.dimension_count", head_size)
     context = settings.integer("context_length")
     window = settings.integer("attention.sliding_window", 0)
+    form = ARCHITECTURES[architecture]
+    epsilon, epsilon_field = form.epsilon
     return {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [form.family],
         "hidden_size": width,
         "intermediate_size": settings.integer("feed_forward_length"),
         "num_hidden_layers": _num_blocks(file, settings),
@@ -155,7 +151,7 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": context,
-        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        epsilon_field: settings.number(epsilon),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, settings),
@@ -165,6 +161,7 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         "rope_parameters": _rope(file, settings, context, rotated),
         **({"sliding_window": window, "use_sliding_window": True} if window else {}),
         "dtype": _dtype(file),
+        **form.fields(settings, file),
     }
 
 
@@ -196,14 +193,7 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
             raise UnsupportedModelError(
                 file.path, f"has factors of wavelengths besides rope.scaling.type {kind[:50]!r}"
             )
-        stored = file.tensors[ROPE_FACTORS]
-        if stored.in_blocks or stored.shape != (rotated // 2,):
-            raise CheckpointError(
-                file.path,
-                f"stores {ROPE_FACTORS!r} as {stored.stored_as} of the shape {stored.shape}, must "
-                f"be floats of the shape {(rotated // 2,)}",
-            )
-        factors = file.read(stored).float().tolist()
+        factors = _factors(file, ROPE_FACTORS, rotated)
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -211,6 +201,10 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
             "attention_factor": 1.0,
             "original_max_position_embeddings": context,
         }
+    if all(name in file.tensors for name in LONG_FACTORS.values()):
+        sets = {key: _factors(file, name, rotated) for key, name in LONG_FACTORS.items()}
+        magnitude = settings.number("rope.scaling.attn_factor", 1.0)
+        return {"rope_type": "longrope", **sets, "attention_factor": magnitude}
     if kind == "none":
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
@@ -224,6 +218,18 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
     if original in settings:
         rope["original_max_position_embeddings"] = settings.integer(original)
     return rope
+
+
+def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
+    stored = file.tensors[name]
+    if stored.in_blocks or stored.shape != (rotated // 2,):
+        raise CheckpointError(
+            file.path,
+            f"stores {name!r} as {stored.stored_as} of the shape {stored.shape}, must be floats of "
+            f"the shape {(rotated // 2,)}",
+        )
+    factors: list[float] = file.read(stored).float().tolist()
+    return factors
 
 
 def _dtype(file: GGUFFile) -> str:
