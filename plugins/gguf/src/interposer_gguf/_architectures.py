@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interposer_gguf._file_format import GGUFFile
-
-if TYPE_CHECKING:
-    from interposer_gguf._decoder_settings import Settings
+from interposer_gguf._settings import Settings
 
 _RMS = "attention.layer_norm_rms_epsilon"
 _LAYER = "attention.layer_norm_epsilon"
 _FIRST_BIAS = "blk.0.attn_q.bias"
-Fields = Callable[["Settings", GGUFFile], Mapping[str, Any]]
+Fields = Callable[[Settings, GGUFFile], Mapping[str, Any]]
 """Returns fields of config.json that only this architecture has, or has otherwise."""
 
 

@@ -12,8 +12,9 @@ from interposer import CheckpointFile
 from interposer.errors import UnsupportedModelError
 from interposer_gguf._architectures import ARCHITECTURES, Architecture
 from interposer_gguf._block_formats import FORMATS
-from interposer_gguf._decoder_settings import Settings, decoder_config
+from interposer_gguf._decoder_settings import decoder_config
 from interposer_gguf._file_format import GGUFFile, StoredTensor
+from interposer_gguf._settings import Settings
 from interposer_gguf._tensor_names import (
     LONG_FACTORS,
     QUERY_AND_KEY,

@@ -1,0 +1,30 @@
+"""Sizes that the small models of all families have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Examples = dict[str, dict[str, Any]]
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = {"sliding_window": 24}
+
+
+def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
+    """Return contents of config.json of an architecture, by label, with these fields."""
+    return {
+        label: {"architectures": [architecture], **SIZES, **fields}
+        for label, fields in changes.items()
+    }

@@ -1,0 +1,40 @@
+"""Small models of the families of GPT, for the conformance suite."""
+
+from __future__ import annotations
+
+from interposer_models._families.example_sizes import Examples, configs
+
+
+def gpt2() -> Examples:
+    """Return one as released, one with a head and an inner size of its own, one of other scales."""
+    own = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}
+    scales = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+    renamed = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 128}
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    released = {"architectures": ["GPT2LMHeadModel"], **renamed, **special}
+    return {
+        "released": released,
+        "own sizes": {**released, **own},
+        "other scales": {**released, **scales, "n_head": 2},
+    }
+
+
+def opt() -> Examples:
+    """Return one as released, one with a head of its own and GELU, and one without biases."""
+    sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
+    own = {"tie_word_embeddings": False, "activation_function": "gelu"}
+    return configs(
+        "OPTForCausalLM",
+        released=sizes,
+        own={**sizes, **own},
+        plain={**sizes, "enable_bias": False, "ffn_dim": 160},
+    )
+
+
+def gpt_neox() -> Examples:
+    """Return one as Pythia, one with parts in turn and whole heads, and one without biases."""
+    turns = {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}
+    plain = {"attention_bias": False, "tie_word_embeddings": True, "rotary_emb_base": 500.0}
+    return configs(
+        "GPTNeoXForCausalLM", quarter={}, turns=turns, plain={"rotary_pct": 0.5, **plain}
+    )
