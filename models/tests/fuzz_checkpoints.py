@@ -1,4 +1,4 @@
-"""Load mutations of small valid checkpoints of one quantization method; print what came of them.
+"""Load mutations of small valid checkpoints of one method or family; print what came of them.
 
 In a process of its own, whose memory is bounded: what a file claims must not be believed before it
 is checked. Each mutation has to load and generate, or to raise one of the documented errors.
@@ -27,8 +27,8 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, models
 
 from interposer import Config, PluggableLayer, current_registry
-from interposer.errors import InterposerError
-from interposer.records import SchemeEntry, load_target
+from interposer.errors import CheckpointError, InterposerError
+from interposer.records import ModelEntry, SchemeEntry, load_target
 from interposer_models import load
 from interposer_models._checkpoint.tensor_places import places_of
 from interposer_models._loader import plan
@@ -93,6 +93,23 @@ JUNK: tuple[Any, ...] = (
     {},
     {"a": {"b": []}},
 )
+# Of fields of families.
+VALUES: tuple[Any, ...] = (
+    2,
+    16,
+    2**24,
+    2**31 - 1,
+    2**63,
+    1e-30,
+    1e30,
+    False,
+    [0, 1, 1],
+    ["full_attention"] * 3,
+    ["sliding_attention", "full_attention", "chunked_attention"],
+    {"rope_type": "yarn", "factor": 0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": []},
+    {"full_attention": {"rope_type": "linear"}},
+)
 POLICY = Config(canary="off", tables=False)
 
 
@@ -100,17 +117,24 @@ class Slow(BaseException):
     """A mutation took longer than it may; no handler of errors catches it."""
 
 
+def family_of(name: str) -> ModelEntry | None:
+    """Return the record of the model family of that name."""
+    return next((r for _, r in current_registry().records(ModelEntry) if r.name == name), None)
+
+
 def examples(method: str) -> list[dict[str, Any]]:
-    """Return the settings that the scheme of ``method`` gives to the conformance suite."""
+    """Return the configs of models that a family, or the scheme of a method, has as examples."""
+    family = family_of(method)
+    if family is not None:
+        return [copy.deepcopy(dict(each)) for each in load_target(family.examples)().values()]
     entries = [r for _, r in current_registry().records(SchemeEntry) if r.method == method]
     (entry,) = [entry for entry in entries if entry.examples]
-    return [copy.deepcopy(dict(settings)) for settings in load_target(entry.examples)().values()]
+    every = [copy.deepcopy(dict(each)) for each in load_target(entry.examples)().values()]
+    return [{**MODELS.get(method, MODEL), "quantization_config": each} for each in every]
 
 
-def valid(folder: Path, settings: dict[str, Any], seed: int) -> tuple[dict[str, Any], bytes]:
-    """Return the config and the weights of a small checkpoint with these settings."""
-    model_config = MODELS.get(settings["quant_method"], MODEL)
-    config = {**model_config, "quantization_config": settings}
+def valid(folder: Path, config: dict[str, Any], seed: int) -> tuple[dict[str, Any], bytes]:
+    """Return the config and the weights of a small checkpoint that it describes."""
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(save({}))
     model = plan(folder, "float32", config=POLICY).model
@@ -121,7 +145,8 @@ def valid(folder: Path, settings: dict[str, Any], seed: int) -> tuple[dict[str, 
         parameter = where.parameter
         sample = getattr(parameter, "sample", None)
         whole = sample(generator) if sample else some(parameter, generator)
-        part = where.of(whole).clone().contiguous()
+        part = where.of(whole).clone()
+        part = (part.mT if where.is_transposed else part).contiguous()
         # What speaks of the input has to be the same for layers that run as one product.
         shared = shares.setdefault((name.rpartition(".")[2], part.shape), part)
         alike = part.ndim < 2 and not name.endswith("weight_shape")
@@ -205,6 +230,22 @@ def cut(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any
     return config, weights[: rng.randrange(len(weights))]
 
 
+def spoil_fields(config: dict[str, Any], weights: bytes, rng: random.Random) -> tuple[Any, bytes]:
+    """Change one or two fields that the family reads, whether they are stated or not."""
+    found = current_registry().records(ModelEntry)
+    (reads,) = (r.reads for _, r in found if r.architectures == (config["architectures"][0],))
+    spoiled = dict(config)
+    for name in rng.sample(sorted(reads), rng.choice((1, 1, 2))):
+        value = spoiled.get(name)
+        if isinstance(value, dict | list) and rng.random() < 0.8:
+            spoiled[name] = spoil(value, rng)
+        elif type(value) is int and rng.random() < 0.5:
+            spoiled[name] = rng.choice((value + 1, value - 1, 2 * value, value // 2, -value))
+        else:
+            spoiled[name] = copy.deepcopy(rng.choice((*JUNK, *VALUES)))
+    return spoiled, weights
+
+
 SPOILERS: tuple[Callable[..., tuple[Any, bytes]], ...] = (
     spoil_settings,
     spoil_settings,
@@ -214,6 +255,7 @@ SPOILERS: tuple[Callable[..., tuple[Any, bytes]], ...] = (
     spoil_bytes,
     cut,
 )
+FAMILY_SPOILERS = (*[spoil_fields] * 4, spoil_config, spoil_header, spoil_header, cut)
 
 
 def tried(folder: Path, config: Any, weights: bytes) -> str:
@@ -226,6 +268,8 @@ def tried(folder: Path, config: Any, weights: bytes) -> str:
     except InterposerError as error:
         if len(str(error)) < 20:
             raise AssertionError(f"the error says too little: {error}") from error
+        if isinstance(error, CheckpointError) and folder.name not in str(error):
+            raise AssertionError(f"the error names no file: {error}") from error
         return type(error).__name__
     return ""
 
@@ -237,6 +281,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    spoilers = SPOILERS if family_of(arguments.method) is None else FAMILY_SPOILERS
     rng, found, wrong = random.Random(arguments.seed), Counter[str](), []
 
     def interrupt(*_: object) -> None:
@@ -248,16 +293,16 @@ def main() -> None:
         words = {f"w{number}": number for number in range(MODEL["vocab_size"])}
         Tokenizer(models.WordLevel(words, "w0")).save(str(folder / "tokenizer.json"))
         originals = []
-        for settings in examples(arguments.method):
+        for described in examples(arguments.method):
             try:
-                originals.append(valid(folder, settings, 0))
+                originals.append(valid(folder, described, 0))
             except InterposerError:
                 continue  # it suits no model of this size, or no layers that are fused
             load(folder, "float32", config=POLICY, cache_tokens=64, max_sequences=1)
         assert originals, "no example suits the model"
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         for number in range(arguments.count):
-            spoiler = rng.choice(SPOILERS)
+            spoiler = rng.choice(spoilers)
             config, weights = spoiler(*rng.choice(originals), rng)
             begun = time.perf_counter()
             signal.alarm(SECONDS)
@@ -266,9 +311,11 @@ def main() -> None:
             except (Exception, Slow) as error:  # noqa: BLE001 - each is a fault to be told
                 trace = "".join(traceback.format_exception(error)[-3:])
                 facts = json.dumps(
-                    config.get("quantization_config") if isinstance(config, dict) else config
+                    config["quantization_config"]
+                    if isinstance(config, dict) and "quantization_config" in config
+                    else config
                 )
-                wrong.append(f"{number}, {spoiler.__name__}: {trace}\n{facts:.600}")
+                wrong.append(f"{number}, {spoiler.__name__}: {trace}\n{facts:.1500}")
             signal.alarm(0)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             if peak - before > BYTES:

@@ -1,4 +1,4 @@
-"""Spoiled checkpoints of every scheme load or raise a documented error, whatever is spoiled."""
+"""Spoiled checkpoints of every scheme and kind of family load or raise a documented error."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ METHODS = sorted(
         if plugin.distribution == "interposer-quantization" and record.examples
     }
 )
+# A family of each kind: dense, with norms around its parts, with fused projections and two sets of
+# angles, mixtures, groups of experts, latent attention, parts side by side, layer norms, learned
+# positions, and chunks.
+FAMILIES = (
+    "llama",
+    "gemma3",
+    "phi3",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "cohere2",
+    "starcoder2",
+    "gpt2",
+    "llama4",
+)
 
 
 def check(method: str, count: int, seed: int) -> None:
@@ -31,17 +46,18 @@ def check(method: str, count: int, seed: int) -> None:
     assert sum(found.values()) == count
     # Some spoil what nobody reads, and some are found by every kind of check.
     assert found.get("", 0) < count / 2
-    assert {"CheckpointError", "ConfigError"} <= found.keys()
+    assert "CheckpointError" in found
+    assert "ConfigError" in found or method in FAMILIES
 
 
 # The slow test spoils those of every scheme.
-@pytest.mark.parametrize("method", METHODS[::3])
+@pytest.mark.parametrize("method", [*METHODS[::3], *FAMILIES[::4]])
 def test_spoiled_checkpoints_are_told(method: str) -> None:
     check(method, count=100, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *FAMILIES])
 def test_two_thousand_spoiled_checkpoints_are_told(method: str) -> None:
     check(method, count=2000, seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -63,16 +64,13 @@ class TensorPlace:
             return whole
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
-    def write(self, name: str, tensor: torch.Tensor, whole: torch.Tensor, path: object) -> None:
-        """Copy the checkpoint's ``tensor`` to its place in ``whole``.
+    def fitting(self, name: str, tensor: torch.Tensor, path: object) -> torch.Tensor:
+        """Return the checkpoint's ``tensor`` in the shape of the place, of which no memory is read.
 
-        Raises: CheckpointError: shape or kind of dtype are not those of the place.
+        Raises: CheckpointError: it has another one.
         """
-        entries = self.of(whole)
-        if self.is_transposed:
-            entries = entries.mT
-        expected = list(entries.shape)
-        if tensor.ndim == 0 and entries.numel() == 1:
+        expected = list(self._stored(self.parameter).shape)
+        if tensor.ndim == 0 and math.prod(expected) == 1:
             tensor = tensor.reshape(expected)
         while tensor.ndim > len(expected) and tensor.shape[-1] == 1:
             tensor = tensor.squeeze(-1)  # as scales are stored that are to be broadcast
@@ -81,6 +79,19 @@ class TensorPlace:
                 path,
                 f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {expected}",
             )
+        return tensor
+
+    def _stored(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view on ``whole`` as the checkpoint has it."""
+        return self.of(whole).mT if self.is_transposed else self.of(whole)
+
+    def write(self, name: str, tensor: torch.Tensor, whole: torch.Tensor, path: object) -> None:
+        """Copy the checkpoint's ``tensor`` to its place in ``whole``.
+
+        Raises: CheckpointError: shape or kind of dtype are not those of the place.
+        """
+        entries = self._stored(whole)
+        tensor = self.fitting(name, tensor, path)
         # Numbers of 8 bits mean something with their scales only, so nothing is rounded to them.
         if tensor.dtype != whole.dtype and not (
             tensor.is_floating_point() and whole.is_floating_point() and whole.itemsize > 1

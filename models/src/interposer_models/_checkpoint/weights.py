@@ -90,6 +90,7 @@ class Weights:
                     raise CheckpointError(path, f"holds the tensor {name!r} twice")
                 filling = fillings.get(group)
                 if filling is None:
+                    _check_form(group, name, tensor, path)
                     filling = fillings[group] = Filling(group, self.device, borrows=True)
                 filling.put(name, tensor, path)
                 if not filling.awaits(names):
@@ -141,6 +142,7 @@ class Weights:
                 raise CheckpointError(path, f"holds the tensor {name!r} twice")
             filling = fillings.get(group)
             if filling is None:
+                _check_form(group, name, tensor, path)
                 filling = fillings[group] = Filling(group, self.device)
             filling.put(name, tensor.detach(), path)
             if not filling.missing:
@@ -210,6 +212,13 @@ def _apply(updates: list[GroupUpdate]) -> None:
         for update in updates:
             update.apply()
         raise
+
+
+def _check_form(group: LayerGroup, name: str, tensor: torch.Tensor, path: object) -> None:
+    """Raise CheckpointError for another shape, before memory of the expected one is taken."""
+    place = group.places[name]
+    if not place.takes_any_form:
+        place.fitting(name, tensor, path)
 
 
 def _listed(names: Iterable[str]) -> str:

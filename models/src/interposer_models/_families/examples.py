@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from interposer_models._families.example_config import SIZES as _SIZES
-from interposer_models._families.example_config import Examples
-from interposer_models._families.example_config import configs as _configs
-from interposer_models._families.named_examples import gpt2 as gpt2
-from interposer_models._families.named_examples import gpt_neox as gpt_neox
-from interposer_models._families.named_examples import opt as opt
-from interposer_models._families.state_examples import (
-    bamba as bamba,
-)
-from interposer_models._families.state_examples import (
-    falcon_h1 as falcon_h1,
-)
-from interposer_models._families.state_examples import (
-    lfm2 as lfm2,
-)
-from interposer_models._families.state_examples import (
-    mamba2 as mamba2,
-)
-from interposer_models._families.state_examples import (
-    nemotron_h as nemotron_h,
-)
-from interposer_models._families.state_examples import (
-    qwen3_5 as qwen3_5,
-)
-from interposer_models._families.state_examples import (
-    qwen3_5_moe as qwen3_5_moe,
-)
-from interposer_models._families.state_examples import (
-    qwen3_next as qwen3_next,
-)
-
-_WINDOW = {"sliding_window": 24}
+from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, configs
+from interposer_models._families.gpt_examples import gpt2 as gpt2
+from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
+from interposer_models._families.gpt_examples import opt as opt
+from interposer_models._families.state_examples import bamba as bamba
+from interposer_models._families.state_examples import falcon_h1 as falcon_h1
+from interposer_models._families.state_examples import lfm2 as lfm2
+from interposer_models._families.state_examples import mamba2 as mamba2
+from interposer_models._families.state_examples import nemotron_h as nemotron_h
+from interposer_models._families.state_examples import qwen3_5 as qwen3_5
+from interposer_models._families.state_examples import qwen3_5_moe as qwen3_5_moe
+from interposer_models._families.state_examples import qwen3_next as qwen3_next
 
 
 def llama() -> Examples:
@@ -53,59 +33,59 @@ def llama() -> Examples:
         "mlp_bias": True,
         "head_dim": 32,
     }
-    return _configs("LlamaForCausalLM", grouped={}, long=long)
+    return configs("LlamaForCausalLM", grouped={}, long=long)
 
 
 def mistral() -> Examples:
     """Return one with a window, and one without."""
-    return _configs("MistralForCausalLM", windowed=_WINDOW, whole={"sliding_window": None})
+    return configs("MistralForCausalLM", windowed=WINDOW, whole={"sliding_window": None})
 
 
 def qwen2() -> Examples:
     """Return one without windows, and one with windows in the upper layers."""
-    upper = {"use_sliding_window": True, "max_window_layers": 1, **_WINDOW}
-    return _configs("Qwen2ForCausalLM", whole={}, upper=upper)
+    upper = {"use_sliding_window": True, "max_window_layers": 1, **WINDOW}
+    return configs("Qwen2ForCausalLM", whole={}, upper=upper)
 
 
 def qwen3() -> Examples:
     """Return one with a head size of its own and biases, and one with windows."""
-    upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **_WINDOW}
+    upper = {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOW}
     biased = {"head_dim": 32, "attention_bias": True, "tie_word_embeddings": True}
-    return _configs("Qwen3ForCausalLM", biased=biased, upper=upper)
+    return configs("Qwen3ForCausalLM", biased=biased, upper=upper)
 
 
 def mixtral() -> Examples:
     """Return one with a window, and one without."""
     few = {"num_local_experts": 5, "num_experts_per_tok": 2}
-    return _configs("MixtralForCausalLM", windowed={**few, **_WINDOW}, whole=few)
+    return configs("MixtralForCausalLM", windowed={**few, **WINDOW}, whole=few)
 
 
 def qwen3_moe() -> Examples:
     """Return one with experts everywhere, and one with windows and a layer without experts."""
     few = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, **_WINDOW}
-    return _configs("Qwen3MoeForCausalLM", sparse=few, some={**few, **some})
+    some = {"mlp_only_layers": [1], "norm_topk_prob": True, "use_sliding_window": True, **WINDOW}
+    return configs("Qwen3MoeForCausalLM", sparse=few, some={**few, **some})
 
 
 def gpt_oss() -> Examples:
     """Return one with the angles of the releases, and one with plain angles."""
-    few = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **_WINDOW}
+    few = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, **WINDOW}
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return _configs("GptOssForCausalLM", yarn=few, plain={**few, **plain})
+    return configs("GptOssForCausalLM", yarn=few, plain={**few, **plain})
 
 
 def smollm3() -> Examples:
     """Return one with the usual layers without rotation, and one that lists them, with windows."""
-    listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **_WINDOW}
+    listed = {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, **WINDOW}
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     usual = {"num_hidden_layers": 5}
-    return _configs("SmolLM3ForCausalLM", usual=usual, listed={**listed, **biases})
+    return configs("SmolLM3ForCausalLM", usual=usual, listed={**listed, **biases})
 
 
 def olmo2() -> Examples:
     """Return one as released, and one with biases and a tied head."""
     biases = {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}
-    return _configs("Olmo2ForCausalLM", grouped={}, biases=biases)
+    return configs("Olmo2ForCausalLM", grouped={}, biases=biases)
 
 
 def granite() -> Examples:
@@ -117,7 +97,7 @@ def granite() -> Examples:
         "residual_multiplier": 0.7,
     }
     tied = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-    return _configs("GraniteForCausalLM", scaled={**multipliers, **tied}, plain={})
+    return configs("GraniteForCausalLM", scaled={**multipliers, **tied}, plain={})
 
 
 def granite_moe() -> Examples:
@@ -126,7 +106,7 @@ def granite_moe() -> Examples:
     scaled = {**granite()["scaled"], **few}
     return {
         label: {**fields, "architectures": ["GraniteMoeForCausalLM"]}
-        for label, fields in {"scaled": scaled, "plain": {**_SIZES, **few}}.items()
+        for label, fields in {"scaled": scaled, "plain": {**SIZES, **few}}.items()
     }
 
 
@@ -144,10 +124,10 @@ def phi3() -> Examples:
     mini = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}
     long = {"type": "longrope", **factors, "attention_factor": 1.2}
     short = {"rope_type": "longrope", **factors}
-    return _configs(
+    return configs(
         "Phi3ForCausalLM",
         part={"rope_parameters": part},
-        windowed=_WINDOW,
+        windowed=WINDOW,
         long={**mini, "rope_scaling": long, "original_max_position_embeddings": 1},
         short={**mini, "rope_scaling": short, "original_max_position_embeddings": 256},
     )
@@ -156,8 +136,8 @@ def phi3() -> Examples:
 def ministral() -> Examples:
     """Return one with windows everywhere, and one with windows in some layers."""
     types = ["sliding_attention", "full_attention", "sliding_attention"]
-    some = {"layer_types": types, "head_dim": 32, **_WINDOW}
-    return _configs("MinistralForCausalLM", windowed={"head_dim": 16, **_WINDOW}, some=some)
+    some = {"layer_types": types, "head_dim": 32, **WINDOW}
+    return configs("MinistralForCausalLM", windowed={"head_dim": 16, **WINDOW}, some=some)
 
 
 def olmo3() -> Examples:
@@ -171,27 +151,27 @@ def olmo3() -> Examples:
     default = {"rope_type": "default", "rope_theta": 500000.0}
     rope = {"full_attention": yarn, "sliding_attention": default}
     long = {"rope_parameters": rope, "num_hidden_layers": 4}
-    return _configs("Olmo3ForCausalLM", windowed=_WINDOW, long={**long, **_WINDOW})
+    return configs("Olmo3ForCausalLM", windowed=WINDOW, long={**long, **WINDOW})
 
 
 def exaone4() -> Examples:
     """Return one with windows in most layers, and one without."""
-    mixed = {"num_hidden_layers": 5, **_WINDOW}
+    mixed = {"num_hidden_layers": 5, **WINDOW}
     whole = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
-    return _configs("Exaone4ForCausalLM", mixed=mixed, whole=whole)
+    return configs("Exaone4ForCausalLM", mixed=mixed, whole=whole)
 
 
 def glm4() -> Examples:
     """Return one as released, and one that rotates whole heads, without biases."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
     whole = {"rope_parameters": rope, "attention_bias": False, "tie_word_embeddings": True}
-    return _configs("Glm4ForCausalLM", half={"head_dim": 16}, whole={"head_dim": 32, **whole})
+    return configs("Glm4ForCausalLM", half={"head_dim": 16}, whole={"head_dim": 32, **whole})
 
 
 def ernie4_5() -> Examples:
     """Return one as released, and one with biases and a head of its own."""
     biased = {"use_bias": True, "tie_word_embeddings": False, "head_dim": 16}
-    return _configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
+    return configs("Ernie4_5ForCausalLM", tied={"head_dim": 32}, biased=biased)
 
 
 def ernie4_5_moe() -> Examples:
@@ -199,14 +179,14 @@ def ernie4_5_moe() -> Examples:
     few = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
     some = {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2}
     some |= {"num_hidden_layers": 4, "moe_num_shared_experts": 0, "tie_word_embeddings": False}
-    return _configs("Ernie4_5_MoeForCausalLM", usual=few, some={**few, **some})
+    return configs("Ernie4_5_MoeForCausalLM", usual=few, some={**few, **some})
 
 
 def hunyuan_dense() -> Examples:
     """Return one with a raised base of angles, and one with biases."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     biases = {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 32}
-    return _configs(
+    return configs(
         "HunYuanDenseV1ForCausalLM",
         raised={"rope_parameters": rope, "head_dim": 16},
         biases=biases,
@@ -218,7 +198,7 @@ def hunyuan_moe() -> Examples:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
     raised = {"rope_parameters": rope, "head_dim": 16, "num_experts": 6, "moe_topk": 3}
     biases = {"attention_bias": True, "head_dim": 32, "num_experts": 4, "moe_topk": 1}
-    return _configs("HunYuanMoEV1ForCausalLM", raised=raised, biases=biases)
+    return configs("HunYuanMoEV1ForCausalLM", raised=raised, biases=biases)
 
 
 def gemma2() -> Examples:
@@ -230,14 +210,12 @@ def gemma2() -> Examples:
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
     }
-    return _configs(
-        "Gemma2ForCausalLM", capped={"head_dim": 16, **_WINDOW}, free={**free, **_WINDOW}
-    )
+    return configs("Gemma2ForCausalLM", capped={"head_dim": 16, **WINDOW}, free={**free, **WINDOW})
 
 
 def gemma3() -> Examples:
     """Return one with both kinds of layers, and one with scaled angles and caps."""
-    mixed = {"head_dim": 16, "num_hidden_layers": 6, **_WINDOW}
+    mixed = {"head_dim": 16, "num_hidden_layers": 6, **WINDOW}
     rope = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -250,21 +228,21 @@ def gemma3() -> Examples:
         "query_pre_attn_scalar": 20,
         "final_logit_softcapping": 20.0,
     }
-    return _configs("Gemma3ForCausalLM", mixed=mixed, scaled={**scaled, **_WINDOW})
+    return configs("Gemma3ForCausalLM", mixed=mixed, scaled={**scaled, **WINDOW})
 
 
 def cohere2() -> Examples:
     """Return one with both kinds of layers, and one with biases and a head of its own."""
-    mixed = {"num_hidden_layers": 5, **_WINDOW}
+    mixed = {"num_hidden_layers": 5, **WINDOW}
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     biases = {"attention_bias": True, "tie_word_embeddings": False, "layer_types": types}
-    return _configs("Cohere2ForCausalLM", mixed=mixed, biases={**biases, **_WINDOW})
+    return configs("Cohere2ForCausalLM", mixed=mixed, biases={**biases, **WINDOW})
 
 
 def starcoder2() -> Examples:
     """Return one with windows, and one without biases."""
     plain = {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": False}
-    return _configs("Starcoder2ForCausalLM", windowed=_WINDOW, plain=plain)
+    return configs("Starcoder2ForCausalLM", windowed=WINDOW, plain=plain)
 
 
 def llama4() -> Examples:
@@ -282,7 +260,7 @@ def llama4() -> Examples:
         "attention_bias": True,
         "tie_word_embeddings": True,
     }
-    return _configs(
+    return configs(
         "Llama4ForCausalLM",
         released={**few, **chunks, "head_dim": 16},
         some={**few, **chunks, **some, "head_dim": 32},
@@ -299,8 +277,8 @@ def qwen2_moe() -> Examples:
         "shared_expert_intermediate_size": 48,
     }
     some = {"mlp_only_layers": [1], "norm_topk_prob": True, "qkv_bias": False}
-    windows = {"use_sliding_window": True, "max_window_layers": 3, **_WINDOW}
-    return _configs("Qwen2MoeForCausalLM", sparse=few, some={**few, **some, **windows})
+    windows = {"use_sliding_window": True, "max_window_layers": 3, **WINDOW}
+    return configs("Qwen2MoeForCausalLM", sparse=few, some={**few, **some, **windows})
 
 
 def glm4_moe() -> Examples:
@@ -315,7 +293,7 @@ def glm4_moe() -> Examples:
         "n_shared_experts": 2,
         "head_dim": 32,
     }
-    return _configs("Glm4MoeForCausalLM", groups={**few, **groups}, alone={**few, **alone})
+    return configs("Glm4MoeForCausalLM", groups={**few, **groups}, alone={**few, **alone})
 
 
 def minimax_m2() -> Examples:
@@ -323,7 +301,7 @@ def minimax_m2() -> Examples:
     few = {"num_local_experts": 6, "num_experts_per_tok": 2}
     part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
     whole = {"head_dim": 16, **few}
-    return _configs(
+    return configs(
         "MiniMaxM2ForCausalLM",
         whole=whole,
         part={"rope_parameters": part, "head_dim": 32, **few},
@@ -357,7 +335,7 @@ def deepseek_v2() -> Examples:
     groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
     biases = {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 16}
-    return _configs(
+    return configs(
         "DeepseekV2ForCausalLM",
         lite={**_LATENT, **lite},
         groups={**_LATENT, **groups, **long},
@@ -379,7 +357,7 @@ def deepseek_v3() -> Examples:
         "first_k_dense_replace": 0,
         "n_shared_experts": 2,
     }
-    return _configs(
+    return configs(
         "DeepseekV3ForCausalLM",
         groups={**_LATENT, **groups, "rope_parameters": _YARN},
         one={**_LATENT, **one, "first_k_dense_replace": 0, "tie_word_embeddings": True},

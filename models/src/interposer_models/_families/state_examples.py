@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from interposer_models._families.example_config import Examples
-from interposer_models._families.example_config import configs as _configs
+from interposer_models._families.example_sizes import Examples, configs
 
 
 def lfm2() -> Examples:
     """Return a mixed one, one with biases and a plain MLP size, and one of numbered layers."""
     kinds = ["conv", "full_attention", "conv"]
-    return _configs(
+    return configs(
         "Lfm2ForCausalLM",
         mixed={"layer_types": kinds, "block_multiple_of": 16, "rope_theta": 10000.0},
         biased={
@@ -26,7 +25,7 @@ def lfm2() -> Examples:
 def mamba2() -> Examples:
     """Return one of several groups, one with biases, and one with a tied head."""
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
-    return _configs(
+    return configs(
         "Mamba2ForCausalLM",
         grouped=sizes,
         biased={**sizes, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
@@ -48,7 +47,7 @@ def qwen3_5() -> Examples:
     """Return the usual order of layers, another one, and one with a tied head."""
     other = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
     tied = {"tie_word_embeddings": True, "attention_bias": True, "linear_conv_kernel_dim": 3}
-    return _configs(
+    return configs(
         "Qwen3_5ForCausalLM",
         usual=_DELTA,
         other={**_DELTA, "layer_types": other, "linear_num_value_heads": 2},
@@ -67,7 +66,7 @@ _DELTA_EXPERTS = {
 
 def qwen3_next() -> Examples:
     """Return experts in all layers, in some, and weights that do not add up to 1."""
-    return _configs(
+    return configs(
         "Qwen3NextForCausalLM",
         experts=_DELTA_EXPERTS,
         some={**_DELTA_EXPERTS, "mlp_only_layers": [1]},
@@ -78,7 +77,7 @@ def qwen3_next() -> Examples:
 def qwen3_5_moe() -> Examples:
     """Return the usual order of layers, another one, and one with a tied head."""
     other = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
-    return _configs(
+    return configs(
         "Qwen3_5MoeForCausalLM",
         usual=_DELTA_EXPERTS,
         other={**_DELTA_EXPERTS, "layer_types": other},
@@ -98,7 +97,7 @@ def nemotron_h() -> Examples:
         "n_groups": 2,
         "chunk_size": 8,
     }
-    return _configs(
+    return configs(
         "NemotronHForCausalLM",
         kinds={**sizes, "layers_block_type": kinds},
         biased={**sizes, "layers_block_type": kinds, "mlp_bias": True, "use_bias": True},
@@ -117,7 +116,7 @@ _BAMBA = {
 def bamba() -> Examples:
     """Return attention in the middle, biases and a short window, and a tied head."""
     biased = {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
-    return _configs(
+    return configs(
         "BambaForCausalLM",
         middle={**_BAMBA, "attn_layer_indices": [1]},
         biased={**_BAMBA, **biased, "attn_layer_indices": [0, 2]},
@@ -140,7 +139,7 @@ def falcon_h1() -> Examples:
         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
     }
     behind = {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True}
-    return _configs(
+    return configs(
         "FalconH1ForCausalLM",
         plain=sizes,
         factors={**sizes, **factors},

@@ -10,18 +10,29 @@ import torch
 
 from interposer import CheckpointFile
 from interposer.errors import UnsupportedModelError
+from interposer_gguf._architectures import ARCHITECTURES, Architecture
 from interposer_gguf._block_formats import FORMATS
-from interposer_gguf._decoder_settings import Settings, decoder_config
+from interposer_gguf._decoder_settings import decoder_config
 from interposer_gguf._file_format import GGUFFile, StoredTensor
-from interposer_gguf._tensor_names import QUERY_AND_KEY, ROPE_FACTORS, hugging_face_name
+from interposer_gguf._settings import Settings
+from interposer_gguf._tensor_names import (
+    LONG_FACTORS,
+    QUERY_AND_KEY,
+    ROPE_FACTORS,
+    hugging_face_name,
+)
 from interposer_gguf._tokenizer import end_tokens, tokenizer_json, tokenizer_settings
 
 # Ends of the names of matrices that are held as they are stored.
-_IN_BLOCKS: tuple[str, ...] = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
+_IN_BLOCKS = tuple(
+    f"{name}.weight"
+    for name in ("_proj", "lm_head", "embed_tokens", ".c_attn", ".c_fc", ".wte", ".wpe")
+)
+_FACTORS = (ROPE_FACTORS, *LONG_FACTORS.values())
 
 
 class GGUFCheckpoint(CheckpointFile):
-    """A Llama, Qwen2 or Qwen3 model in one GGUF file.
+    """A model of one of ``ARCHITECTURES`` in one GGUF file.
 
     Matrices of linear layers, the embedding and the output stay in blocks, for the scheme
     ``gguf``. Other tensors in blocks are dequantized while they are read.
@@ -31,7 +42,9 @@ class GGUFCheckpoint(CheckpointFile):
         self.file = file
         self.settings = Settings(file)
         config = decoder_config(file, self.settings)
-        self._names = {name: _name(file, name) for name in file.tensors if name != ROPE_FACTORS}
+        self.form = ARCHITECTURES[self.settings.architecture]
+        stored_names = [name for name in file.tensors if name not in _FACTORS]
+        self._names = {name: _name(file, name, self.form) for name in stored_names}
         in_blocks = {
             name.removesuffix(".weight"): file.tensors[stored].stored_as
             for stored, name in self._names.items()
@@ -68,7 +81,7 @@ class GGUFCheckpoint(CheckpointFile):
             values = self._in_order(name, self.file.read(tensor))
             if tensor.in_blocks and not _stays_in_blocks(tensor, name):
                 values = FORMATS[tensor.stored_as].dequantized(values, torch.float32)
-            yield self._parameter(stored), values
+            yield self._parameter(stored), self._as_trained(tensor, name, values)
 
     def tokenizer(self) -> str:
         """Return the tokenizer of the file as the contents of a tokenizer.json.
@@ -101,6 +114,16 @@ class GGUFCheckpoint(CheckpointFile):
         layout = FORMATS[tensor.stored_as]
         return layout.row_numbers(tensor.num_bytes) * torch.float32.itemsize
 
+    def _as_trained(self, tensor: StoredTensor, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return numbers as Hugging Face checkpoints have them."""
+        if self.form.norm_offset and name.endswith("norm.weight"):
+            return values - self.form.norm_offset
+        in_block = name.startswith(self.form.blocks)
+        if self.form.transposed and in_block and values.ndim == 2:
+            # What stays in blocks is read as it is.
+            return values if _stays_in_blocks(tensor, name) else values.T.contiguous()
+        return values
+
     def _in_order(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor with its outputs in the order of Hugging Face checkpoints.
 
@@ -108,7 +131,7 @@ class GGUFCheckpoint(CheckpointFile):
         alternate: row 2 i + h of a head is row i of half h.
         """
         module = name.rpartition(".")[0].partition("layers.")[2].partition(".")[2]
-        if self.settings.architecture != "llama" or module not in QUERY_AND_KEY:
+        if not self.form.permuted or module not in QUERY_AND_KEY:
             return values
         key = "num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"
         heads: Any = self.config[key]
@@ -120,8 +143,8 @@ class GGUFCheckpoint(CheckpointFile):
         return ordered
 
 
-def _name(file: GGUFFile, stored: str) -> str:
-    name = hugging_face_name(stored)
+def _name(file: GGUFFile, stored: str, form: Architecture) -> str:
+    name = hugging_face_name(stored, form)
     if name is None:
         raise UnsupportedModelError(
             file.path, f"holds the tensor {stored[:100]!r}, which no model that is read has"

@@ -5,108 +5,16 @@ Source: the keys are those of docs/gguf.md of ggml, the fields those of Hugging 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
+from interposer_gguf._architectures import ARCHITECTURES
 from interposer_gguf._file_format import GGUFFile
-from interposer_gguf._tensor_names import ROPE_FACTORS, block_of
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Names of Hugging Face for the architectures that are read."""
+from interposer_gguf._settings import EDITED, Settings
+from interposer_gguf._tensor_names import LONG_FACTORS, ROPE_FACTORS, block_of
 
 _MIXTURE = ("expert_count", "expert_used_count")
 _DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-_EDITED = "convert the model again"
-
-
-class Settings:
-    """Metadata of one file, of which values are asked for by key and kind."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.path = file.path
-        self._values = file.metadata
-        self.architecture = self.text("general.architecture")
-
-    def __contains__(self, key: str) -> bool:
-        return self._key(key) in self._values
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; a list of equal ones, as one per layer, is that one.
-
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
-        """
-        value = self._get(key, default)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        elif isinstance(value, list):
-            raise UnsupportedModelError(
-                self.path, f"has {self._key(key)!r} that differs between layers"
-            )
-        if type(value) is not int:
-            raise self._wrong(key, value, "an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number.
-
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
-        """
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self._wrong(key, value, "a number")
-        return float(value)
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """Return a text.
-
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
-        """
-        value = self._get(key, default)
-        if type(value) is not str:
-            raise self._wrong(key, value, "a text")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return whether something is so.
-
-        Raises: CheckpointError: the value is something else.
-        """
-        value = self._get(key, default)
-        if type(value) is not bool:
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def several(self, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
-        """Return a list of values of one type.
-
-        Raises: CheckpointError: there is none and no ``default``, or it is something else.
-        """
-        value = self._get(key, default)
-        if type(value) is not list or not all(type(item) is kind for item in value):
-            raise self._wrong(key, value, f"a list of values of the type {kind.__name__}")
-        return value
-
-    def _key(self, key: str) -> str:
-        whole = key.startswith(("general.", "tokenizer.", "split."))
-        return key if whole else f"{self.architecture}.{key}"
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self._values.get(self._key(key), default)
-        if value is None:
-            raise CheckpointError(self.path, f"lacks the metadata {self._key(key)!r}", _EDITED)
-        return value
-
-    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
-        # A list may be long, and printing it whole would not help.
-        shown = f"{len(value)} values" if isinstance(value, list) else f"{value!r:.100}"
-        return CheckpointError(
-            self.path, f"has the metadata {self._key(key)!r} = {shown}, must be {wanted}", _EDITED
-        )
 
 
 def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
@@ -141,12 +49,14 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         raise UnsupportedModelError(file.path, "has keys and values of different sizes")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(file.path, "lacks the tensor 'token_embd.weight'", _EDITED)
+        raise CheckpointError(file.path, "lacks the tensor 'token_embd.weight'", EDITED)
     rotated = settings.integer("rope.dimension_count", head_size)
     context = settings.integer("context_length")
     window = settings.integer("attention.sliding_window", 0)
+    form = ARCHITECTURES[architecture]
+    epsilon, epsilon_field = form.epsilon
     return {
-        "architectures": [ARCHITECTURES[architecture]],
+        "architectures": [form.family],
         "hidden_size": width,
         "intermediate_size": settings.integer("feed_forward_length"),
         "num_hidden_layers": _num_blocks(file, settings),
@@ -155,7 +65,7 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": context,
-        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
+        epsilon_field: settings.number(epsilon),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, settings),
@@ -165,6 +75,7 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         "rope_parameters": _rope(file, settings, context, rotated),
         **({"sliding_window": window, "use_sliding_window": True} if window else {}),
         "dtype": _dtype(file),
+        **form.fields(settings, file),
     }
 
 
@@ -196,14 +107,7 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
             raise UnsupportedModelError(
                 file.path, f"has factors of wavelengths besides rope.scaling.type {kind[:50]!r}"
             )
-        stored = file.tensors[ROPE_FACTORS]
-        if stored.in_blocks or stored.shape != (rotated // 2,):
-            raise CheckpointError(
-                file.path,
-                f"stores {ROPE_FACTORS!r} as {stored.stored_as} of the shape {stored.shape}, must "
-                f"be floats of the shape {(rotated // 2,)}",
-            )
-        factors = file.read(stored).float().tolist()
+        factors = _factors(file, ROPE_FACTORS, rotated)
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -211,6 +115,10 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
             "attention_factor": 1.0,
             "original_max_position_embeddings": context,
         }
+    if all(name in file.tensors for name in LONG_FACTORS.values()):
+        sets = {key: _factors(file, name, rotated) for key, name in LONG_FACTORS.items()}
+        magnitude = settings.number("rope.scaling.attn_factor", 1.0)
+        return {"rope_type": "longrope", **sets, "attention_factor": magnitude}
     if kind == "none":
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
@@ -224,6 +132,18 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
     if original in settings:
         rope["original_max_position_embeddings"] = settings.integer(original)
     return rope
+
+
+def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
+    stored = file.tensors[name]
+    if stored.in_blocks or stored.shape != (rotated // 2,):
+        raise CheckpointError(
+            file.path,
+            f"stores {name!r} as {stored.stored_as} of the shape {stored.shape}, must be floats of "
+            f"the shape {(rotated // 2,)}",
+        )
+    factors: list[float] = file.read(stored).float().tolist()
+    return factors
 
 
 def _dtype(file: GGUFFile) -> str:

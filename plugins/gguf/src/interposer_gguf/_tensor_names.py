@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files and in Hugging Face checkpoints of Llama and Qwen models.
+"""Names of tensors in GGUF files and in Hugging Face checkpoints.
 
 Source: the table of names of gguf-py (gguf/constants.py) for these architectures.
 """
@@ -8,8 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from interposer_gguf._architectures import Architecture
+
 ROPE_FACTORS = "rope_freqs.weight"
 """Factors by which the wavelengths of a rotary embedding are stretched."""
+
+LONG_FACTORS: Mapping[str, str] = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+"""The same of contexts up to the original one, and of longer ones."""
 
 QUERY_AND_KEY: Mapping[str, str] = {
     "self_attn.q_proj": "head_count",
@@ -34,16 +42,17 @@ _INNER = {
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", re.ASCII)
 
 
-def hugging_face_name(name: str) -> str | None:
+def hugging_face_name(name: str, architecture: Architecture) -> str | None:
     """Return the name of a tensor in Hugging Face checkpoints, or None of one that is not known."""
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
+    outer, inner = {**_OUTER, **architecture.outer}, {**_INNER, **architecture.inner}
     found = _BLOCK.fullmatch(stem)
     if found is None:
-        return f"{_OUTER[stem]}.{kind}" if stem in _OUTER else None
-    number, inner = found.groups()
-    return f"model.layers.{number}.{_INNER[inner]}.{kind}" if inner in _INNER else None
+        return f"{outer[stem]}.{kind}" if stem in outer else None
+    number, part = found.groups()
+    return f"{architecture.blocks}.{number}.{inner[part]}.{kind}" if part in inner else None
 
 
 def block_of(name: str) -> int | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
-from interposer_gguf._decoder_settings import Settings
 from interposer_gguf._pre_tokenizers import PRE_TOKENIZERS
+from interposer_gguf._settings import Settings
 
 _KEY = "tokenizer.ggml."
 # Types of tokens.

@@ -1,4 +1,4 @@
-"""The sizes of small models, which examples of families change."""
+"""Sizes that the small models of all families have in common."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+WINDOW = {"sliding_window": 24}
 
 
 def configs(architecture: str, **changes: dict[str, Any]) -> Examples:
-    """Return a config for each of the changes, by its label."""
+    """Return contents of config.json of an architecture, by label, with these fields."""
     return {
         label: {"architectures": [architecture], **SIZES, **fields}
         for label, fields in changes.items()

@@ -1,9 +1,8 @@
-"""Small models of the families from before grouped queries."""
+"""Small models of the families of GPT, for the conformance suite."""
 
 from __future__ import annotations
 
-from interposer_models._families.example_config import Examples
-from interposer_models._families.example_config import configs as _configs
+from interposer_models._families.example_sizes import Examples, configs
 
 
 def gpt2() -> Examples:
@@ -24,7 +23,7 @@ def opt() -> Examples:
     """Return one as released, one with a head of its own and GELU, and one without biases."""
     sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
     own = {"tie_word_embeddings": False, "activation_function": "gelu"}
-    return _configs(
+    return configs(
         "OPTForCausalLM",
         released=sizes,
         own={**sizes, **own},
@@ -36,6 +35,6 @@ def gpt_neox() -> Examples:
     """Return one as Pythia, one with parts in turn and whole heads, and one without biases."""
     turns = {"use_parallel_residual": False, "rotary_pct": 1.0, "hidden_act": "gelu_new"}
     plain = {"attention_bias": False, "tie_word_embeddings": True, "rotary_emb_base": 500.0}
-    return _configs(
+    return configs(
         "GPTNeoXForCausalLM", quarter={}, turns=turns, plain={"rotary_pct": 0.5, **plain}
     )
