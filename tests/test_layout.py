@@ -309,7 +309,7 @@ def test_no_vendor_is_named(folder: str) -> None:
 
 
 # The most modules and lines of the distributions that everybody reads.
-SIZES = {"core": (60, 8_660), "ops": (190, 26_400)}
+SIZES = {"core": (60, 8_660), "ops": (193, 26_400)}
 
 
 @pytest.mark.parametrize("folder", SIZES)
