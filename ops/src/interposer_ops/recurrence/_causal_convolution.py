@@ -88,7 +88,7 @@ def _store_windows(
     if not x.shape[0]:
         return
     width, lengths = windows.shape[2], query_starts.diff()
-    batch = torch.arange(len(slots), device=x.device)
+    batch = torch.arange(slots.shape[0], device=x.device)
     columns = []
     for column in range(width):
         place = lengths - width + column  # in the step; negative ones are of the window before

@@ -70,24 +70,26 @@ def gated_delta_rule(
         without_padding(rows, sequences, slots).to(wide) for rows in (query, key, value)
     )
     grouped = value.shape[1] // key.shape[1]
-    queries, keys = (rows.repeat_interleave(grouped, 1) for rows in (query, key))  # [T, V, K]
+    queries, keys = (
+        rows.repeat_interleave(grouped, 1).transpose(0, 1) for rows in (query, key)
+    )  # [V, T, K]
     factors, begun = beta.to(wide), begun_states(states, slots, num_cached, wide)
     between, since = decays_between(decay.to(wide), sequences, query_starts)
     # Of every sequence, then of its own: a copy of the state for each token is far larger.
     tokens = torch.arange(value.shape[0], device=value.device)
     held, read = (
-        since[..., None] * torch.einsum("bvkd,tvk->tbvd", begun, rows)[tokens, sequences]
+        since[..., None] * (rows @ begun).permute(2, 0, 1, 3)[tokens, sequences]
         for rows in (keys, queries)
     )
     # The updates u of all tokens at once, each of which reads those before it: (I + A) u = w.
-    earlier = (torch.einsum("tvk,uvk->vtu", keys, keys) * between).tril(-1) * factors.T[..., None]
+    earlier = ((keys @ keys.mT) * between).tril(-1) * factors.T[..., None]
     wanted = (factors[..., None] * (value - held)).transpose(0, 1)  # [V, T, D]
     updates = torch.linalg.solve_triangular(earlier, wanted, upper=False, unitriangular=True)
-    scores = torch.einsum("tvk,uvk->vtu", queries, keys) * between
+    scores = (queries @ keys.mT) * between
     y = scale * (read + (scores @ updates).transpose(0, 1))
     last = (query_starts[1:] - 1).clamp(min=0)
     if value.shape[0]:
-        ends = torch.einsum("vbu,uvk,vud->bvkd", between[:, last], keys, updates)
-        ends = ends + since[last, :, None, None] * begun
+        left = between[:, last].transpose(0, 1)[..., None] * keys  # [B, V, T, K]
+        ends = left.mT @ updates + since[last, :, None, None] * begun
         store_states(states, ends, slots, query_starts)
     return without_padding(y.to(dtype), sequences, slots).contiguous()

@@ -68,22 +68,23 @@ def state_space_scan(
     sequences, _ = positions_of(query_starts, x.shape[0])
     x, b, c = (without_padding(rows, sequences, slots).to(wide) for rows in (x, b, c))
     grouped = x.shape[1] // b.shape[1]
-    keys, queries = (rows.repeat_interleave(grouped, 1) for rows in (b, c))  # [T, N, S]
+    keys, queries = (
+        rows.repeat_interleave(grouped, 1).transpose(0, 1) for rows in (b, c)
+    )  # [N, T, S]
     widths, begun = steps.to(wide), begun_states(states, slots, num_cached, wide)
     # Every token adds to all later ones of its sequence: no loop, so that sizes may be symbols.
     between, since = decays_between(widths * decay.to(wide), sequences, query_starts)
-    added = widths[..., None] * x  # [T, N, P]
-    scores = torch.einsum("tns,uns->ntu", queries, keys) * between
-    y = torch.einsum("ntu,unp->tnp", scores, added)
+    added = (widths[..., None] * x).transpose(0, 1)  # [N, T, P]
+    y = (((queries @ keys.mT) * between) @ added).transpose(0, 1)
     # Of every sequence, then of its own: a copy of the state for each token is far larger.
     tokens = torch.arange(x.shape[0], device=x.device)
-    read = torch.einsum("bnps,tns->tbnp", begun, queries)[tokens, sequences]
+    read = (queries @ begun.mT).permute(2, 0, 1, 3)[tokens, sequences]
     y = y + since[..., None] * read
     if skip is not None:
         y = y + skip.to(wide)[:, None] * x
     last = (query_starts[1:] - 1).clamp(min=0)
     if x.shape[0]:
-        ends = torch.einsum("nbu,unp,uns->bnps", between[:, last], added, keys)
-        ends = ends + since[last, :, None, None] * begun
+        left = between[:, last].transpose(0, 1)[..., None] * added  # [B, N, T, P]
+        ends = left.mT @ keys + since[last, :, None, None] * begun
         store_states(states, ends, slots, query_starts)
     return without_padding(y.to(dtype), sequences, slots).contiguous()

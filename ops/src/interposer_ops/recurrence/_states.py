@@ -31,10 +31,10 @@ def store_states(states: Tensor, ends: Tensor, slots: Tensor, query_starts: Tens
     Args:
         ends: ``[B, ...]``.
     """
-    if not len(slots):
+    if not slots.shape[0]:
         return
     written = (slots >= 0) & (query_starts.diff() > 0)
-    places = torch.arange(len(slots), device=slots.device)
+    places = torch.arange(slots.shape[0], device=slots.device)
     source = torch.where(written, places, written.int().argmax())
     rows = slots[source].clamp(min=0)
     values = ends[source].to(states.dtype)
@@ -61,7 +61,7 @@ def decays_between(
     Returns: ``[N, T, T]``: the factor of what token s adds when it is token t's turn, in row t, 0
         of later tokens and of other sequences; ``[T, N]``: that of what a sequence began with.
     """
-    tokens = torch.arange(len(sequences), device=sequences.device)
+    tokens = torch.arange(sequences.shape[0], device=sequences.device)
     behind = tokens[:, None] > tokens
     # One sum for each pair: differences of sums over the whole step would cancel.
     own = torch.where(behind[..., None], logarithms[:, None], 0).cumsum(0)  # [T, T, N]
