@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 _SHARD_BYTES = 4 << 30
 
@@ -59,6 +67,52 @@ SHAPES: dict[str, Any] = {
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    ),
+    # Sixteen experts of which four are asked: 0.9 billion parameters, 0.4 of them in a step.
+    "qwen3-moe-16e": lambda: Qwen3MoeConfig(
+        hidden_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    ),
+    "gemma-3-1b": lambda: Gemma3TextConfig(
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=262144,
+        max_position_embeddings=32768,
+    ),
+    "qwen3.5-0.8b": lambda: Qwen3_5TextConfig(
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        vocab_size=248320,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "mamba2-370m": lambda: Mamba2Config(
+        hidden_size=1024,
+        num_hidden_layers=48,
+        num_heads=32,
+        head_dim=64,
+        state_size=128,
+        n_groups=1,
+        vocab_size=50288,
         tie_word_embeddings=True,
     ),
 }
