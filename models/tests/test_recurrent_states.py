@@ -236,3 +236,19 @@ def family(name: str) -> Any:
     entries = current_registry().records(ModelEntry)
     (target,) = [entry.target for _, entry in entries if entry.name == name]
     return load_target(target)
+
+
+def test_blocks_that_are_left_alone_keep_what_is_theirs(mixed: Path) -> None:
+    """A step is measured with one block of each kind."""
+    lm = load(mixed, dtype="float32", cache_tokens=64)
+    decoder = lm.engine.model.model
+    assert decoder.places == [1, 0, 2]  # a convolution, attention, a convolution
+    whole = decoder.angles(torch.arange(3))
+    with decoder.only([1, 2]):
+        assert decoder.places == [0, 1]
+        assert len(decoder.layers) == 2
+        assert [pair[0].tolist() for pair in decoder.angles(torch.arange(3))] == [
+            pair[0].tolist() for pair in whole[1:]
+        ]
+    assert decoder.places == [1, 0, 2]
+    assert len(decoder.layers) == 3

@@ -5,7 +5,8 @@ Dimensions: T tokens of the step, R tokens whose logits are wanted, H hidden siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,10 +129,23 @@ class Decoder(nn.Module):
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.place_caches()
+        self.numbers: Sequence[int] = range(count)
+        self._place_caches()
 
-    def place_caches(self) -> None:
-        """Find the place of each block's cache; again where other blocks are put in.
+    @contextmanager
+    def only(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Leave the blocks of these numbers within a ``with`` block, in this order."""
+        every, layers = self.numbers, self.layers
+        self.numbers, self.layers = numbers, nn.ModuleList(layers[number] for number in numbers)
+        self._place_caches()
+        try:
+            yield
+        finally:
+            self.numbers, self.layers = every, layers
+            self._place_caches()
+
+    def _place_caches(self) -> None:
+        """Find the place of each block's cache.
 
         A block with several, or with none, has a list of places. Those of attention come first.
         """
@@ -169,7 +183,7 @@ class Decoder(nn.Module):
         if not self.rotations:
             return [(None, None)] * len(self.layers)
         found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
-        return [found[kind] for kind in self.kinds]
+        return [found[self.kinds[number]] for number in self.numbers]
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return what the first block gets, ``[T, H]``."""

@@ -227,15 +227,10 @@ def one_block_of_each_kind(model: CausalModel) -> Iterator[None]:
     if not isinstance(model, CausalLM):
         yield
         return
-    decoder, every = model.model, model.model.layers
-    kinds = {_kind(block): block for block in reversed(list(every))}
-    decoder.layers = nn.ModuleList(reversed(kinds.values()))
-    decoder.place_caches()
-    try:
+    blocks = list(enumerate(model.model.layers))
+    firsts = {_kind(block): number for number, block in reversed(blocks)}
+    with model.model.only(sorted(firsts.values())):
         yield
-    finally:
-        decoder.layers = every
-        decoder.place_caches()
 
 
 def is_host(platform: Platform) -> bool:

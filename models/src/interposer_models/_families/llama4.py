@@ -61,8 +61,8 @@ class Tempered(Unrotated):
     def forward(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``query`` ``[T, N, D]`` by the factors in ``cos`` ``[T, D / 2]``, and ``key``."""
-        return (query * cos[:, :1, None]).to(query.dtype), key
+        """Return ``query`` ``[T, N, D]`` by the factors in ``cos`` ``[T, 1]``, and ``key``."""
+        return (query * cos[..., None]).to(query.dtype), key
 
 
 class TemperedAttention(SelfAttention):
@@ -102,14 +102,16 @@ class Llama4Decoder(Decoder):
         config, rows = self.config, len(self.tables[0][0])
         steps = torch.floor(torch.arange(1, rows + 1, dtype=torch.float32) / config.floor_scale)
         factors = 1 + config.attn_scale * torch.log1p(steps)
-        # As wide as angles: a step that is measured runs some of the blocks, by others' numbers.
-        self.factors = factors[:, None].repeat(1, config.rotary_size // 2).to(device)
+        self.factors = factors[:, None].to(device)
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor | None, Tensor | None]]:
         """Return cosines, or factors of queries, and sines ``[T, D / 2]``, for each layer."""
         found, factors = super().angles(positions), self.factors[positions]
         rotates = self.config.rotates
-        return [pair if rotates(i) else (factors, pair[1]) for i, pair in enumerate(found)]
+        return [
+            pair if rotates(number) else (factors, pair[1])
+            for number, pair in zip(self.numbers, found, strict=True)
+        ]
 
 
 class Llama4LM(CausalLM):
