@@ -38,7 +38,7 @@ UNBOUND = {
         moe_unpermute""",
     "models in parts": "vocab_parallel_embedding",
     "families with other activations, angles or norms": """fatrelu_and_mul mul_and_silu
-        multimodal_rotary_embedding qk_norm quick_gelu relu2_and_mul rotary_tables
+        multimodal_rotary_embedding qk_norm relu2_and_mul rotary_tables
         swiglu_clamped_and_mul swiglu_oai_and_mul""",
     "batches with padding": "pad_rows select_rows slots_of_positions unpad_rows",
     "checkpoints of such formats": "dequantize_nvfp4 quantize_fp8_dynamic",

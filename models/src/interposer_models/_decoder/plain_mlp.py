@@ -7,22 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from interposer import Site
 from interposer.errors import UnknownNameError
-from interposer_ops.activations import gelu
+from interposer_ops.activations import gelu, quick_gelu, relu2
 from interposer_ops.layers.linear import Linear
 
 Names = tuple[str, str]
 """Of the two projections, as checkpoints have them."""
 
 _FORMS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu": "none"}
+_OPS = {"quick_gelu": quick_gelu, "relu2": relu2}
 _RELU = "relu"
 
 
 class PlainMLP(nn.Module):
-    """A projection, GELU or ReLU, and a projection back.
+    """A projection, GELU, ReLU or the square of the latter, and a projection back.
 
     Args:
         sizes: H, and the size between the projections.
@@ -40,19 +42,20 @@ class PlainMLP(nn.Module):
         linear: type[Linear] = Linear,
     ) -> None:
         super().__init__()
-        if activation not in (*_FORMS, _RELU):
-            raise UnknownNameError("activation", activation, (*_FORMS, _RELU))
+        if activation not in (known := (*_FORMS, *_OPS, _RELU)):
+            raise UnknownNameError("activation", activation, known)
         hidden, inner = sizes
         self.first = linear(site.at(names[0]), hidden, inner, bias)
-        self.gelu: Callable[[Tensor, str], Tensor] | None = None
-        if activation != _RELU:
-            self.form = _FORMS[activation]
-            at = site.at("act")
-            self.gelu = at.bind(gelu, intermediate_size=inner, approximate=self.form)
+        self.activate: Callable[..., Tensor] = torch.relu
+        self.options: tuple[str, ...] = ()
+        at = site.at("act")
+        if activation in _OPS:
+            self.activate = at.bind(_OPS[activation], intermediate_size=inner)
+        elif activation in _FORMS:
+            self.options = (_FORMS[activation],)
+            self.activate = at.bind(gelu, intermediate_size=inner, approximate=_FORMS[activation])
         self.second = linear(site.at(names[1]), inner, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``."""
-        inner = self.first(x)
-        inner = inner.relu() if self.gelu is None else self.gelu(inner, self.form)
-        return self.second(inner)  # type: ignore[no-any-return]
+        return self.second(self.activate(self.first(x), *self.options))  # type: ignore[no-any-return]

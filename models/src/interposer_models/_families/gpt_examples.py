@@ -7,7 +7,7 @@ from interposer_models._families.example_sizes import Examples, configs
 
 def gpt2() -> Examples:
     """Return one as released, one with a head and an inner size of its own, one of other scales."""
-    own = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}
+    own = {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "quick_gelu"}
     scales = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
     renamed = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 128}
     special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
@@ -20,9 +20,9 @@ def gpt2() -> Examples:
 
 
 def opt() -> Examples:
-    """Return one as released, one with a head of its own and GELU, and one without biases."""
+    """Return one as released, one with a head of its own and quick GELU, and one without biases."""
     sizes = {"ffn_dim": 96, "init_std": 0.1, "word_embed_proj_dim": 64}
-    own = {"tie_word_embeddings": False, "activation_function": "gelu"}
+    own = {"tie_word_embeddings": False, "activation_function": "quick_gelu"}
     return configs(
         "OPTForCausalLM",
         released=sizes,

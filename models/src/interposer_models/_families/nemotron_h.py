@@ -18,31 +18,27 @@ from interposer.errors import UnsupportedModelError
 from interposer_models._decoder.attention import UnrotatedAttention
 from interposer_models._decoder.blocks import OnePartBlock
 from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive
 from interposer_models._decoder.state_settings import Window, check_state
 from interposer_models._decoder.state_space import StateSpaceMixer, StateSpaceSizes
-from interposer_ops.activations import relu2
-from interposer_ops.layers.linear import Linear
 
 _KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _NEWER = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
-class SquaredMLP(nn.Module):
-    """A projection, the square of what is positive, and a projection back."""
+class Alone(nn.Module):
+    """An MLP that is called as attention is."""
 
-    def __init__(self, site: Site, hidden_size: int, inner_size: int, bias: bool) -> None:
+    def __init__(self, mlp: PlainMLP) -> None:
         super().__init__()
-        self.up_proj = Linear(site.at("up_proj"), hidden_size, inner_size, bias)
-        self.relu2 = site.at("activation").bind(relu2, intermediate_size=inner_size)
-        self.down_proj = Linear(site.at("down_proj"), inner_size, hidden_size, bias)
+        self.mlp = mlp
 
     def forward(
         self, x: Tensor, cos: object, sin: object, cache: object, plan: object, rows: Tensor | None
     ) -> Tensor:
         """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
-        x = x if rows is None else x[rows]
-        return self.down_proj(self.relu2(self.up_proj(x)))  # type: ignore[no-any-return]
+        return self.mlp(x if rows is None else x[rows])  # type: ignore[no-any-return]
 
 
 class NemotronH(DecoderFamily):
@@ -55,7 +51,7 @@ class NemotronH(DecoderFamily):
     rms_norm_eps: Epsilon = Field(
         default=1e-5, validation_alias=AliasChoices("layer_norm_epsilon", "rms_norm_eps")
     )
-    hidden_act: Literal["relu2"] = Field(
+    hidden_act: str = Field(
         default="relu2", validation_alias=AliasChoices("mlp_hidden_act", "hidden_act")
     )
     layers_block_type: tuple[Literal["mamba", "attention", "mlp"], ...]
@@ -110,7 +106,9 @@ class NemotronH(DecoderFamily):
             spec = self.attention_spec(at, index, page_size)
             part = UnrotatedAttention(at, spec, self.hidden_size, self.rotary_size)
         elif kind == "mlp":
-            part = SquaredMLP(at, self.hidden_size, self.intermediate_size, self.mlp_bias)
+            sides = self.hidden_size, self.intermediate_size
+            mlp = PlainMLP(at, sides, ("up_proj", "down_proj"), self.hidden_act, self.mlp_bias)
+            part = Alone(mlp)
         else:
             sizes = StateSpaceSizes(
                 self.hidden_size,
