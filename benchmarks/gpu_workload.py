@@ -44,6 +44,11 @@ _DIMS: Dims = {
     "num_adapters": 8,
     "latent_size": 512,
     "rope_size": 64,
+    "num_channels": 8192,
+    "num_value_heads": 32,
+    "key_size": 128,
+    "state_size": 128,
+    "window": 4,
 }
 _TINY: Dims = {
     "hidden_size": 128,
@@ -68,6 +73,11 @@ _TINY: Dims = {
     "num_adapters": 2,
     "latent_size": 64,
     "rope_size": 32,
+    "num_channels": 128,
+    "num_value_heads": 4,
+    "key_size": 32,
+    "state_size": 32,
+    "window": 4,
 }
 # What ops ask besides, which is no size.
 _KINDS: Dims = {

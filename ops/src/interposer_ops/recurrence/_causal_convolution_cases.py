@@ -50,7 +50,7 @@ causal_convolution_cases = CaseSpace(
     _convolution,
     *_AXES,
     strided=_STRIDED,
-    varying={"bias": ("absent",)},
+    varying={"bias": ("absent",), "silu": ("option",)},
     crossed={"batch": ("", "chunks after others"), "sizes": ("", "odd channels"), "bias": ("",)},
     alone={"batch": ("no sequences",)},
     valid=few_changes(
