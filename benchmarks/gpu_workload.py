@@ -92,6 +92,7 @@ _KINDS: Dims = {
     "asymmetric_inputs": False,
     "asymmetric_weights": False,
     "limited": False,
+    "silu": True,
     "interleaved": False,
     "power_of_two_scales": False,
     "certain_drafts": False,

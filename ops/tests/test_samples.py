@@ -184,7 +184,7 @@ DIMS: dict[str, Dims] = {
     "vocab_parallel_embedding": {"vocab_size": 1024, "hidden_size": 256},
     "lora_shrink": {"in_features": 256, "rank": 16, "num_adapters": 3},
     "lora_expand": {"out_features": 256, "rank": 16, "num_adapters": 3},
-    "causal_convolution": {"num_channels": 96, "window": 4},
+    "causal_convolution": {"num_channels": 96, "window": 4, "silu": True},
     "state_space_scan": {"num_heads": 4, "num_groups": 2, "head_size": 32, "state_size": 48},
     "gated_delta_rule": {
         "num_heads": 2,

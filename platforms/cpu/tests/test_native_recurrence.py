@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 Op = CustomOp[..., Any]
 DIMS: dict[str, dict[str, Any]] = {
-    "causal_convolution": {"num_channels": 1100, "window": 4},
+    "causal_convolution": {"num_channels": 1100, "window": 4, "silu": True},
     "state_space_scan": {"num_heads": 6, "num_groups": 3, "head_size": 40, "state_size": 72},
     "gated_delta_rule": {"num_heads": 2, "num_value_heads": 4, "key_size": 48, "value_size": 100},
 }

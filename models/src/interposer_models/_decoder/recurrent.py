@@ -39,7 +39,8 @@ class Convolution(PluggableLayer):
         for name in ("weight", "bias") if bias else ("weight",):
             empty = torch.empty(shapes[name], dtype=site.dtype)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.bound = site.bind_kernel(causal_convolution, num_channels=channels, window=window)
+        sizes = {"num_channels": channels, "window": window}
+        self.bound = site.bind_kernel(causal_convolution, **sizes, silu=silu)
         self.operands: tuple[Tensor, Tensor | None] = torch.empty(0), None
 
     def finalize(self) -> None:

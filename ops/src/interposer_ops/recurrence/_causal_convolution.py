@@ -58,7 +58,7 @@ def causal_convolution(
             padding, of which nothing is read or written and the result is zeros.
         num_cached: ``[B]`` int64: tokens of a sequence before the step.
     Returns: ``[T, C]``, dtype of ``x``.
-    Dims: num_channels, window (W).
+    Dims: num_channels, window (W), silu.
     Source: arXiv:2312.00752.
     """
     num_taps = weight.shape[1]

@@ -50,7 +50,7 @@ causal_convolution_cases = CaseSpace(
     _convolution,
     *_AXES,
     strided=_STRIDED,
-    varying={"bias": ("absent",), "silu": ("option",)},
+    varying={"bias": ("absent",)},
     crossed={"batch": ("", "chunks after others"), "sizes": ("", "odd channels"), "bias": ("",)},
     alone={"batch": ("no sequences",)},
     valid=few_changes(
@@ -65,10 +65,10 @@ causal_convolution_cases = CaseSpace(
 
 
 def causal_convolution_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return a typical step, with a bias and SiLU."""
+    """Return a typical step, with a bias."""
     generator, batch = torch.Generator().manual_seed(seed), sampled_batch(num_tokens)
     sizes = int(dims["num_channels"]), int(dims["window"])
-    return _case(batch, sizes, True, True, dtype, generator, f"{num_tokens} tokens")
+    return _case(batch, sizes, True, bool(dims["silu"]), dtype, generator, f"{num_tokens} tokens")
 
 
 def _case(
@@ -92,7 +92,7 @@ def _case(
     return Case(
         label,
         arguments,
-        {"num_channels": channels, "window": taps},
+        {"num_channels": channels, "window": taps, "silu": silu},
         reduction=taps + 4,
         magnitude=most + (0.0 if bias is None else peak(bias)),
     )
