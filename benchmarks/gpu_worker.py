@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from interposer_testing import Report, Trial
 
 PARTS = ("attention", "layers", "schemes")
-"""What a distribution declares beside kernels of ops."""
+"""The kinds of records that a distribution declares beside kernels of ops."""
 
 _MOST_FAULTS = 4
 

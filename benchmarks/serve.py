@@ -51,7 +51,7 @@ class Server:
 
     @property
     def processor_seconds(self) -> float:
-        """What all threads of the server have computed so far."""
+        """The seconds that all threads of the server have computed so far."""
         ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -136,7 +136,7 @@ class Tally:
 
 @dataclass
 class Wish:
-    """What a client asks for, and when it leaves, if it does."""
+    """The request of a client, and the time at which it leaves, if it does."""
 
     prompt: list[int]
     most: int
@@ -179,7 +179,7 @@ async def sampled(server: Server, until: float, sizes: list[int]) -> None:
 
 @dataclass(frozen=True)
 class Spent:
-    """What was made in a while, and of what."""
+    """The tokens of a while, and what they took."""
 
     tokens: float = 0
     seconds: float = 0

@@ -308,6 +308,21 @@ def test_no_vendor_is_named(folder: str) -> None:
     assert not named
 
 
+CLAUSE = re.compile(r'"""(What|How|Which|Whose|Where|Whether|When|Why|Whatever|Whoever)\b')
+
+
+def test_docstrings_begin_with_a_statement() -> None:
+    files = [module for dist in DISTRIBUTIONS for module in dist.modules]
+    files += sorted((ROOT / "benchmarks").rglob("*.py"))
+    clauses = [
+        f"{place(file, number)}: {line.strip()}"
+        for file in files
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if CLAUSE.search(line)
+    ]
+    assert not clauses
+
+
 # The most modules and lines of the distributions that everybody reads.
 SIZES = {"core": (60, 8_670), "ops": (195, 26_600)}
 

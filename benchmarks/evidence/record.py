@@ -30,7 +30,7 @@ class Deadline:
 
 
 class Record:
-    """What a step has found so far.
+    """The findings of a step so far.
 
     Attributes:
         headline: the one sentence of the summary.

@@ -20,7 +20,7 @@ Adapt = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Row:
-    """What became of one architecture.
+    """The outcome of one architecture.
 
     Attributes:
         status: ``not run`` (the model itself cannot be built or run), ``adapted``, or what is

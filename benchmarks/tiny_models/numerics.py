@@ -1,4 +1,4 @@
-"""How far apart the outputs of two runs are, and how far apart they may be.
+"""The distance between the outputs of two runs, and the distance that is allowed.
 
 The ops' own tolerances say how far a kernel may be from its reference. So noise of that size is
 added to what every linear, norm and convolution of the model returns, as kernels that err as much

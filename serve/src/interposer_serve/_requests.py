@@ -204,7 +204,7 @@ class SampledBody(Body):
 
     @property
     def num_likely(self) -> int:
-        """How many of the likeliest tokens are told at each position."""
+        """The number of likeliest tokens that are told at each position."""
         return 0
 
     def params(
@@ -262,7 +262,7 @@ class CompletionBody(SampledBody):
 
     @property
     def num_likely(self) -> int:
-        """How many of the likeliest tokens are told at each position."""
+        """The number of likeliest tokens that are told at each position."""
         return self.logprobs or 0
 
     def check(self) -> None:
@@ -341,7 +341,7 @@ class ChatBody(SampledBody):
 
     @property
     def num_likely(self) -> int:
-        """How many of the likeliest tokens are told at each position."""
+        """The number of likeliest tokens that are told at each position."""
         return self.top_logprobs
 
     @property

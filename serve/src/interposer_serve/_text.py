@@ -85,7 +85,7 @@ class TextEndpoints:
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail; empty where they would not."""
+        """The reason why requests would fail; empty where they would not."""
         if not self._thread.alive:
             return "the engine does not run"
         return "the last step of the engine failed" if self._thread.failed else ""

@@ -46,7 +46,7 @@ class VectorEndpoints:
 
     @property
     def trouble(self) -> str:
-        """Why requests would fail: nothing that would last."""
+        """The reason why requests would fail: there is none that would last."""
         return ""
 
     def explanation(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _DESCRIBED = "interposer_testing.described:described_placement"
 
 
 class Explainable(Protocol):
-    """Whatever was built through a resolver and still holds it."""
+    """An object that was built through a resolver and still holds it."""
 
     @property
     def resolver(self) -> Binder:

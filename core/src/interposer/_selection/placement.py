@@ -149,7 +149,7 @@ def _refuse_silent_fallback(
 
 @runtime_checkable
 class Planned(Protocol):
-    """Whatever was built through a resolver and still holds it."""
+    """An object that was built through a resolver and still holds it."""
 
     @property
     def resolver(self) -> Resolver:

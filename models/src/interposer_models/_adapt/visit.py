@@ -40,7 +40,7 @@ Paged = tuple[AttentionBackend, Tensor, object]
 
 
 class Visitor(Protocol):
-    """Whoever stands in for the attention of a model."""
+    """A stand-in for the attention of a model."""
 
     def attend(self, asked: Asked) -> Tensor:
         """Return ``[B, T, N, E]``."""

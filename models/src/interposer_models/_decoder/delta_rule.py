@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from interposer import PluggableLayer, Site
-from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentLayer
+from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentMixer
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.states import StateBatch, StateLayout
 from interposer_ops.norms import l2_norm
@@ -143,7 +143,7 @@ class DeltaRule(PluggableLayer):
         return self.rule(query, key, value, *factors, states, *places, sizes.key**-0.5)
 
 
-class DeltaMixer(RecurrentLayer):
+class DeltaMixer(RecurrentMixer):
     """Projections, convolution, delta rule and gated norm; it stands where attention does."""
 
     def __init__(self, site: Site, sizes: DeltaSizes, eps: float, projections: Projections) -> None:
@@ -163,20 +163,15 @@ class DeltaMixer(RecurrentLayer):
         memory = (sizes.value_heads, sizes.key, sizes.value), torch.float32
         return StateLayout((self.conv1d.state, memory))
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cache: tuple[Tensor, Tensor],
-        plan: StateBatch,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[T, N, D]`` of the delta rule, and gates of that shape."""
         windows, states = cache
         mixed, gate, beta, decay = self.projections(x)
         y = self.rule(self.conv1d(mixed, windows, plan), beta, decay, states, plan)
-        if rows is not None:
-            y, gate = y[rows], gate[rows]
-        y = self.norm(y, gate.view(y.shape))
-        return self.out_proj(y.flatten(1))  # type: ignore[no-any-return]
+        return y, gate.view(y.shape)
+
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Return ``[T, H]`` behind the gated norm."""
+        return self.out_proj(self.norm(y, gate).flatten(1))  # type: ignore[no-any-return]

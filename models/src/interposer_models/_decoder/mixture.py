@@ -87,3 +87,32 @@ class MixtureFamily(DecoderFamily):
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act is {self.hidden_act!r}, experts compute with 'silu'")
         return self
+
+
+class SparseFamily(MixtureFamily):
+    """The settings of a decoder with many small experts, in all layers or some."""
+
+    moe_intermediate_size: Positive = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Positive = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    @property
+    def expert_size(self) -> int:
+        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
+        return self.moe_intermediate_size
+
+    def has_experts(self, index: int) -> bool:
+        """Say whether layer ``index`` has experts, not one MLP."""
+        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
+
+    def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
+        """Return the mixture at a site; checkpoints store every expert by itself."""
+        return MixtureMLP(site, experts, "gate", self.norm_topk_prob)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the experts of layer ``index``, or its MLP."""
+        if not self.has_experts(index):
+            return super().mlp(block, index)
+        experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+        return self.mixture(block.at("mlp"), experts)

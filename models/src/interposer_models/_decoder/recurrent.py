@@ -24,6 +24,33 @@ class RecurrentLayer(nn.Module, ABC):
         """Return the tensors of one sequence's state."""
 
 
+class RecurrentMixer(RecurrentLayer):
+    """A recurrent layer that stands where attention does, and ends in a gate and a projection."""
+
+    @abstractmethod
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``x`` ``[T, H]`` and the states make of each token, and its gate."""
+
+    @abstractmethod
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Return ``[T, H]`` of what ``mixed`` returned, or of some rows of it."""
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        cache: tuple[Tensor, ...],
+        plan: StateBatch,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+        y, gate = self.mixed(x, cache, plan)
+        return self.ended(y, gate) if rows is None else self.ended(y[rows], gate[rows])
+
+
 class Convolution(PluggableLayer):
     """A causal convolution of each channel by itself; see the op ``causal_convolution``.
 

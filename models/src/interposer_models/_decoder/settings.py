@@ -21,7 +21,7 @@ WindowTokens = Annotated[int, Field(gt=0, lt=2**31)]
 
 
 class FrameNames(NamedTuple):
-    """What a checkpoint calls the modules of a decoder outside of its blocks.
+    """The names that a checkpoint gives to the modules of a decoder outside of its blocks.
 
     Attributes:
         positions: a table of learned positions, which stand in place of angles; empty where there

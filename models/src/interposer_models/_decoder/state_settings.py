@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 _LARGEST_STATE = 2**28
 
 Window = Annotated[int, Field(ge=2, le=8)]
-"""What a convolution sees, in tokens."""
+"""The tokens that a convolution sees, the newest one included."""
 
 
 def _number(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from interposer import PluggableLayer, Site
-from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentLayer
+from interposer_models._decoder.recurrent import Convolution, GatedNorm, RecurrentMixer
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.states import StateBatch, StateLayout
 from interposer_ops.recurrence import state_space_scan
@@ -54,7 +54,7 @@ class StateSpaceSizes:
 
     @property
     def channels(self) -> int:
-        """What the convolution reads: the input of the scan, and both of its projections."""
+        """Channels of the convolution: the input of the scan, and both of its projections."""
         return self.inner + 2 * self.groups * self.state
 
 
@@ -101,7 +101,7 @@ class Scan(PluggableLayer):
         return self.bound.function(heads, steps, decay, b, c, skip, states, *places).flatten(1)
 
 
-class StateSpaceMixer(RecurrentLayer):
+class StateSpaceMixer(RecurrentMixer):
     """Projections, convolution, scan and gated norm; it stands where attention does."""
 
     def __init__(self, site: Site, sizes: StateSpaceSizes, eps: float) -> None:
@@ -126,23 +126,17 @@ class StateSpaceMixer(RecurrentLayer):
             (self.conv1d.state, ((sizes.heads, sizes.head, sizes.state), torch.float32))
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cache: tuple[Tensor, Tensor],
-        plan: StateBatch,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[T, I]`` of the scan, and gates of that shape."""
         windows, states = cache
-        sizes = self.sizes
         gate, x, steps = self._projected(x)
-        y = self.scan(self.conv1d(x, windows, plan), steps, states, plan)
-        if rows is not None:
-            y, gate = y[rows], gate[rows]
-        y = self.norm(y, gate) if sizes.normed else y * functional.silu(gate)
+        return self.scan(self.conv1d(x, windows, plan), steps, states, plan), gate
+
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Return ``[T, H]`` behind the gate, and the norm if there is one."""
+        y = self.norm(y, gate) if self.sizes.normed else y * functional.silu(gate)
         return self.out_proj(y)  # type: ignore[no-any-return]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:

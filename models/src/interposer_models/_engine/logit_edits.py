@@ -1,4 +1,4 @@
-"""What requests of a step rule out, favour or want to know: from their parameters to tensors.
+"""Tensors of the tokens that requests of a step rule out, favour or ask to be told of.
 
 Dimensions: B sequences, V vocabulary.
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from interposer import AttentionSpec, Site
 from interposer_models._decoder.blocks import NormedBlock
 from interposer_models._decoder.family import DecoderFamily
-from interposer_models._decoder.recurrent import Convolution, RecurrentLayer
+from interposer_models._decoder.recurrent import Convolution, RecurrentMixer
 from interposer_models._decoder.settings import Epsilon, FrameNames, Positive, RopeBase
 from interposer_models._decoder.state_settings import Window
 from interposer_ops.layers.linear import Linear
@@ -26,7 +26,7 @@ from interposer_ops.layers.states import StateBatch, StateLayout
 _NORMS = ("operator_norm", "", "ffn_norm", "")
 
 
-class ShortConvolution(RecurrentLayer):
+class ShortConvolution(RecurrentMixer):
     """The output projection of c * conv(b * x), where b, c and x are projections of the input."""
 
     def __init__(self, site: Site, hidden_size: int, window: int, bias: bool) -> None:
@@ -39,19 +39,16 @@ class ShortConvolution(RecurrentLayer):
         """Return the last inputs of the convolution."""
         return StateLayout((self.conv.state,))
 
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        cache: tuple[Tensor],
-        plan: StateBatch,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """Return ``[T, H]`` of ``x`` ``[T, H]``, or ``[rows, H]`` of the tokens they name."""
+    def mixed(
+        self, x: Tensor, cache: tuple[Tensor, ...], plan: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[T, H]`` of the convolution, and the gate behind it."""
         before, behind, x = self.in_proj(x).chunk(3, dim=-1)
-        x = behind * self.conv(before * x, *cache, plan)
-        return self.out_proj(x if rows is None else x[rows])  # type: ignore[no-any-return]
+        return self.conv(before * x, *cache, plan), behind
+
+    def ended(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        return self.out_proj(gate * y)  # type: ignore[no-any-return]
 
 
 class Lfm2Attention(SelfAttention):

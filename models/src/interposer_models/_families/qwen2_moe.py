@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from interposer import AttentionSpec, ExpertsSpec, Site
-from interposer_models._decoder.mixture import MixtureFamily, MixtureMLP, count_of_experts
+from interposer_models._decoder.mixture import MixtureMLP, SparseFamily, count_of_experts
 from interposer_models._decoder.settings import Positive
 from interposer_models._families.qwen2 import Qwen2
 from interposer_ops.layers.linear import Linear
@@ -33,24 +33,16 @@ class GatedShare(MixtureMLP):
         return super().forward(x) + shared
 
 
-class Qwen2Moe(MixtureFamily, Qwen2):
-    """Qwen1.5-MoE and Qwen2-57B-A14B; checkpoints store every expert by itself."""
+class Qwen2Moe(SparseFamily, Qwen2):
+    """Qwen1.5-MoE and Qwen2-57B-A14B."""
 
     num_local_experts: Positive | None = count_of_experts(60)
     num_experts_per_tok: Positive | None = 4
     moe_intermediate_size: Positive = 1408
     shared_expert_intermediate_size: Positive = 5632
-    norm_topk_prob: bool = False
-    decoder_sparse_step: Positive = 1
-    mlp_only_layers: tuple[int, ...] = ()
     qkv_bias: bool = True
     # Written as 0 where windows are not used.
     sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = 4096
-
-    @property
-    def expert_size(self) -> int:
-        """Intermediate size of an expert; layers without experts have ``intermediate_size``."""
-        return self.moe_intermediate_size
 
     def slides(self, index: int) -> bool:
         """Say whether layer ``index`` has the window: every second one of the lower layers."""
@@ -60,14 +52,7 @@ class Qwen2Moe(MixtureFamily, Qwen2):
         """Return attention whose first projection may have a bias."""
         return SelfAttention(site, spec, self.hidden_size, self.rotary_size, None, self.qkv_bias)
 
-    def has_experts(self, index: int) -> bool:
-        """Say whether layer ``index`` has experts, not one MLP."""
-        return index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0
-
-    def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or its MLP."""
-        if not self.has_experts(index):
-            return super().mlp(block, index)
-        experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
+    def mixture(self, site: Site, experts: ExpertsSpec) -> nn.Module:
+        """Return the experts with the one that every token visits."""
         shared = self.shared_expert_intermediate_size
-        return GatedShare(block.at("mlp"), experts, shared, self.norm_topk_prob)
+        return GatedShare(site, experts, shared, self.norm_topk_prob)

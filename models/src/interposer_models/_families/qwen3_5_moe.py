@@ -31,13 +31,8 @@ class Qwen3_5Moe(MixtureFamily, Qwen3_5):
         """Intermediate size of an expert."""
         return self.moe_intermediate_size
 
-    @property
-    def renormalizes(self) -> bool:
-        """Say whether the weights of a token's experts add up to 1."""
-        return True
-
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Return the experts of layer ``index``."""
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
         shared = self.shared_expert_intermediate_size
-        return GatedShare(block.at("mlp"), experts, shared, self.renormalizes)
+        return GatedShare(block.at("mlp"), experts, shared, renormalize=True)

@@ -1,4 +1,4 @@
-"""What requests rule out, favour or want to know, besides the token that is drawn.
+"""Edits of logits before a token is drawn, and the likeliest tokens in its place.
 
 Dimensions: B sequences, V vocabulary, M listed tokens, N likeliest tokens.
 """

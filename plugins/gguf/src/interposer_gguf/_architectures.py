@@ -21,7 +21,7 @@ Fields = Callable[[Settings, GGUFFile], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one value of ``general.architecture`` stands for.
+    """The family and the names that one value of ``general.architecture`` stands for.
 
     Attributes:
         family: the architecture's name in config.json.

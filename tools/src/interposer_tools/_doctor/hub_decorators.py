@@ -1,4 +1,4 @@
-"""Whether transformers replaces layers by kernels of the hub, which it leaves without a word.
+"""The check that transformers replaces layers by kernels of the hub; it says nothing if not.
 
 Its layers are marked by decorators that do nothing where the package ``kernels`` is missing or of a
 version that it does not take.

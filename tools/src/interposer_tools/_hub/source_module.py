@@ -62,7 +62,7 @@ class SourceModule:
 
     @property
     def is_package(self) -> bool:
-        """Whether it is the ``__init__`` of a package."""
+        """Say whether it is the ``__init__`` of a package."""
         return self.path.name == "__init__.py"
 
     def text_of(self, statement: Binding) -> str:
