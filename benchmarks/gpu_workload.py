@@ -129,11 +129,9 @@ _UNBIASED = ("fused_experts_fp8", "fused_experts_w4a16")
 # Arguments of which a call touches as many bytes as the other arguments and the result have.
 _PARTLY: Mapping[str, tuple[str, ...]] = {
     "embedding": ("weight",),
-    "vocab_parallel_embedding": ("weight",),
     "gguf_embedding": ("weight",),
     "w4a16_embedding": ("weight", "scale", "zero_points"),
     "w8a16_embedding": ("weight", "scale", "zero_points"),
-    "select_rows": ("x",),
     "reshape_and_cache": ("key_cache", "value_cache"),
     "reshape_and_cache_fp8": ("key_cache", "value_cache"),
     "reshape_and_cache_int8": ("key_cache", "value_cache"),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.caches import copy_pages, gather_cache, reshape_and_cache, slots_of_positions
+from interposer_ops.caches import copy_pages, gather_cache, reshape_and_cache
 
 Shape = tuple[int, int, int, int]
 
@@ -118,22 +118,14 @@ def test_what_was_written_is_gathered(
     for row, (start, length) in enumerate(sequences):
         key, _ = step(shape, start + length, seed + row)
         positions = torch.arange(start + length)
-        where = torch.full_like(positions, row)
         if len(positions):
-            slots = slots_of_positions(table, where, positions, shape[1])
+            slots = table[row, positions // shape[1]] * shape[1] + positions % shape[1]
             reshape_and_cache(key, key, cache, unused, slots)
         expected.append(key[start:])
     expected.append(torch.zeros(spare, *shape[2:]))
     starts, lengths = (torch.tensor(column) for column in zip(*sequences, strict=True))
     found = gather_cache(cache, table, lengths, starts, int(lengths.sum()) + spare)
     assert torch.equal(found, torch.cat(expected))
-
-
-def test_slots_of_narrow_tables_are_wide() -> None:
-    table = torch.tensor([[1, 300_000_000]], dtype=torch.int32)
-    slots = slots_of_positions(table, torch.tensor([0, 0]), torch.tensor([3, 17]), 16)
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == [19, 4_800_000_001]
 
 
 @given(writes())

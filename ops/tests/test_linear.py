@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interposer_ops.embedding import embedding, vocab_parallel_embedding
+from interposer_ops.embedding import embedding
 from interposer_ops.linear import batched_linear, grouped_linear, linear
 
 
@@ -76,14 +76,3 @@ def test_many_weights_accumulate_in_float32(dtype: torch.dtype) -> None:
     ones = torch.ones(1, 4096, dtype=dtype)
     assert batched_linear(ones[None], ones.T[None]).item() == 4096.0
     assert grouped_linear(ones, ones[None], torch.tensor([0, 1])).item() == 4096.0
-
-
-@given(st.lists(st.integers(0, 11), max_size=9), st.sampled_from([1, 2, 3, 4, 6, 12]))
-def test_parts_of_a_table_add_up_to_it(token_ids: list[int], parts: int) -> None:
-    weight, ids = numbers(12, 3), torch.tensor(token_ids, dtype=torch.int64)
-    size = 12 // parts
-    found = [
-        vocab_parallel_embedding(ids, weight[first : first + size], first)
-        for first in range(0, 12, size)
-    ]
-    assert torch.equal(torch.stack(found).sum(0), embedding(ids, weight))

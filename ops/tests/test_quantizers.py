@@ -17,7 +17,6 @@ from interposer_ops.quantizers import (
     dequantize_mxfp4,
     dequantize_nvfp4,
     quantize_fp8_blocks,
-    quantize_fp8_dynamic,
     quantize_fp8_per_token,
     quantize_fp8_static,
     quantize_int8_per_token,
@@ -35,7 +34,6 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 each_fp8 = pytest.mark.parametrize("out_dtype", FP8, ids=str)
 OPS: list[CustomOp[..., Any]] = [
     quantize_fp8_static,
-    quantize_fp8_dynamic,
     quantize_fp8_per_token,
     quantize_fp8_blocks,
     quantize_int8_static,
@@ -107,9 +105,6 @@ def test_fp8_saturates(out_dtype: torch.dtype) -> None:
 @each_fp8
 def test_dynamic_scales_just_fit(out_dtype: torch.dtype) -> None:
     x, limit = rows(5, 64), torch.finfo(out_dtype).max
-    q, scale = quantize_fp8_dynamic(x, out_dtype)
-    assert float(q.double().abs().max()) == limit
-    torch.testing.assert_close(scale, x.abs().max().view(1) / limit)
     q, scale = quantize_fp8_per_token(x, out_dtype, None)
     assert q.double().abs().amax(-1).tolist() == [limit] * 5
     torch.testing.assert_close(scale, x.abs().amax(-1, keepdim=True) / limit)
@@ -120,7 +115,6 @@ def test_dynamic_scales_just_fit(out_dtype: torch.dtype) -> None:
 def test_rows_of_zeros_have_a_scale_of_one() -> None:
     zeros = torch.zeros(2, 64)
     for q, scale in (
-        quantize_fp8_dynamic(zeros, torch.float8_e4m3fn),
         quantize_fp8_per_token(zeros, torch.float8_e4m3fn, None),
         quantize_fp8_blocks(zeros, 32, torch.float8_e4m3fn, True),
         quantize_int8_per_token(zeros),

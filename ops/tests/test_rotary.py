@@ -11,9 +11,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply
 from interposer_ops.rotary import (
     rotary_embedding,
     rotary_embedding_interleaved,
-    rotary_frequencies,
     rotary_table,
-    rotary_tables,
 )
 
 
@@ -94,24 +92,3 @@ def test_the_two_layouts_are_permutations_of_each_other() -> None:
     halved = rotary_embedding(query, key, cos, sin)
     for one, other in zip(paired, halved, strict=True):
         torch.testing.assert_close(one, other[..., order])
-
-
-def test_tables_are_cosines_and_sines_of_large_angles() -> None:
-    """Angles that are float32 numbers leave nothing to be off by."""
-    positions = torch.tensor([0, 1, 4095, 131_071, 1_048_575])
-    frequencies = torch.tensor([1.0, 0.125, 2.0**-14])
-    cos, sin = rotary_tables(positions, frequencies, 1.5)
-    assert cos.dtype == sin.dtype == torch.float32
-    for row, position in enumerate(positions.tolist()):
-        for column, frequency in enumerate(frequencies.tolist()):
-            angle = position * frequency
-            assert float(cos[row, column]) == pytest.approx(1.5 * math.cos(angle), abs=3e-7)
-            assert float(sin[row, column]) == pytest.approx(1.5 * math.sin(angle), abs=3e-7)
-
-
-def test_tables_are_those_of_the_layer() -> None:
-    frequencies, magnitude = rotary_frequencies(16, 10000.0, {"rope_type": "linear", "factor": 2.0})
-    table = rotary_table(64, 16, 10000.0, {"rope_type": "linear", "factor": 2.0})
-    positions = torch.tensor([63, 0, 5])
-    found = rotary_tables(positions, frequencies, magnitude)
-    assert all(torch.equal(one, whole[positions]) for one, whole in zip(found, table, strict=True))

@@ -67,7 +67,7 @@ def tanh(x):
     return functional.gelu(x, approximate="tanh")
 
 
-silu_and_mul, mul_and_silu = gated(functional.silu), gated(functional.silu, first=False)
+silu_and_mul = gated(functional.silu)
 gelu_and_mul, gelu_tanh_and_mul = gated(functional.gelu), gated(tanh)
 gelu, gelu_tanh = single(functional.gelu), single(tanh)
 gelu_quick = single(lambda x: x * (1.702 * x).sigmoid())
@@ -92,7 +92,6 @@ OPS = {
     op.name: op
     for op in (
         activations.silu_and_mul,
-        activations.mul_and_silu,
         activations.gelu_and_mul,
         activations.gelu,
         activations.quick_gelu,

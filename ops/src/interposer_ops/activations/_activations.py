@@ -115,53 +115,6 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     return (functional.gelu(gate, approximate=approximate) * up).to(x.dtype)
 
 
-@_gated("mul_and_silu")
-def mul_and_silu(x: Tensor) -> Tensor:
-    """Multiply the first half by the SiLU of the second half.
-
-    y = u * g * sigmoid(g) where x = [u, g].
-
-    Args: ``x``, as in ``silu_and_mul``.
-    Returns: ``[..., I]``, dtype of ``x``.
-    Dims: intermediate_size.
-    Source: arXiv:2002.05202, with the halves exchanged.
-    """
-    up, gate = _halves(x)
-    return (up * functional.silu(gate)).to(x.dtype)
-
-
-@_gated("relu2_and_mul", batch_invariant=True)
-def relu2_and_mul(x: Tensor) -> Tensor:
-    """Multiply the square of the first half's positive elements by the second half.
-
-    y = max(g, 0)^2 * u where x = [g, u].
-
-    Args: ``x``, as in ``silu_and_mul``.
-    Returns: ``[..., I]``, dtype of ``x``.
-    Dims: intermediate_size.
-    Source: arXiv:2402.03804, gated as in arXiv:2002.05202.
-    """
-    gate, up = _halves(x)
-    return (gate.relu().square() * up).to(x.dtype)
-
-
-@_gated("fatrelu_and_mul", batch_invariant=True)
-def fatrelu_and_mul(x: Tensor, threshold: float) -> Tensor:
-    """Multiply what is above ``threshold`` in the first half by the second half.
-
-    y = g * u where g > threshold, else 0, with x = [g, u].
-
-    Args:
-        x: ``[..., 2 I]``, any float dtype.
-        threshold: at least 0; what equals it is not above it.
-    Returns: ``[..., I]``, dtype of ``x``.
-    Dims: intermediate_size.
-    Source: arXiv:2402.13516 (ProSparse); there it shifts the threshold of ReLU.
-    """
-    gate, up = _halves(x)
-    return (functional.threshold(gate, threshold, 0.0) * up).to(x.dtype)
-
-
 @_gated("swiglu_oai_and_mul")
 def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Gate interleaved elements as gpt-oss does.
@@ -180,24 +133,6 @@ def swiglu_oai_and_mul(x: Tensor, alpha: float, limit: float) -> Tensor:
     wide = widened(x)
     gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
-
-
-@_gated("swiglu_clamped_and_mul")
-def swiglu_clamped_and_mul(x: Tensor, limit: float) -> Tensor:
-    """Multiply the SiLU of the clamped first half by the clamped second half.
-
-    y = g * sigmoid(g) * u with x = [g, u], where g is at most ``limit`` and not limited from below,
-    and u is clamped to [-limit, limit].
-
-    Args:
-        x: ``[..., 2 I]``, any float dtype.
-        limit: above 0; ``swiglu_limit`` of a DeepSeek-V4 config, 10.
-    Returns: ``[..., I]``, dtype of ``x``.
-    Dims: intermediate_size.
-    Source: the DeepSeek-V4 model of transformers.
-    """
-    gate, up = _halves(x)
-    return (functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

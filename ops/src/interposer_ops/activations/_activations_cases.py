@@ -27,9 +27,6 @@ _SHAPES = {
 }
 # Where exponentials underflow and overflow, and where the forms of GELU differ.
 _EXTREMES = (-1e3, -104.0, -88.5, -20.0, -3.0, -1e-3, -0.0, 0.0, 1e-3, 3.0, 20.0, 88.5, 1e3)
-# A kernel that compares with less or equal differs from one that compares with less at 0.5, and the
-# threshold is one of every float type.
-_NEAR_THRESHOLD = (-1.0, -0.5, -0.0, 0.0, 0.25, 0.5, 0.50390625, 0.75, 2.0)
 _FORMS = {"erf": {"approximate": "none"}, "tanh": {"approximate": "tanh"}}
 
 # Largest numbers of either sign, or the numbers themselves. Those of the first kind leave no
@@ -38,9 +35,6 @@ _FORMS = {"erf": {"approximate": "none"}, "tanh": {"approximate": "tanh"}}
 _NUMBERS = {"": 4.0, "small": 1e-3, "large": 150.0, "extremes": _EXTREMES}
 _SQUARED = {**_NUMBERS, "extremes": (-6e4, -0.0, 0.0, 200.0, 1e-7)}
 _GATES = {"": 4.0, "small gates": 1e-3, "large gates": 150.0, "extreme gates": _EXTREMES}
-_SQUARED_GATES = {**_GATES, "large gates": 90.0, "extreme gates": (-6e4, -0.0, 0.0, 1e-7, 200.0)}
-_THRESHOLD_GATES = {"": 4.0, "small gates": 1e-3, "gates at the threshold": _NEAR_THRESHOLD}
-
 _ORDINARY: tuple[Special, ...] = ("subnormals", "negative zeros")
 # Whether a closed gate times an infinity is 0 or NaN depends on whether the product is taken, what
 # is left of minus infinity on how an activation is computed, and the maximum of a number and a NaN
@@ -80,10 +74,6 @@ def _clamped(gate: float, up: float, options: _Options) -> float:
 
 def _gate_first(gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((gate, up), dim=-1)
-
-
-def _gate_last(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.cat((up, gate), dim=-1)
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -190,7 +180,6 @@ gelu_cases, gelu_sample = _activation(
 
 # Rows of several shapes, and gates at which exponentials leave the float range.
 silu_and_mul_cases, silu_and_mul_sample = _activation()
-mul_and_silu_cases, mul_and_silu_sample = _activation(_gate_last)
 gelu_and_mul_cases, gelu_and_mul_sample = _activation(options=_FORMS, approximate="tanh")
 
 _FORMATS = {
@@ -254,20 +243,6 @@ def silu_and_mul_quantize_fp8_sample(
     return _quantized_case(gate, up, scale, out_dtype, f"{num_tokens} tokens")
 
 
-# Gates whose squares are finite.
-relu2_and_mul_cases, relu2_and_mul_sample = _activation(
-    bound=_nothing, numbers=_SQUARED_GATES, special=_ORDINARY
-)
-
-# Some gates are the threshold itself.
-fatrelu_and_mul_cases, fatrelu_and_mul_sample = _activation(
-    bound=_nothing,
-    numbers=_THRESHOLD_GATES,
-    special=_ORDINARY,
-    options={"threshold 0.5": {"threshold": 0.5}, "threshold 0": {"threshold": 0.0}},
-    threshold=0.5,
-)
-
 # Limits that few and many gates exceed; samples have those of gpt-oss and of DeepSeek-V4.
 swiglu_oai_and_mul_cases, swiglu_oai_and_mul_sample = _activation(
     _interleaved,
@@ -281,11 +256,4 @@ swiglu_oai_and_mul_cases, swiglu_oai_and_mul_sample = _activation(
     crossed_options=("",),
     alpha=1.702,
     limit=7.0,
-)
-swiglu_clamped_and_mul_cases, swiglu_clamped_and_mul_sample = _activation(
-    bound=_clamped,
-    special=_ORDINARY,
-    options={"": {"limit": 10.0}, "tight limit": {"limit": 0.5}},
-    crossed_options=("",),
-    limit=10.0,
 )

@@ -52,34 +52,10 @@ def gelu_and_mul_triton(x: Tensor, approximate: str) -> Tensor:
     return _activated(x, _GELU[approximate], "gate first")
 
 
-@triton_kernel("mul_and_silu")
-def mul_and_silu_triton(x: Tensor) -> Tensor:
-    """Compute ``mul_and_silu``."""
-    return _activated(x, "silu", "gate last")
-
-
-@triton_kernel("relu2_and_mul")
-def relu2_and_mul_triton(x: Tensor) -> Tensor:
-    """Compute ``relu2_and_mul``."""
-    return _activated(x, "relu2", "gate first")
-
-
-@triton_kernel("fatrelu_and_mul")
-def fatrelu_and_mul_triton(x: Tensor, threshold: float) -> Tensor:
-    """Compute ``fatrelu_and_mul``."""
-    return _activated(x, "threshold", "gate first", threshold)
-
-
 @triton_kernel("swiglu_oai_and_mul")
 def swiglu_oai_and_mul_triton(x: Tensor, alpha: float, limit: float) -> Tensor:
     """Compute ``swiglu_oai_and_mul``."""
     return _activated(x, "silu", "pairs", alpha, limit)
-
-
-@triton_kernel("swiglu_clamped_and_mul")
-def swiglu_clamped_and_mul_triton(x: Tensor, limit: float) -> Tensor:
-    """Compute ``swiglu_clamped_and_mul``."""
-    return _activated(x, "clamped silu", "gate first", 1.0, limit)
 
 
 def _activated(
@@ -90,8 +66,8 @@ def _activated(
 
     Args:
         order: where a gate and what it gates stand in a row: ``single`` (there is nothing that it
-            gates), ``gate first``, ``gate last`` (halves), or ``pairs``.
-        alpha: factor of the sigmoid's argument, or the threshold.
+            gates), ``gate first`` (halves), or ``pairs``.
+        alpha: factor of the sigmoid's argument.
         limit: what gates are clamped to from above, and what they gate from both sides.
         scale, out_dtype: of the 8-bit float that results are quantized to; None where they aren't.
     """
@@ -126,22 +102,14 @@ def _activation(
         up = tl.load(x + 2 * column + 1, mask=inside, other=0.0).to(tl.float32)
         gate = tl.where(gate > limit, limit, gate)
         up = _clamped(up, limit) + 1.0
-    elif ORDER == "gate last":
-        gate = tl.load(x + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     else:
         gate = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
         if ORDER == "gate first":
             up = tl.load(x + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "clamped silu":
-        gate = tl.where(gate > limit, limit, gate)
-        up = _clamped(up, limit)
     # Comparisons that a NaN fails leave it in its place.
     if KIND == "relu2":
         positive = tl.where(gate < 0, 0.0, gate)
         result = positive * positive
-    elif KIND == "threshold":
-        result = tl.where(gate <= alpha, 0.0, gate)
     elif KIND == "gelu":
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -174,11 +142,7 @@ BUILDS = (
             ("relu2", "plain"),
             ("silu_and_mul", "plain"),
             ("gelu_and_mul", "tanh", "tanh"),
-            ("mul_and_silu", "plain"),
-            ("relu2_and_mul", "plain"),
-            ("fatrelu_and_mul", "plain", 0.01),
             ("swiglu_oai_and_mul", "plain", 1.702, 7.0),
-            ("swiglu_clamped_and_mul", "plain", 10.0),
         )
     ),
     Build(

@@ -82,24 +82,6 @@ def copy_pages(key_cache: Tensor, value_cache: Tensor, sources: Tensor, targets:
     value_cache[targets] = value_cache[sources]
 
 
-@_op("slots_of_positions", batched=("sequences", "positions"))
-def slots_of_positions(
-    page_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int
-) -> Tensor:
-    """Return the slot of every token: page * S + offset of its position within its sequence.
-
-    Args:
-        page_table: ``[B, M]`` int64 or int32.
-        sequences: ``[T]`` int64, row of the page table.
-        positions: ``[T]`` int64, below M * S.
-        page_size: S.
-    Returns: ``[T]`` int64.
-    Dims: page_size.
-    """
-    pages = page_table[sequences, positions // page_size].long()
-    return pages * page_size + positions % page_size
-
-
 @_op(
     "write_latent_cache",
     batch_invariant=True,

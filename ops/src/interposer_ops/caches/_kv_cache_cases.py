@@ -158,53 +158,6 @@ copy_pages_cases = CaseSpace(
 """One page for one other, and for several; what is neither source nor target holds NaN."""
 
 
-def _slots_of_positions(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    num_tokens, page_size = point["tokens"], point["page size"]
-    num_sequences, most_pages = point["table"]
-    # The highest pages are such that a slot of theirs does not fit into 32 bits.
-    pages = point["first page"] + torch.randperm(num_sequences * most_pages, generator=generator)
-    positions = torch.randint(most_pages * page_size, (num_tokens,), generator=generator)
-    arguments = {
-        "page_table": pages.view(num_sequences, most_pages).to(dtype),
-        "sequences": torch.randint(num_sequences, (num_tokens,), generator=generator),
-        "positions": positions,
-        "page_size": page_size,
-    }
-    return Case("", arguments, {"page_size": page_size}, reduction=0)
-
-
-slots_of_positions_cases = CaseSpace(
-    _slots_of_positions,
-    Axis("tokens", {"many tokens": 65, "one token": 1, "no tokens": 0}),
-    Axis(
-        "table", {"": (5, 9), "one page": (1, 1), "one sequence": (1, 33), "one page each": (8, 1)}
-    ),
-    Axis("page size", {**PAGE_SIZES, "page of 64": 64, "page of 1024": 1024}),
-    Axis("first page", {"": 0, "late pages": 300_000_000}),
-    dtypes=(torch.int64, torch.int32),
-    strided={"page_table": "rows", "sequences": "offset", "positions": "offset"},
-    crossed={"tokens": ("many tokens",), "page size": ("", "page of one", "page of 12")},
-    alone={"tokens": ("no tokens",)},
-)
-"""Tokens anywhere in any sequence, on pages whose slots fit into 32 bits and that do not."""
-
-
-def slots_of_positions_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return the tokens of a typical step."""
-    generator = torch.Generator().manual_seed(seed)
-    page_size = int(dims["page_size"])
-    sequences = typical_sequences(num_tokens)
-    table, _ = scattered([cached for cached, _ in sequences], page_size, generator)
-    rows = [torch.full((new,), row) for row, (_, new) in enumerate(sequences)]
-    arguments = {
-        "page_table": table.to(dtype),
-        "sequences": torch.cat(rows),
-        "positions": torch.cat([torch.arange(cached - n, cached) for cached, n in sequences]),
-        "page_size": page_size,
-    }
-    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
-
-
 _LATENT_SIZES = {  # C, R
     "": (128, 64),
     "of DeepSeek-V3": (512, 64),

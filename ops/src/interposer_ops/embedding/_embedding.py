@@ -43,25 +43,6 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return functional.embedding(token_ids, weight)
 
 
-@_plain("vocab_parallel_embedding")
-def vocab_parallel_embedding(token_ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
-    """Return the rows that ``token_ids`` name in a part of a table, zeros for those elsewhere.
-
-    The sum over all parts is what ``embedding`` returns for the whole table.
-
-    Args:
-        token_ids: ``[T]``, int64, each at least 0; tokens may skip memory.
-        weight: ``[V, H]``, any dtype: rows ``first_row`` to ``first_row + V - 1`` of the table.
-        first_row: at least 0.
-    Returns: ``[T, H]``, dtype of ``weight``.
-    Dims: vocab_size: V, hidden_size.
-    """
-    rows = token_ids - first_row
-    is_here = (rows >= 0) & (rows < weight.shape[0])
-    found = functional.embedding(rows.clamp(0, weight.shape[0] - 1), weight)
-    return torch.where(is_here[:, None], found, torch.zeros_like(found))
-
-
 @_quantized("w4a16_embedding")
 def w4a16_embedding(
     token_ids: Tensor,

@@ -43,9 +43,6 @@ _W8_TABLES = {  # None for as many numbers as H whose scales are [V]
     "wide": (9, 1032, 24),
     "many rows": (5000, 16, 8),
 }
-_PARTS = 4  # of a table that is shared out
-
-
 _Drawn = Callable[[int, torch.Generator], Tensor]
 TOKENS: dict[str, _Drawn] = {
     "many tokens": lambda rows, generator: torch.randint(rows, (65,), generator=generator),
@@ -90,45 +87,6 @@ def embedding_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int)
     weight = _table(dims, dtype, generator)
     token_ids = torch.randint(len(weight), (num_tokens,), generator=generator)
     arguments = {"token_ids": token_ids, "weight": weight}
-    return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
-
-
-def _vocab_parallel(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    rows, hidden_size = point["table"]
-    first_row = point["part"] * rows
-    token_ids = point["tokens"](_PARTS * rows, generator)
-    if point["edges"]:
-        token_ids = torch.tensor([first_row - 1, first_row, first_row + rows - 1, first_row + rows])
-        token_ids = token_ids[token_ids >= 0]
-    here = token_ids[(token_ids >= first_row) & (token_ids < first_row + rows)] - first_row
-    weight = _read_rows(here, rows, hidden_size, dtype, generator)
-    arguments = {"token_ids": token_ids, "weight": weight, "first_row": first_row}
-    return Case("", arguments, {"vocab_size": rows, "hidden_size": hidden_size}, reduction=0)
-
-
-vocab_parallel_embedding_cases = CaseSpace(
-    _vocab_parallel,
-    Axis("tokens", TOKENS),
-    Axis("edges", {"": False, "around the edges of the part": True}),
-    Axis("table", _TABLES),
-    Axis("part", {"second part": 1, "first part": 0, "last part": _PARTS - 1}),
-    strided={"token_ids": "outer", "weight": "offset"},
-    crossed={"tokens": ("many tokens",), "table": ("", "odd width"), "part": ("second part",)},
-    alone={"tokens": ("no tokens",)},
-    valid=lambda point, _: not point["edges"] or point.labels["tokens"] == "many tokens",
-)
-"""Tokens of a whole vocabulary, of which a part is here; its unread rows are NaN."""
-
-
-def vocab_parallel_embedding_sample(
-    dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int
-) -> Case:
-    """Return T tokens of four parts of a vocabulary in turn, from the second on, which is here."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = _table(dims, dtype, generator)
-    rows = torch.randint(len(weight), (num_tokens,), generator=generator)
-    token_ids = (1 + torch.arange(num_tokens)) % _PARTS * len(weight) + rows
-    arguments = {"token_ids": token_ids, "weight": weight, "first_row": len(weight)}
     return Case(f"{num_tokens} tokens", arguments, dims, reduction=0)
 
 

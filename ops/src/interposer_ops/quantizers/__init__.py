@@ -12,7 +12,6 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.quantizers._fp8_quantizers import (
         quantize_fp8_blocks,
-        quantize_fp8_dynamic,
         quantize_fp8_per_token,
         quantize_fp8_static,
     )
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "E2M1_MAX", "MX_BLOCK_SIZE", "NVFP4_BLOCK_SIZE", "decode_e2m1", "decode_e8m0",
     "dequantize_mxfp4", "dequantize_nvfp4", "encode_e2m1", "hadamard_transform", "pack_nibbles",
-    "quantize_fp8_blocks", "quantize_fp8_dynamic", "quantize_fp8_per_token",
+    "quantize_fp8_blocks", "quantize_fp8_per_token",
     "quantize_fp8_static", "quantize_int8_per_token", "quantize_int8_per_token_asymmetric",
     "quantize_int8_static", "quantize_mxfp4", "quantize_mxfp8", "quantize_nvfp4",
     "quantize_weight_int4", "quantize_weight_int4_asymmetric", "quantize_weight_int8",
@@ -63,7 +62,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.quantizers._fp8_quantizers": (
-            "quantize_fp8_blocks quantize_fp8_dynamic quantize_fp8_per_token quantize_fp8_static"
+            "quantize_fp8_blocks quantize_fp8_per_token quantize_fp8_static"
         ),
         "interposer_ops.quantizers._hadamard": "hadamard_transform",
         "interposer_ops.quantizers._int8_quantizers": (

@@ -41,24 +41,6 @@ def quantize_fp8_static(x: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Ten
     return _rounded(widened(x) / scale, out_dtype)
 
 
-@_op("quantize_fp8_dynamic", sample=False)
-def quantize_fp8_dynamic(x: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize the whole of ``x`` with the scale that just fits its largest magnitude.
-
-    scale = max|x| / max, 1 if ``x`` is all zero or empty; q = round(x / scale)
-
-    Args:
-        x: ``[..., H]``, any float dtype.
-        out_dtype: an 8-bit float.
-    Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[1]`` float32.
-    Dims: ``hidden_size``, ``out_dtype``.
-    """
-    wide = widened(x)
-    magnitudes = functional.pad(wide.abs().flatten(), (0, 1))  # a zero, for an empty x
-    scale = _fitting(magnitudes.amax(0, keepdim=True), out_dtype)
-    return _rounded(wide / scale, out_dtype), scale
-
-
 @_op("quantize_fp8_per_token", batch_invariant=True, batched=("x",))
 def quantize_fp8_per_token(
     x: Tensor, out_dtype: torch.dtype, scale_limit: float | None
@@ -69,7 +51,7 @@ def quantize_fp8_per_token(
     q = round(clamp(x / scale, -max, max))
 
     Args:
-        x, out_dtype: as in ``quantize_fp8_dynamic``.
+        x, out_dtype: as in ``quantize_fp8_static``.
         scale_limit: largest scale, beyond which outliers saturate; None for no limit.
     Returns: ``(q, scale)``: shape of ``x`` in ``out_dtype``, and ``[..., 1]`` float32.
     Dims: ``hidden_size``, ``out_dtype``, ``limited``.
@@ -91,7 +73,7 @@ def quantize_fp8_blocks(
     q = round(x / scale)
 
     Args:
-        x, out_dtype: as in ``quantize_fp8_dynamic``.
+        x, out_dtype: as in ``quantize_fp8_static``.
         block_size: B; the last block of a row may be shorter.
         power_of_two_scales: round scales up, so that they are stored as exponents without loss.
     Returns: ``(q, scales)``: shape of ``x`` in ``out_dtype``, and ``[..., ceil(H / B)]`` float32.

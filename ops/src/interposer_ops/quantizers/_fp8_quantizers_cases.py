@@ -129,17 +129,6 @@ quantize_fp8_static_cases = CaseSpace(
 )
 """Numbers within and beyond the range of the format, and ties between its numbers."""
 
-quantize_fp8_dynamic_cases = CaseSpace(
-    _dynamic,
-    _SHAPE,
-    _FORMAT,
-    Axis("numbers", _NUMBERS),
-    strided={"x": "leading"},
-    crossed=_CROSSED,
-    alone=_ALONE,
-)
-"""Numbers of several magnitudes with one scale, the largest one anywhere; ties and zeros."""
-
 quantize_fp8_per_token_cases = CaseSpace(
     _per_token,
     _SHAPE,

@@ -12,16 +12,14 @@ from interposer.tooling import lazy_attributes
 if TYPE_CHECKING:
     from interposer_ops.rotary._rope_scaling import ROPE_TYPES, rotary_frequencies, rotary_table
     from interposer_ops.rotary._rotary import (
-        multimodal_rotary_embedding,
         rotary_embedding,
         rotary_embedding_interleaved,
-        rotary_tables,
     )
 
 # fmt: off
 __all__ = [
-    "ROPE_TYPES", "multimodal_rotary_embedding", "rotary_embedding",
-    "rotary_embedding_interleaved", "rotary_frequencies", "rotary_table", "rotary_tables",
+    "ROPE_TYPES", "rotary_embedding", "rotary_embedding_interleaved", "rotary_frequencies",
+    "rotary_table",
 ]
 # fmt: on
 
@@ -29,10 +27,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "interposer_ops.rotary._rope_scaling": "ROPE_TYPES rotary_frequencies rotary_table",
-        "interposer_ops.rotary._rotary": (
-            "multimodal_rotary_embedding rotary_embedding rotary_embedding_interleaved "
-            "rotary_tables"
-        ),
+        "interposer_ops.rotary._rotary": ("rotary_embedding rotary_embedding_interleaved"),
     },
 )
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Rotary position embedding of query and key in one launch, by one position or by three.
+"""Rotary position embedding of query and key in one launch.
 
 T tokens, N heads, K kv heads, D head size, R rotated size.
 """
@@ -32,29 +32,11 @@ def rotary_embedding_interleaved_triton(
     return _rotated(query, key, cos, sin, pairs=True)
 
 
-@triton_kernel("multimodal_rotary_embedding")
-def multimodal_rotary_embedding_triton(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
-    sections: list[int], interleaved: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute ``multimodal_rotary_embedding``."""
-    time, height, width = sections
-    layout = ("thirds", 3 * height, 3 * width) if interleaved else ("parts", time, time + height)
-    return _rotated(query, key, cos, sin, layout=layout)
-
-
 def _rotated(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
-    pairs: bool = False, layout: tuple[str, int, int] = ("one", 0, 0),
+    pairs: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return query and key rotated.
-
-    Args:
-        pairs: whether neighbours turn, not halves.
-        layout: how positions share the frequencies. There is but ``one``; or three have ``parts``,
-            the first two of which end at the numbers; or ``thirds`` of them in turn, up to the
-            numbers for the second and third, beyond which all are the first one's.
-    """
+    """Return query and key rotated: halves, or neighbours if ``pairs``."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, half = key.shape[1], cos.shape[-1]
     turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -65,9 +47,9 @@ def _rotated(
     query_blocks = tile.row_blocks(num_tokens * num_heads)
     _rotate[(query_blocks + tile.row_blocks(num_tokens * num_kv_heads),)](
         query, key, cos, sin, turned, turned_key, num_tokens, query.stride(0), key.stride(0),
-        cos.stride(-2), sin.stride(-2), cos.stride(0), sin.stride(0), query_blocks,
+        cos.stride(0), sin.stride(0), query_blocks,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HEAD_SIZE=head_size, PAIRS=pairs,
-        LAYOUT=layout[0], END=layout[1], OTHER_END=layout[2], ROWS=tile.rows, **tile.compiled,
+        ROWS=tile.rows, **tile.compiled,
     )  # fmt: skip
     return turned, turned_key
 
@@ -75,21 +57,10 @@ def _rotated(
 @triton.jit
 def _rotate(
     query, key, cos, sin, turned, turned_key, num_tokens, query_stride, key_stride, cos_stride,
-    sin_stride, cos_position_stride, sin_position_stride, query_blocks,
+    sin_stride, query_blocks,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, LAYOUT: tl.constexpr, END: tl.constexpr,
-    OTHER_END: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    if LAYOUT != "one":
-        angle = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
-        if LAYOUT == "parts":
-            position = (angle >= END).to(tl.int64) + (angle >= OTHER_END).to(tl.int64)
-        else:
-            third = (angle % 3).to(tl.int64)
-            end = tl.where(third == 1, END, OTHER_END)
-            position = tl.where(angle < end, third, 0)
-        cos += position * cos_position_stride
-        sin += position * sin_position_stride
     block = tl.program_id(0)
     if block < query_blocks:
         _rotate_heads(
@@ -139,12 +110,8 @@ def _rotate_heads(
 
 
 _HEADS = (BF16, 64, 32, 128), (BF16, 64, 8, 128)
-_ANGLES, _THREE_ANGLES = (FP32, 64, 64), (FP32, 3, 64, 64)
+_ANGLES = FP32, 64, 64
 BUILDS = tuple(
-    Build(f"{op}_triton", "32 and 8 heads of 128", given(*_HEADS, *tables))
-    for op, *tables in (
-        ("rotary_embedding", _ANGLES, _ANGLES),
-        ("rotary_embedding_interleaved", _ANGLES, _ANGLES),
-        ("multimodal_rotary_embedding", _THREE_ANGLES, _THREE_ANGLES, [24, 20, 20], True),
-    )
+    Build(f"{op}_triton", "32 and 8 heads of 128", given(*_HEADS, _ANGLES, _ANGLES))
+    for op in ("rotary_embedding", "rotary_embedding_interleaved")
 )

@@ -118,7 +118,7 @@ def _of_flashinfer() -> list[Record]:
 
 
 def _of_the_hub() -> list[Record]:
-    activations = ("silu_and_mul", "mul_and_silu", "gelu_and_mul", "gelu", "quick_gelu")
+    activations = ("silu_and_mul", "gelu_and_mul", "gelu", "quick_gelu")
     wide = {"hidden_size": Dim(at_least=8, at_most=8192, multiple_of=8)}
     rows = [
         *((op, "activation", {}) for op in activations),

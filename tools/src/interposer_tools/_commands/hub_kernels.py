@@ -11,9 +11,8 @@ import typer
 _PUBLISHED = (
     *("rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "fused_add_gemma_rms_norm"),
     *("layer_norm", "gated_rms_norm", "l2_norm", "qk_norm"),
-    *("gelu", "quick_gelu", "relu2", "silu_and_mul", "mul_and_silu", "gelu_and_mul"),
-    *("relu2_and_mul", "fatrelu_and_mul", "swiglu_oai_and_mul", "swiglu_clamped_and_mul"),
-    *("rotary_embedding", "rotary_embedding_interleaved", "multimodal_rotary_embedding"),
+    *("gelu", "quick_gelu", "relu2", "silu_and_mul", "gelu_and_mul", "swiglu_oai_and_mul"),
+    *("rotary_embedding", "rotary_embedding_interleaved"),
     *("topk_softmax", "topk_sigmoid", "grouped_topk"),
     *("quantize_int8_per_token", "quantize_int8_static"),
     *("apply_temperature", "logits_softcap", "mask_top_k_top_p", "mask_min_p"),

@@ -27,11 +27,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return _activated("silu_and_mul", x, x.shape[-1] // 2)
 
 
-def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
-    """Compute ``mul_and_silu``."""
-    return _activated("mul_and_silu", x, x.shape[-1] // 2)
-
-
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Compute ``gelu_and_mul``."""
     name = "gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul"
@@ -65,7 +60,7 @@ def layer_norm(
 def confirm_activation(request: Request) -> Verdict:
     """Load ``ACTIVATION``, and refuse where that fails."""
     del request
-    names = "silu_and_mul mul_and_silu gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
+    names = "silu_and_mul gelu_and_mul gelu_tanh_and_mul gelu gelu_tanh gelu_quick"
     return _confirm(ACTIVATION, names)
 
 

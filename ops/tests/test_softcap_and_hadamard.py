@@ -1,4 +1,4 @@
-"""Rows, padding, capped logits and the Hadamard transform against other ways to write them."""
+"""Capped logits and the Hadamard transform against other ways to write them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pad_sequence
 
-from interposer_ops.embedding import pad_rows, select_rows, unpad_rows
 from interposer_ops.quantizers import hadamard_transform
 from interposer_ops.sampling import logits_softcap
 
@@ -18,34 +16,6 @@ from interposer_ops.sampling import logits_softcap
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-@given(st.lists(st.integers(0, 6), max_size=9))
-def test_rows_come_in_the_order_of_the_indices(indices: list[int]) -> None:
-    x = numbers(7, 2)
-    found = select_rows(x, torch.tensor(indices, dtype=torch.int64))
-    assert found.tolist() == [x[index].tolist() for index in indices]
-
-
-@given(
-    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
-    spare=st.integers(0, 2),
-    longer=st.integers(0, 2),
-)
-def test_padding_is_that_of_torch_and_can_be_undone(
-    lengths: list[int], spare: int, longer: int
-) -> None:
-    x = numbers(sum(lengths) + spare, 2, 3)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    longest = max(lengths) + longer
-    padded = pad_rows(x, starts, longest)
-    expected = pad_sequence([*x.split([*lengths, spare])[:-1]], batch_first=True)
-    assert torch.equal(padded[:, : max(lengths)], expected)
-    assert not padded[:, max(lengths) :].any()
-    padded[padded == 0] = torch.nan  # nothing of the padding may come back
-    found = unpad_rows(padded, starts, len(x))
-    assert torch.equal(found[: sum(lengths)], x[: sum(lengths)])
-    assert not found[sum(lengths) :].any()
 
 
 def test_capped_logits_keep_their_order_and_their_limit() -> None:
