@@ -34,12 +34,10 @@ UNBOUND = {
     "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
     "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
-    "experts in stages, for a communicator": """grouped_linear moe_align_blocks moe_sum
-        moe_unpermute""",
     "models in parts": "vocab_parallel_embedding",
     "families with other activations, angles or norms": """fatrelu_and_mul mul_and_silu
         multimodal_rotary_embedding qk_norm relu2_and_mul rotary_tables
-        swiglu_clamped_and_mul swiglu_oai_and_mul""",
+        swiglu_clamped_and_mul""",
     "batches with padding": "pad_rows select_rows slots_of_positions unpad_rows",
     "checkpoints of such formats": "dequantize_nvfp4 quantize_fp8_dynamic",
 }
