@@ -34,9 +34,7 @@ UNBOUND = {
     "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
     "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
-    "experts in stages, for a communicator": """grouped_linear moe_align_blocks moe_sum
-        moe_unpermute""",
-    "families with other activations or norms": "qk_norm swiglu_oai_and_mul",
+    "families with other norms": "qk_norm",
     "checkpoints of such formats": "dequantize_nvfp4",
 }
 HEAD = """# Ops in use

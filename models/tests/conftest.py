@@ -151,6 +151,8 @@ OF_EXAMPLES = {
         (examples.lfm2, "biased"),
         (examples.mamba2, "biased"),
         (examples.nemotron_h, "biased"),
+        (examples.nemotron_h, "experts"),
+        (examples.nemotron_h, "latent"),
         (examples.qwen3_5, "tied"),
         (examples.qwen3_5_moe, "other"),
         (examples.qwen3_next, "some"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import write_checkpoint
+from safetensors.torch import save_file
 from transformers import Lfm2Config, Mamba2Config
 
 from interposer import AttentionBatch, Config, current_registry, explain
@@ -211,7 +213,21 @@ def test_pages_are_given_lowest_first(counts: list[int], num_pages: int) -> None
         ("falcon_h1", "plain", {"mamba_d_ssm": 97}, "the state's width 97"),
         ("nemotron_h", "kinds", {"n_groups": 3}, "mamba_num_heads 8 is not a multiple"),
         ("nemotron_h", "kinds", {"layers_block_type": ["mlp"]}, "has 1 of 4 layers"),
-        ("nemotron_h", "kinds", {"layers_block_type": ["moe"] * 4}, "experts without a gate"),
+        (
+            "nemotron_h",
+            "experts",
+            {"mlp_hidden_act": "silu"},
+            "experts without a gate have 'relu2'",
+        ),
+        ("nemotron_h", "experts", {"n_group": 3}, "8 experts are not 3 groups"),
+        ("nemotron_h", "experts", {"topk_group": 2}, "topk_group 2 exceeds n_group 1"),
+        ("nemotron_h", "latent", {"num_experts_per_tok": 5}, "5 exceeds the experts of 1 groups"),
+        (
+            "nemotron_h",
+            "latent",
+            {"n_routed_experts": 2**14, "moe_intermediate_size": 2**24, "moe_latent_size": 2**14},
+            "more than a model can",
+        ),
         ("nemotron_h", "kinds", {"layers_block_type": None}, "layers_block_type"),
         ("qwen3_5", "usual", {"linear_num_value_heads": 3}, "not a multiple of linear_num_key"),
         ("qwen3_5", "usual", {"linear_key_head_dim": 2**24}, "more than a model can have"),
@@ -226,10 +242,20 @@ def test_impossible_states_are_refused(
 
 def test_a_pattern_names_the_layers() -> None:
     """As older checkpoints do."""
-    fields = {**examples.nemotron_h()["kinds"], "hybrid_override_pattern": "M-*M"}
+    fields = {**examples.nemotron_h()["kinds"], "hybrid_override_pattern": "M-*E"}
     del fields["layers_block_type"]
     kinds = family("nemotron_h").parse(fields, "config.json").layers_block_type
-    assert kinds == ("mamba", "mlp", "attention", "mamba")
+    assert kinds == ("mamba", "mlp", "attention", "moe")
+
+
+def test_experts_without_a_gate_have_plain_weights(tmp_path: Path) -> None:
+    config = examples.nemotron_h()["experts"]
+    blocks = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    kept = {**config, "model_type": "nemotron_h", "quantization_config": blocks}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"mixer\.experts: .* quantized weights; use the"):
+        load(tmp_path)
 
 
 def family(name: str) -> Any:

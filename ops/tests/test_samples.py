@@ -102,7 +102,6 @@ DIMS: dict[str, Dims] = {
     },
     "moe_permute": {"hidden_size": 64, "top_k": 4, "num_experts": 16, "index_dtype": "int32"},
     "moe_unpermute": {"hidden_size": 64, "top_k": 4, "weights_dtype": "float32"},
-    "moe_sum": {"hidden_size": 64, "top_k": 4},
     "fused_experts": {
         "hidden_size": 64,
         "intermediate_size": 32,

@@ -23,9 +23,12 @@ from tokenizers import Tokenizer, models
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from interposer import explain
+from interposer import ExpertsSpec, Site, explain, register
 from interposer.errors import CheckpointError, ConfigError
+from interposer.hookspecs import hookimpl
+from interposer.records import LayerEntry
 from interposer_models import load
+from interposer_ops.layers.expert_stages import ExpertDispatcher, LocalDispatcher
 from interposer_ops.layers.experts import Experts
 
 SIZES: dict[str, Any] = {
@@ -144,6 +147,38 @@ def test_logits_are_those_of_what_the_library_decompresses(
     kind: str, model: str, tmp_path: Path
 ) -> None:
     assert_alike(*write(tmp_path, kind, model), KINDS[kind][-1])
+
+
+class Staged(Experts):
+    """Sorts tokens by expert before the kernel gets them."""
+
+    def __init__(
+        self, site: Site, spec: ExpertsSpec, dispatcher: ExpertDispatcher | None = None
+    ) -> None:
+        super().__init__(site, spec, dispatcher or LocalDispatcher(site, spec))
+
+
+class Stages:
+    """A plugin by which all models compute their experts in stages."""
+
+    @staticmethod
+    @hookimpl
+    def interposer_records() -> list[LayerEntry]:
+        return [LayerEntry("experts", "staged", f"{__name__}:Staged")]
+
+
+@pytest.mark.parametrize("kind", [None, "int4", "float8 per output"])
+def test_a_replaced_layer_computes_a_model_in_stages(kind: str | None, tmp_path: Path) -> None:
+    quantized, plain = write(tmp_path, kind or "int4", "qwen3")
+    path = quantized if kind else plain
+    expected = load(path, dtype="float32").logits(TOKENS)
+    with register(Stages, "stages"):
+        lm = load(path, dtype="float32")
+        # Sums of float32 in another order, through two layers.
+        assert (lm.logits(TOKENS) - expected).abs().max() <= 1e-4
+    names = {row.choice.request.name for row in explain(lm).rows}
+    assert names >= {"moe_permute", "moe_unpermute", KINDS[kind][-1] if kind else "grouped_linear"}
+    assert "fused_experts" not in names
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive
 from interposer_ops.layers.experts import Experts, Router
 
-_LARGEST_TENSOR = 2**48
+LARGEST_TENSOR = 2**48
 # Each has tensors of its own in most checkpoints, whose names are known beforehand.
-_MOST_EXPERTS = 2**14
+MOST_EXPERTS = 2**14
 
 
 def count_of_experts(default: int | None) -> Any:
@@ -77,11 +77,11 @@ class MixtureFamily(DecoderFamily):
             raise ValueError("num_local_experts and num_experts_per_tok must be numbers")
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok {top_k} exceeds num_local_experts {num_experts}")
-        if num_experts > _MOST_EXPERTS:
+        if num_experts > MOST_EXPERTS:
             raise ValueError(
-                f"num_local_experts is {num_experts}, more than {_MOST_EXPERTS} are not read"
+                f"num_local_experts is {num_experts}, more than {MOST_EXPERTS} are not read"
             )
-        if num_experts * self.hidden_size * self.expert_size > _LARGEST_TENSOR:
+        if num_experts * self.hidden_size * self.expert_size > LARGEST_TENSOR:
             sizes = f"{self.hidden_size} x {self.expert_size}"
             raise ValueError(f"{num_experts} experts of {sizes} are more than a model can have")
         if self.hidden_act != "silu":

@@ -86,7 +86,7 @@ def qwen3_5_moe() -> Examples:
 
 
 def nemotron_h() -> Examples:
-    """Return all kinds of layers, biases, and attention first."""
+    """Return all kinds of layers, biases, attention first, experts, and experts between."""
     kinds = ["linear_attention", "mlp", "full_attention", "linear_attention"]
     sizes = {
         "num_hidden_layers": 4,
@@ -97,11 +97,21 @@ def nemotron_h() -> Examples:
         "n_groups": 2,
         "chunk_size": 8,
     }
+    experts = {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
+        "routed_scaling_factor": 2.5,
+    }
     return configs(
         "NemotronHForCausalLM",
         kinds={**sizes, "layers_block_type": kinds},
         biased={**sizes, "layers_block_type": kinds, "mlp_bias": True, "use_bias": True},
         attention={**sizes, "layers_block_type": kinds[::-1], "use_conv_bias": False},
+        experts={**sizes, **experts},
+        latent={**sizes, **experts, "moe_latent_size": 24, "n_group": 2, "norm_topk_prob": False},
     )
 
 

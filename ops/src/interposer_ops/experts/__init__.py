@@ -11,9 +11,7 @@ from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
     from interposer_ops.experts._expert_permutation import (
-        moe_align_blocks,
         moe_permute,
-        moe_sum,
         moe_unpermute,
     )
     from interposer_ops.experts._experts import (
@@ -35,17 +33,15 @@ if TYPE_CHECKING:
 __all__ = [
     "SWIGLU_ALPHA", "SWIGLU_LIMIT", "activated", "fused_experts", "fused_experts_fp8",
     "fused_experts_in_turn", "fused_experts_mxfp4", "fused_experts_mxfp4_in_turn",
-    "fused_experts_w4a16", "grouped_topk", "moe_align_blocks", "moe_permute", "moe_sum",
-    "moe_unpermute", "topk_sigmoid", "topk_softmax",
+    "fused_experts_w4a16", "grouped_topk", "moe_permute", "moe_unpermute", "topk_sigmoid",
+    "topk_softmax",
 ]
 # fmt: on
 
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "interposer_ops.experts._expert_permutation": (
-            "moe_align_blocks moe_permute moe_sum moe_unpermute"
-        ),
+        "interposer_ops.experts._expert_permutation": "moe_permute moe_unpermute",
         "interposer_ops.experts._experts": (
             "SWIGLU_ALPHA SWIGLU_LIMIT activated fused_experts fused_experts_fp8 "
             "fused_experts_mxfp4 fused_experts_w4a16"

@@ -19,45 +19,6 @@ from interposer_ops._declare import standard_op
 _op = partial(standard_op, cases="interposer_ops.experts._expert_permutation_cases")
 
 
-@_op("moe_align_blocks", sample=False, tolerance=Tolerance(roundings=0))
-def moe_align_blocks(
-    expert_ids: Tensor, num_experts: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the slots by expert into blocks that belong to one expert each.
-
-    The slots of an expert stand in their own order, from the beginning of a block on, and the
-    rest of its last block is padded. An expert without slots has no block. The number of blocks
-    has a bound that the shapes give: at most min(T K, E) experts have slots, and each wastes at
-    most block_size - 1 places, so C = floor((T K + min(T K, E) (block_size - 1)) / block_size).
-
-    Args:
-        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
-        num_experts: E.
-        block_size: places of a block.
-    Returns: ``(sorted_slots, block_experts, num_padded)``, all int32: ``[C * block_size]``, T K
-        where no slot stands; ``[C]``, -1 of a block that is not used; ``[1]``, how many places
-        are in used blocks.
-    Dims: num_experts, top_k, block_size.
-    """
-    num_slots = expert_ids.numel()
-    num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
-    order, experts, counts = _grouped(expert_ids, num_experts)
-    blocks = (counts + block_size - 1) // block_size
-    block_ends = blocks.cumsum(0)
-    # From the place among all slots to that among padded ones; left out slots go behind the end.
-    shift = (block_ends - blocks) * block_size - (counts.cumsum(0) - counts)
-    end = num_blocks * block_size
-    places = torch.arange(num_slots, device=order.device) + _padded(shift, 0)[experts]
-    places = torch.where(experts < num_experts, places, end)
-    slots = torch.full((end + 1,), num_slots, dtype=torch.int32, device=order.device)
-    slots = slots.scatter(0, places, order.to(torch.int32))[:end].clone()
-    numbers = torch.arange(num_blocks, device=order.device)
-    block_experts = torch.searchsorted(block_ends, numbers, right=True)
-    block_experts = torch.where(block_experts < num_experts, block_experts, -1)
-    num_padded = blocks.sum(0, keepdim=True) * block_size
-    return slots, block_experts.to(torch.int32), num_padded.to(torch.int32)
-
-
 @_op("moe_permute", tolerance=Tolerance(roundings=0))
 def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy the row of every slot's token into the order of the experts.
@@ -67,7 +28,8 @@ def moe_permute(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor
 
     Args:
         x: ``[T, H]``, any float dtype; rows may lie apart.
-        expert_ids, num_experts: as in ``moe_align_blocks``.
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
+        num_experts: E.
     Returns: ``(rows, positions, group_starts)``: ``[T K, H]`` of the dtype of ``x``; ``[T, K]``
         int32, the row of each slot, -1 of one that is left out; ``[E + 1]`` int32, where the rows
         of each expert begin, and the end of all.
@@ -105,19 +67,6 @@ def moe_unpermute(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     return (padded[places].to(wide) * factors[..., None]).sum(1).to(rows.dtype)
 
 
-@_op("moe_sum", tolerance=Tolerance(roundings=1), batched=("x",))
-def moe_sum(x: Tensor) -> Tensor:
-    """Add up what the experts of each token return, in float32 or wider.
-
-    Args:
-        x: ``[T, K, H]``, any float dtype; tokens and rows may lie apart.
-    Returns: ``[T, H]``, dtype of ``x``.
-    Dims: hidden_size, top_k.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide).sum(1).to(x.dtype)
-
-
 def _grouped(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the slots in order of their experts, these experts, and each expert's slots.
 
@@ -128,7 +77,3 @@ def _grouped(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     experts, order = keys.sort(stable=True)
     counts = (keys[:, None] == torch.arange(num_experts, device=keys.device)).sum(0)
     return order, experts, counts
-
-
-def _padded(values: Tensor, last: int) -> Tensor:
-    return torch.cat((values, values.new_full((1,), last)))

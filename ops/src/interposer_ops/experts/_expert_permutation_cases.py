@@ -44,33 +44,6 @@ def _experts(point: Point, generator: torch.Generator) -> Tensor:
     return ids.masked_fill(elsewhere, -1)
 
 
-def _align(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    _, num_experts, top_k = point["shape"]
-    block_size = point["block"]
-    arguments = {
-        "expert_ids": _experts(point, generator).to(dtype),
-        "num_experts": num_experts,
-        "block_size": block_size,
-    }
-    dims = {"num_experts": num_experts, "top_k": top_k, "block_size": block_size}
-    return Case("", arguments, dims, reduction=0)
-
-
-moe_align_blocks_cases = CaseSpace(
-    _align,
-    Axis("shape", _SHAPES),
-    Axis("spread", _SPREAD),
-    Axis("rank", _OTHER_RANK),
-    Axis("block", {"": 16, "blocks of one": 1, "blocks of 64": 64, "blocks of three": 3}),
-    dtypes=(torch.int32, torch.int64),
-    strided={"expert_ids": "rows"},
-    crossed={**{k: v for k, v in _CROSSED.items() if k != "width"}, "block": ("",)},
-    alone=_ALONE,
-    valid=lambda point, _: _differs(point),
-)
-"""Experts with many, few and no slots, and blocks that divide their numbers and that do not."""
-
-
 def _permute(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
     tokens, num_experts, _ = point["shape"]
     x = normal((tokens, point["width"]), dtype, generator)
@@ -121,39 +94,6 @@ moe_unpermute_cases = CaseSpace(
 """Rows in any order, those of other ranks NaN, weights in float32 and in the rows' dtype."""
 
 
-def _sum(point: Point, dtype: torch.dtype, generator: torch.Generator) -> Case:
-    tokens, top_k = point["shape"]
-    x = normal((tokens, top_k, point["width"]), dtype, generator, point["scale"])
-    return _sum_case(x)
-
-
-moe_sum_cases = CaseSpace(
-    _sum,
-    Axis(
-        "shape",
-        {
-            "many tokens": (33, 4),
-            "one token": (1, 8),
-            "one choice": (5, 1),
-            "odd number of choices": (7, 3),
-            "many choices": (3, 32),
-            "no tokens": (0, 2),
-        },
-    ),
-    Axis("width", _WIDTHS),
-    Axis("scale", {"": 1.0, "large": 1e3, "small": 1e-3}),
-    strided={"x": "rows"},
-    special={"x": ("infinities", "NaN", "subnormals", "negative zeros")},
-    crossed={
-        "shape": ("many tokens", "odd number of choices"),
-        "width": ("", "odd width"),
-        "scale": ("",),
-    },
-    alone=_ALONE,
-)
-"""Few and many rows per token, large and small ones."""
-
-
 def moe_permute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
     """Return T rows of hidden states and evenly spread experts."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,13 +116,6 @@ def moe_unpermute_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: 
         "weights": torch.randn(shape, generator=generator).softmax(-1).to(weights_dtype),
     }
     return _unpermute_case(arguments, f"{num_tokens} tokens")
-
-
-def moe_sum_sample(dtype: torch.dtype, dims: Dims, num_tokens: int, seed: int) -> Case:
-    """Return K rows for each of T tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (num_tokens, int(dims["top_k"]), int(dims["hidden_size"]))
-    return _sum_case(normal_numbers(shape, dtype, generator), f"{num_tokens} tokens")
 
 
 def _differs(point: Point) -> bool:
@@ -209,10 +142,3 @@ def _unpermute_case(arguments: dict[str, Tensor], label: str = "") -> Case:
     sizes = {"hidden_size": rows.shape[1], "top_k": top_k}
     dims: Dims = {**sizes, "weights_dtype": dtype_name(weights.dtype)}
     return Case(label, arguments, dims, reduction=top_k, magnitude=magnitude)
-
-
-def _sum_case(x: Tensor, label: str = "") -> Case:
-    _, top_k, width = x.shape
-    magnitude = peak(x.float().abs().sum(1))
-    dims = {"hidden_size": width, "top_k": top_k}
-    return Case(label, {"x": x}, dims, reduction=top_k, magnitude=magnitude)

@@ -21,20 +21,28 @@ from interposer_ops._triton.parameters import parameters_for
 from interposer_ops._triton.rows import as_rows, row_tile
 
 
-@triton_kernel("moe_align_blocks", dtypes=("int32", "int64"))
-def moe_align_blocks_triton(
-    expert_ids: Tensor, num_experts: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``moe_align_blocks``."""
+def aligned_blocks(expert_ids: Tensor, num_experts: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Sort the slots by expert into blocks that belong to one expert each.
+
+    The slots of an expert stand in their own order, from the beginning of a block on, and the
+    rest of its last block is padded. An expert without slots has no block. The number of blocks
+    has a bound that the shapes give: at most min(T K, E) experts have slots, and each wastes at
+    most block_size - 1 places, so C = floor((T K + min(T K, E) (block_size - 1)) / block_size).
+
+    Args:
+        expert_ids: ``[T, K]`` int32 or int64, from -1 to E - 1; rows may lie apart.
+    Returns: ``(slots, block_experts)``, both int32: ``[C * block_size]``, T K where no slot
+        stands; ``[C]``, -1 of a block that is not used.
+    """
     num_slots, device = expert_ids.numel(), expert_ids.device
     num_blocks = (num_slots + min(num_slots, num_experts) * (block_size - 1)) // block_size
     slots = torch.empty(num_blocks * block_size, dtype=torch.int32, device=device)
     block_experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
     if num_slots == 0:
-        return slots, block_experts, torch.zeros(1, dtype=torch.int32, device=device)
+        return slots, block_experts
     num_padded = torch.empty(1, dtype=torch.int32, device=device)
     _sort(expert_ids, num_experts, block_size, slots, num_padded, block_experts=block_experts)
-    return slots, block_experts, num_padded
+    return slots, block_experts
 
 
 @triton_kernel("moe_permute")
@@ -71,16 +79,6 @@ def moe_unpermute_triton(rows: Tensor, positions: Tensor, weights: Tensor) -> Te
     return y
 
 
-@triton_kernel("moe_sum")
-def moe_sum_triton(x: Tensor) -> Tensor:
-    """Compute ``moe_sum``."""
-    if x.stride(2) != 1 and x.shape[2] > 1:
-        x = x.contiguous()
-    y = torch.empty((x.shape[0], x.shape[2]), dtype=x.dtype, device=x.device)
-    _add_up(x, None, None, y, (x.stride(0), x.stride(1)), top_k=x.shape[1])
-    return y
-
-
 def sum_of_slots(rows: Tensor, expert_ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the experts of each token return, added up, each times its weight.
 
@@ -102,16 +100,17 @@ def _sort(
     num_padded: Tensor, block_experts: Tensor | None = None,
     positions: Tensor | None = None, starts: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write ``slots`` and ``num_padded`` of ``moe_align_blocks``, and what else is given.
+    """Write ``slots`` of ``aligned_blocks``, and what else is given.
 
     Args:
-        block_experts: of ``moe_align_blocks``.
+        num_padded: ``[1]``, places in used blocks.
+        block_experts: of ``aligned_blocks``.
         positions: the place of every slot among ``slots``, -1 of one that is left out.
         starts: the place of each expert's first slot.
     """
     num_slots, top_k = expert_ids.numel(), expert_ids.shape[1]
     ids = as_rows(expert_ids)
-    parameters = parameters_for("moe_align_blocks", ids.device)
+    parameters = parameters_for("expert_sort", ids.device)
     chunk = parameters.blocks["chunk"]
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     _count[(num_experts,)](
@@ -149,7 +148,7 @@ def _add_up(
         return
     places = None if positions is None else as_rows(positions)
     factors = None if weights is None else as_rows(weights)
-    tile = row_tile("moe_sum", y.device, width)
+    tile = row_tile("moe_unpermute", y.device, width)
     _sum_rows[(tile.row_blocks(num_tokens), tile.column_blocks(width))](
         rows, places, factors, y, num_tokens, *strides, 0 if places is None else places.stride(0),
         0 if factors is None else factors.stride(0),
@@ -269,13 +268,10 @@ def _sum_rows(
 _FEW, _MANY = (INT32, 64, 6), (INT32, 4096, 6)  # choices of a step that decodes, and prefills
 
 BUILDS = (
-    Build("moe_sum_triton", "2 rows of 4096", given((BF16, 64, 2, 4096))),
-    Build("moe_sum_triton", "6 rows of 2048", given((BF16, 4096, 6, 2048))),
     Build("moe_permute_triton", "6 of 64 experts, 2048 wide", given((BF16, 64, 2048), _FEW, 64)),
     Build(
         "moe_unpermute_triton",
         "6 rows of 2048",
         given((BF16, 4096 * 6, 2048), _MANY, (FP32, 4096, 6)),
     ),
-    Build("moe_align_blocks_triton", "6 of 64 experts", given(_MANY, 64, 64), "int32"),
 )

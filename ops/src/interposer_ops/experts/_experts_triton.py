@@ -34,7 +34,7 @@ from interposer_ops._triton.build import (
 from interposer_ops._triton.declare import triton_kernel
 from interposer_ops._triton.parameters import Parameters, parameters_for
 from interposer_ops._triton.rows import as_rows
-from interposer_ops.experts._expert_permutation_triton import moe_align_blocks_triton, sum_of_slots
+from interposer_ops.experts._expert_permutation_triton import aligned_blocks, sum_of_slots
 from interposer_ops.experts._expert_tiles_triton import (
     activated,
     expert_tile,
@@ -106,7 +106,7 @@ class _Matrices(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """The slots by expert, of ``moe_align_blocks_triton``."""
+    """The slots by expert, of ``aligned_blocks``."""
 
     slots: Tensor
     experts: Tensor
@@ -126,7 +126,7 @@ def _mixture(
     if expert_ids.numel() == 0 or outputs == 0:
         return torch.zeros((x.shape[0], outputs), dtype=x.dtype, device=x.device)
     parameters = parameters_for(kernel, x.device)
-    slots, experts, _ = moe_align_blocks_triton(expert_ids, num_experts, parameters.blocks["rows"])
+    slots, experts = aligned_blocks(expert_ids, num_experts, parameters.blocks["rows"])
     blocks = _Blocks(slots, experts, expert_ids.numel())
     columns = parameters.blocks["column_bytes"] // x.element_size()
     hidden = torch.empty((blocks.num_slots, inner), dtype=x.dtype, device=x.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
 from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
+from interposer_ops.layers.expert_stages import ExpertDispatcher, GroupedProducts, row_experts
 from interposer_ops.linear._linear import linear
 
 __all__ = ["Experts", "PlainExperts", "Router", "gates_first"]
@@ -85,12 +86,21 @@ class PlainExperts(ExpertsMethod):
     They are held as ``fused_experts`` takes them; what is stored in another order is copied once.
     Where checkpoints store every matrix by itself, ``expert_parts`` of a parameter states their
     names and how many of an expert's outputs each of them has.
+
+    Args:
+        is_staged: the kernel is that of ``GroupedProducts``.
     """
+
+    def __init__(self, is_staged: bool = False) -> None:
+        self.is_staged = is_staged
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register both matrices and, if they have some, their biases."""
         self.spec = spec
-        self.bound = site.bind_kernel(fused_experts, **spec.dims())
+        if self.is_staged:
+            self.products = GroupedProducts(site, spec)
+        else:
+            self.bound = site.bind_kernel(fused_experts, **spec.dims())
         count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
         shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
         for name, (outputs, inputs) in shapes.items():
@@ -128,6 +138,8 @@ class PlainExperts(ExpertsMethod):
             "down_bias": down_bias,
         }
         del gate_up, down
+        if self.is_staged:
+            return self.products, self.products.operands(**constants)  # type: ignore[arg-type]
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
 
@@ -142,17 +154,29 @@ class PlainExperts(ExpertsMethod):
 
 
 class Experts(PluggableLayer):
-    """Routed experts; the scheme of the checkpoint decides how their weights are stored."""
+    """Routed experts; the scheme of the checkpoint decides how their weights are stored.
+
+    Args:
+        spec: of the experts that the layer holds.
+        dispatcher: sends the tokens to experts, which may be on other ranks. Without one, the
+            layer holds all of them and computes them by one kernel. A plugin that replaces the
+            layer ``"experts"`` reaches every model: its subclass passes a dispatcher on.
+    """
 
     layer_id = "experts"
 
-    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+    def __init__(
+        self, site: Site, spec: ExpertsSpec, dispatcher: ExpertDispatcher | None = None
+    ) -> None:
         super().__init__(site)
-        self.spec = spec
+        self.spec, self.dispatcher = spec, dispatcher
+        is_staged = dispatcher is not None
         scheme = site.resolver.scheme
         method = scheme.experts_method(site.prefix) if scheme else None
-        self.method = method or PlainExperts()
-        self.method.create_weights(self, site, spec)
+        self.is_grouped = is_staged and method is None
+        self.method = method or PlainExperts(is_staged)
+        # A row that is sent to an expert is a token with this one choice.
+        self.method.create_weights(self, site, replace(spec, top_k=1) if is_staged else spec)
         self.kernel: Callable[..., Tensor] | None = None
         self.operands: tuple[Any, ...] = ()
 
@@ -162,8 +186,19 @@ class Experts(PluggableLayer):
 
     def forward(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Return what the chosen experts make of ``x`` ``[T, H]``, added up by ``weights``."""
-        routing = weights, expert_ids, self.spec.activation
-        return self.kernel(x, *self.operands, *routing)  # type: ignore[misc]
+        if self.dispatcher is None:
+            routing = weights, expert_ids, self.spec.activation
+            return self.kernel(x, *self.operands, *routing)  # type: ignore[misc]
+        rows, starts, receipt = self.dispatcher.prepare(x, weights, expert_ids)
+        return self.dispatcher.finalize(self.compute(rows, starts), receipt)
+
+    def compute(self, rows: Tensor, starts: Tensor) -> Tensor:
+        """Return what experts make of the rows of a ``Dispatched``, where there is a dispatcher."""
+        if self.is_grouped:
+            return self.kernel(rows, *self.operands, starts)  # type: ignore[misc]
+        experts = row_experts(starts, len(rows))[:, None]
+        ones = torch.ones(experts.shape, device=rows.device)
+        return self.kernel(rows, *self.operands, ones, experts, self.spec.activation)  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
