@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from interposer import CheckpointFile
-from interposer.errors import UnsupportedModelError
-from interposer_gguf._architectures import ARCHITECTURES, Architecture
+from interposer.errors import CheckpointError, UnsupportedModelError
+from interposer_gguf._architecture import Architecture
+from interposer_gguf._architectures import architecture_of
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._decoder_settings import decoder_config
 from interposer_gguf._file_format import GGUFFile, StoredTensor
@@ -42,7 +43,7 @@ class GGUFCheckpoint(CheckpointFile):
         self.file = file
         self.settings = Settings(file)
         config = decoder_config(file, self.settings)
-        self.form = ARCHITECTURES[self.settings.architecture]
+        self.form = architecture_of(self.settings)
         stored_names = [name for name in file.tensors if name not in _FACTORS]
         self._names = {name: _name(file, name, self.form) for name in stored_names}
         in_blocks = {
@@ -67,10 +68,10 @@ class GGUFCheckpoint(CheckpointFile):
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors that ``stream`` yields."""
-        return frozenset(map(self._parameter, self._names))
+        return frozenset(name for stored in self._names for name in self._parameters(stored))
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in the order of the file.
+        """Yield every tensor in the order of the file, those of experts one by one.
 
         One that stays in blocks has the name of their format in place of ``weight``.
 
@@ -79,9 +80,15 @@ class GGUFCheckpoint(CheckpointFile):
         for stored, name in self._names.items():
             tensor = self.file.tensors[stored]
             values = self._in_order(name, self.file.read(tensor))
-            if tensor.in_blocks and not _stays_in_blocks(tensor, name):
-                values = FORMATS[tensor.stored_as].dequantized(values, torch.float32)
-            yield self._parameter(stored), self._as_trained(tensor, name, values)
+            if _is_of_experts(name):
+                # Numbers of all experts at once would be several times as many as the blocks.
+                parts = self._parameters(stored)
+                yield from ((part, _floats(tensor, values[i])) for i, part in enumerate(parts))
+                continue
+            if not _stays_in_blocks(tensor, name):
+                values = _floats(tensor, values)
+            (parameter,) = self._parameters(stored)
+            yield parameter, self._as_trained(tensor, name, values)
 
     def tokenizer(self) -> str:
         """Return the tokenizer of the file as the contents of a tokenizer.json.
@@ -99,12 +106,14 @@ class GGUFCheckpoint(CheckpointFile):
         """
         return tokenizer_settings(self.settings, int(self.config["vocab_size"]))
 
-    def _parameter(self, stored: str) -> str:
-        """Return the name under which a tensor is yielded."""
+    def _parameters(self, stored: str) -> tuple[str, ...]:
+        """Return the names under which a tensor is yielded, one for each expert if it is theirs."""
         tensor, name = self.file.tensors[stored], self._names[stored]
+        if _is_of_experts(name):
+            return tuple(name.format(expert) for expert in range(tensor.shape[0]))
         if _stays_in_blocks(tensor, name):
-            return f"{name.removesuffix('.weight')}.{tensor.stored_as}"
-        return name
+            return (f"{name.removesuffix('.weight')}.{tensor.stored_as}",)
+        return (name,)
 
     def _size(self, stored: str) -> int:
         """Return the bytes of a tensor as it is yielded."""
@@ -149,9 +158,26 @@ def _name(file: GGUFFile, stored: str, form: Architecture) -> str:
         raise UnsupportedModelError(
             file.path, f"holds the tensor {stored[:100]!r}, which no model that is read has"
         )
+    shape = file.tensors[stored].shape
+    if _is_of_experts(name) and len(shape) != 3:
+        raise CheckpointError(
+            file.path, f"stores {stored!r} with the shape {shape}, must be one matrix per expert"
+        )
     return name
 
 
 def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
     """Say whether a tensor is stored in blocks, for a layer that takes them."""
     return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)
+
+
+def _is_of_experts(name: str) -> bool:
+    """Say whether a name stands for one of each expert."""
+    return "{}" in name
+
+
+def _floats(tensor: StoredTensor, values: torch.Tensor) -> torch.Tensor:
+    """Return numbers, of blocks those that they stand for."""
+    if not tensor.in_blocks:
+        return values
+    return FORMATS[tensor.stored_as].dequantized(values, torch.float32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
-from interposer_gguf._architectures import ARCHITECTURES
+from interposer_gguf._architectures import ARCHITECTURES, architecture_of
 from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._settings import EDITED, Settings
 from interposer_gguf._tensor_names import LONG_FACTORS, ROPE_FACTORS, block_of
@@ -30,9 +30,12 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         raise UnsupportedModelError(
             file.path, f"holds the architecture {architecture[:100]!r}; read are {listed}"
         )
+    form = architecture_of(settings)
     for key in _MIXTURE:
-        if settings.integer(key, 0):
-            raise UnsupportedModelError(file.path, f"has {key!r}: experts are not read")
+        if not form.mixture and settings.integer(key, 0):
+            raise UnsupportedModelError(
+                file.path, f"has {key!r}, but {architecture!r} is read without experts"
+            )
     parts = settings.integer("split.count", 1)
     if parts > 1:
         raise UnsupportedModelError(
@@ -53,7 +56,6 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     rotated = settings.integer("rope.dimension_count", head_size)
     context = settings.integer("context_length")
     window = settings.integer("attention.sliding_window", 0)
-    form = ARCHITECTURES[architecture]
     epsilon, epsilon_field = form.epsilon
     return {
         "architectures": [form.family],
