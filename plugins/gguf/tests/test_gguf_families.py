@@ -83,6 +83,29 @@ def test_a_file_with_experts_computes_what_transformers_does(
     assert list(completion.token_ids) == until_end(tokens[8:])
 
 
+@pytest.mark.parametrize("stored_as", ["F32", "Q8_0"])
+def test_keys_and_values_of_every_head_are_read(
+    folder: Callable[[str], Path], tmp_path: Path, stored_as: str
+) -> None:
+    number = gguf.GGMLQuantizationType[stored_as]
+    source = rounded(folder("deepseek_v3"), tmp_path / "rounded", number, older=True)
+    write(source, tmp_path / "model.gguf", "deepseek_v3", number, older=True)
+    options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
+    expected = load(source, **options).logits(TOKENS)
+    found = load(tmp_path / "model.gguf", **options).logits(TOKENS)
+    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(
+    folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    write(folder("glm4_moe"), tmp_path / "model.gguf", "glm4_moe", further=1)
+    options: Any = {"dtype": "float32", "cache_tokens": 64, "max_sequences": 1}
+    expected = load(folder("glm4_moe"), **options).logits(TOKENS)
+    found = load(tmp_path / "model.gguf", **options).logits(TOKENS)
+    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
 def until_end(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
 

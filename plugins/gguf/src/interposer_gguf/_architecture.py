@@ -14,6 +14,9 @@ from interposer_gguf._settings import Settings
 RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 """The key of the metadata for the epsilon of norms that do not subtract a mean."""
 
+FIRST_BIAS = "blk.0.attn_q.bias"
+"""The tensor that says whether projections of queries, keys and values have biases."""
+
 Fields = Callable[[Settings, GGUFFile], Mapping[str, Any]]
 """Returns fields of config.json that only this architecture has, or has otherwise."""
 
@@ -55,3 +58,14 @@ class Architecture:
     mixture: bool = False
     joined: Mapping[str, tuple[str, Join]] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
+
+
+def multiplied(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
+    """Return the multipliers of Granite models."""
+    scale = settings.number("attention.scale", 0.0)
+    return {
+        "embedding_multiplier": settings.number("embedding_scale", 1.0),
+        "residual_multiplier": settings.number("residual_scale", 1.0),
+        "logits_scaling": settings.number("logit_scale", 1.0),
+        **({"attention_multiplier": scale} if scale else {}),
+    }

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from interposer_gguf._architecture import Architecture
+from interposer_gguf._architecture import FIRST_BIAS, Architecture, multiplied
 from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._mixtures import MIXTRAL, MIXTURES
 from interposer_gguf._settings import Settings
 
 _LAYER = "attention.layer_norm_epsilon"
-_FIRST_BIAS = "blk.0.attn_q.bias"
 
 
 def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
@@ -33,22 +32,12 @@ def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
     }
 
 
-def _multiplied(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    scale = settings.number("attention.scale", 0.0)
-    return {
-        "embedding_multiplier": settings.number("embedding_scale", 1.0),
-        "residual_multiplier": settings.number("residual_scale", 1.0),
-        "logits_scaling": settings.number("logit_scale", 1.0),
-        **({"attention_multiplier": scale} if scale else {}),
-    }
-
-
 def _biased_queries(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    return {"attention_bias": _FIRST_BIAS in file.tensors}
+    return {"attention_bias": FIRST_BIAS in file.tensors}
 
 
 def _gelu(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": _FIRST_BIAS in file.tensors}
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": FIRST_BIAS in file.tensors}
 
 
 def _exaone(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
@@ -99,7 +88,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fields=lambda settings, file: {"logit_scale": settings.number("logit_scale")},
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", _BEHIND),
-    "granite": Architecture("GraniteForCausalLM", permuted=True, fields=_multiplied),
+    "granite": Architecture("GraniteForCausalLM", permuted=True, fields=multiplied),
     "glm4": Architecture("Glm4ForCausalLM", _GLM, fields=_biased_queries),
     "exaone4": Architecture("Exaone4ForCausalLM", _BEHIND, fields=_exaone),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),

@@ -48,7 +48,8 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     if heads < 1 or width < 1:
         raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
     head_size = settings.integer("attention.key_length", width // heads)
-    if settings.integer("attention.value_length", head_size) != head_size:
+    latent = "attention.kv_lora_rank" in settings
+    if not latent and settings.integer("attention.value_length", head_size) != head_size:
         raise UnsupportedModelError(file.path, "has keys and values of different sizes")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -82,14 +83,18 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
 
 
 def _num_blocks(file: GGUFFile, settings: Settings) -> int:
-    """Return the number of decoder blocks, all of which have tensors."""
+    """Return the number of decoder blocks, all of which have tensors.
+
+    Those that predict further tokens are counted in the file, come last, and may be left out.
+    """
     count = settings.integer("block_count")
+    further = settings.integer("nextn_predict_layers", 0)
     found = {number for name in file.tensors if (number := block_of(name)) is not None}
-    if found != set(range(len(found))) or len(found) != count:
+    if found != set(range(len(found))) or len(found) not in (count, count - further):
         raise CheckpointError(
             file.path, f"says that it has {count:,} blocks, but holds tensors of {len(found):,}"
         )
-    return count
+    return count - further
 
 
 def _has_bias(file: GGUFFile, settings: Settings) -> bool:
@@ -133,6 +138,10 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
     original = "rope.scaling.original_context_length"
     if original in settings:
         rope["original_max_position_embeddings"] = settings.integer(original)
+    if settings.architecture == "deepseek2":
+        # A tenth of both of DeepSeek's factors, which are equal in all of its models.
+        scale = settings.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
     return rope
 
 
