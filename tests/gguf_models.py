@@ -62,6 +62,8 @@ YARN = {
 }
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "layer_norm_epsilon": 1e-4}
 FIELDS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": HEADS,
     "gemma2": {**HALF, **WINDOW, "query_pre_attn_scalar": 32, "rms_norm_eps": 1e-5},
     "gemma3_text": {**HALF, **WINDOW, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
     "cohere2": {**WINDOW, "logit_scale": 0.5, "layer_norm_eps": 1e-4},
@@ -208,8 +210,12 @@ def add_metadata(
         writer.add_value_length(size)
     if config.model_type in ("hunyuan_v1_moe", "minimax_m2"):
         writer.add_expert_feed_forward_length(inner)
-    if config.model_type in ("glm4_moe", "deepseek_v3"):
+    if config.model_type == "ernie4_5_moe":
+        shared = config.moe_num_shared_experts * config.moe_intermediate_size
+        writer.add_expert_shared_feed_forward_length(shared)
+    if config.model_type in ("minimax_m2", "glm4_moe", "deepseek_v3"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type in ("glm4_moe", "deepseek_v3"):
         writer.add_expert_weights_norm(config.norm_topk_prob)
     for field in ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
         if hasattr(config, field):
