@@ -1,4 +1,4 @@
-"""What one value of ``general.architecture`` stands for."""
+"""The architecture that a value of ``general.architecture`` stands for."""
 
 from __future__ import annotations
 

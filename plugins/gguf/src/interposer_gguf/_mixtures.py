@@ -227,7 +227,7 @@ MIXTRAL = Architecture(
     fields=lambda settings, file: _experts(settings),
     mixture=True,
 )
-"""What ``llama`` stands for in files with experts."""
+"""The architecture that ``llama`` stands for in files with experts."""
 
 MIXTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(
