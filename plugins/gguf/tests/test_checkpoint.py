@@ -225,7 +225,12 @@ def test_rope_scaling_is_read(
     ("changes", "kind", "reason"),
     [
         ({"architecture": "mamba"}, UnsupportedModelError, "the architecture 'mamba'; read are"),
-        ({"llama.expert_count": 8}, UnsupportedModelError, "experts are not read"),
+        ({"llama.expert_count": 8}, CheckpointError, "lacks .*'llama.expert_used_count'"),
+        (
+            {"architecture": "qwen2", "qwen2.expert_count": 8},
+            UnsupportedModelError,
+            "has 'expert_count', but 'qwen2' is read without experts",
+        ),
         ({"split.count": 3}, UnsupportedModelError, "is one of 3 parts of a model"),
         ({"llama.context_length": None}, CheckpointError, "lacks .*'llama.context_length'"),
         ({"llama.context_length": "64"}, CheckpointError, "= '64', must be an integer"),

@@ -5,45 +5,15 @@ Source: the tables of gguf-py (gguf/constants.py) and the conversions of llama.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
+from interposer_gguf._architecture import FIRST_BIAS, Architecture, multiplied
 from interposer_gguf._file_format import GGUFFile
+from interposer_gguf._mixtures import MIXTRAL, MIXTURES
 from interposer_gguf._settings import Settings
 
-_RMS = "attention.layer_norm_rms_epsilon"
 _LAYER = "attention.layer_norm_epsilon"
-_FIRST_BIAS = "blk.0.attn_q.bias"
-Fields = Callable[[Settings, GGUFFile], Mapping[str, Any]]
-"""Returns fields of config.json that only this architecture has, or has otherwise."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The family and the names that one value of ``general.architecture`` stands for.
-
-    Attributes:
-        family: the architecture's name in config.json.
-        inner: modules below a block by the names in the file, where they are not Llama's.
-        outer: the same of modules outside of blocks.
-        blocks: what the names of blocks begin with in Hugging Face checkpoints.
-        permuted: rows of queries and keys are stored in Llama's other order.
-        norm_offset: what the file adds to the weights of norms.
-        transposed: matrices of blocks are ``[inputs, outputs]`` in Hugging Face checkpoints.
-        epsilon: key of the metadata, and the field of config.json.
-        fields: see ``Fields``.
-    """
-
-    family: str
-    inner: Mapping[str, str] = field(default_factory=dict)
-    outer: Mapping[str, str] = field(default_factory=dict)
-    blocks: str = "model.layers"
-    permuted: bool = False
-    norm_offset: float = 0.0
-    transposed: bool = False
-    epsilon: tuple[str, str] = (_RMS, "rms_norm_eps")
-    fields: Fields = lambda settings, file: {}
 
 
 def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
@@ -62,22 +32,12 @@ def _capped(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
     }
 
 
-def _multiplied(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    scale = settings.number("attention.scale", 0.0)
-    return {
-        "embedding_multiplier": settings.number("embedding_scale", 1.0),
-        "residual_multiplier": settings.number("residual_scale", 1.0),
-        "logits_scaling": settings.number("logit_scale", 1.0),
-        **({"attention_multiplier": scale} if scale else {}),
-    }
-
-
 def _biased_queries(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    return {"attention_bias": _FIRST_BIAS in file.tensors}
+    return {"attention_bias": FIRST_BIAS in file.tensors}
 
 
 def _gelu(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": _FIRST_BIAS in file.tensors}
+    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": FIRST_BIAS in file.tensors}
 
 
 def _exaone(settings: Settings, file: GGUFFile) -> Mapping[str, Any]:
@@ -128,7 +88,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         fields=lambda settings, file: {"logit_scale": settings.number("logit_scale")},
     ),
     "olmo2": Architecture("Olmo2ForCausalLM", _BEHIND),
-    "granite": Architecture("GraniteForCausalLM", permuted=True, fields=_multiplied),
+    "granite": Architecture("GraniteForCausalLM", permuted=True, fields=multiplied),
     "glm4": Architecture("Glm4ForCausalLM", _GLM, fields=_biased_queries),
     "exaone4": Architecture("Exaone4ForCausalLM", _BEHIND, fields=_exaone),
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True),
@@ -150,5 +110,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", _HUNYUAN),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM"),
     "phi3": Architecture("Phi3ForCausalLM", _PHI, fields=_phi),
+    **MIXTURES,
 }
 """By the values of ``general.architecture``."""
+
+
+def architecture_of(settings: Settings) -> Architecture:
+    """Return the architecture of a file; ``llama`` with experts is Mixtral.
+
+    Raises: KeyError: it is none of ``ARCHITECTURES``.
+    """
+    if settings.architecture == "llama" and settings.integer("expert_count", 0):
+        return MIXTRAL
+    return ARCHITECTURES[settings.architecture]

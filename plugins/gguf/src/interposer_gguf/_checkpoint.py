@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interposer import CheckpointFile
-from interposer.errors import UnsupportedModelError
-from interposer_gguf._architectures import ARCHITECTURES, Architecture
+from interposer.errors import CheckpointError, UnsupportedModelError
+from interposer_gguf._architecture import Architecture, Join
+from interposer_gguf._architectures import architecture_of
 from interposer_gguf._block_formats import FORMATS
 from interposer_gguf._decoder_settings import decoder_config
 from interposer_gguf._file_format import GGUFFile, StoredTensor
@@ -19,6 +20,7 @@ from interposer_gguf._tensor_names import (
     LONG_FACTORS,
     QUERY_AND_KEY,
     ROPE_FACTORS,
+    block_of,
     hugging_face_name,
 )
 from interposer_gguf._tokenizer import end_tokens, tokenizer_json, tokenizer_settings
@@ -42,9 +44,17 @@ class GGUFCheckpoint(CheckpointFile):
         self.file = file
         self.settings = Settings(file)
         config = decoder_config(file, self.settings)
-        self.form = ARCHITECTURES[self.settings.architecture]
-        stored_names = [name for name in file.tensors if name not in _FACTORS]
+        self.form = architecture_of(self.settings)
+        blocks = int(config["num_hidden_layers"])
+        stored_names = [
+            name
+            for name in file.tensors
+            # Blocks behind the others predict further tokens.
+            if name not in _FACTORS and (block_of(name) or 0) < blocks
+        ]
         self._names = {name: _name(file, name, self.form) for name in stored_names}
+        self._joined = dict(_joined(file, self._names, self.form))
+        self._seconds = {second for second, _ in self._joined.values()}
         in_blocks = {
             name.removesuffix(".weight"): file.tensors[stored].stored_as
             for stored, name in self._names.items()
@@ -67,10 +77,10 @@ class GGUFCheckpoint(CheckpointFile):
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors that ``stream`` yields."""
-        return frozenset(map(self._parameter, self._names))
+        return frozenset(name for stored in self._names for name in self._parameters(stored))
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor in the order of the file.
+        """Yield every tensor in the order of the file, those of experts one by one.
 
         One that stays in blocks has the name of their format in place of ``weight``.
 
@@ -78,10 +88,22 @@ class GGUFCheckpoint(CheckpointFile):
         """
         for stored, name in self._names.items():
             tensor = self.file.tensors[stored]
+            if stored in self._seconds:
+                continue
+            if stored in self._joined:
+                second, join = self._joined[stored]
+                yield name, join(self._floats(stored), self._floats(second))
+                continue
             values = self._in_order(name, self.file.read(tensor))
-            if tensor.in_blocks and not _stays_in_blocks(tensor, name):
-                values = FORMATS[tensor.stored_as].dequantized(values, torch.float32)
-            yield self._parameter(stored), self._as_trained(tensor, name, values)
+            if _is_of_experts(name):
+                # Numbers of all experts at once would be several times as many as the blocks.
+                parts = self._parameters(stored)
+                yield from ((part, _floats(tensor, values[i])) for i, part in enumerate(parts))
+                continue
+            if not _stays_in_blocks(tensor, name):
+                values = _floats(tensor, values)
+            (parameter,) = self._parameters(stored)
+            yield parameter, self._as_trained(tensor, name, values)
 
     def tokenizer(self) -> str:
         """Return the tokenizer of the file as the contents of a tokenizer.json.
@@ -99,12 +121,19 @@ class GGUFCheckpoint(CheckpointFile):
         """
         return tokenizer_settings(self.settings, int(self.config["vocab_size"]))
 
-    def _parameter(self, stored: str) -> str:
-        """Return the name under which a tensor is yielded."""
+    def _parameters(self, stored: str) -> tuple[str, ...]:
+        """Return the names under which a tensor is yielded, one for each expert if it is theirs."""
         tensor, name = self.file.tensors[stored], self._names[stored]
+        if _is_of_experts(name):
+            return tuple(name.format(expert) for expert in range(tensor.shape[0]))
         if _stays_in_blocks(tensor, name):
-            return f"{name.removesuffix('.weight')}.{tensor.stored_as}"
-        return name
+            return (f"{name.removesuffix('.weight')}.{tensor.stored_as}",)
+        return (name,)
+
+    def _floats(self, stored: str) -> torch.Tensor:
+        """Read numbers, of blocks those that they stand for."""
+        tensor = self.file.tensors[stored]
+        return _floats(tensor, self.file.read(tensor))
 
     def _size(self, stored: str) -> int:
         """Return the bytes of a tensor as it is yielded."""
@@ -118,6 +147,8 @@ class GGUFCheckpoint(CheckpointFile):
         """Return numbers as Hugging Face checkpoints have them."""
         if self.form.norm_offset and name.endswith("norm.weight"):
             return values - self.form.norm_offset
+        if values.ndim == 1 and name.endswith(self.form.rows):
+            return values[None]
         in_block = name.startswith(self.form.blocks)
         if self.form.transposed and in_block and values.ndim == 2:
             # What stays in blocks is read as it is.
@@ -149,9 +180,46 @@ def _name(file: GGUFFile, stored: str, form: Architecture) -> str:
         raise UnsupportedModelError(
             file.path, f"holds the tensor {stored[:100]!r}, which no model that is read has"
         )
+    shape = file.tensors[stored].shape
+    if _is_of_experts(name) and len(shape) != 3:
+        raise CheckpointError(
+            file.path, f"stores {stored!r} with the shape {shape}, must be one matrix per expert"
+        )
     return name
+
+
+def _joined(
+    file: GGUFFile, names: Mapping[str, str], form: Architecture
+) -> Iterator[tuple[str, tuple[str, Join]]]:
+    """Yield names of tensors that are one with another, and with which and how."""
+    for stored in names:
+        for first, (second, join) in form.joined.items():
+            if stored.endswith(f".{first}.weight"):
+                other = f"{stored.removesuffix(f'{first}.weight')}{second}.weight"
+                if other not in names:
+                    raise CheckpointError(file.path, f"holds {stored!r} without {other!r}")
+                shapes = [file.tensors[name].shape for name in (stored, other)]
+                if any(len(shape) != 3 for shape in shapes) or shapes[0][0] != shapes[1][0]:
+                    raise CheckpointError(
+                        file.path,
+                        f"stores {stored!r} and {other!r} with the shapes {shapes[0]} and "
+                        f"{shapes[1]}, must be as many matrices",
+                    )
+                yield stored, (other, join)
 
 
 def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
     """Say whether a tensor is stored in blocks, for a layer that takes them."""
     return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)
+
+
+def _is_of_experts(name: str) -> bool:
+    """Say whether a name stands for one of each expert."""
+    return "{}" in name
+
+
+def _floats(tensor: StoredTensor, values: torch.Tensor) -> torch.Tensor:
+    """Return numbers, of blocks those that they stand for."""
+    if not tensor.in_blocks:
+        return values
+    return FORMATS[tensor.stored_as].dequantized(values, torch.float32)

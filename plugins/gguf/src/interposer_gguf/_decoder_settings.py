@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from interposer.errors import CheckpointError, UnsupportedModelError, nearest_first
-from interposer_gguf._architectures import ARCHITECTURES
+from interposer_gguf._architectures import ARCHITECTURES, architecture_of
 from interposer_gguf._file_format import GGUFFile
 from interposer_gguf._settings import EDITED, Settings
 from interposer_gguf._tensor_names import LONG_FACTORS, ROPE_FACTORS, block_of
@@ -30,9 +30,12 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
         raise UnsupportedModelError(
             file.path, f"holds the architecture {architecture[:100]!r}; read are {listed}"
         )
+    form = architecture_of(settings)
     for key in _MIXTURE:
-        if settings.integer(key, 0):
-            raise UnsupportedModelError(file.path, f"has {key!r}: experts are not read")
+        if not form.mixture and settings.integer(key, 0):
+            raise UnsupportedModelError(
+                file.path, f"has {key!r}, but {architecture!r} is read without experts"
+            )
     parts = settings.integer("split.count", 1)
     if parts > 1:
         raise UnsupportedModelError(
@@ -45,7 +48,8 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     if heads < 1 or width < 1:
         raise CheckpointError(file.path, f"says that it has {heads} heads and a width of {width}")
     head_size = settings.integer("attention.key_length", width // heads)
-    if settings.integer("attention.value_length", head_size) != head_size:
+    latent = "attention.kv_lora_rank" in settings
+    if not latent and settings.integer("attention.value_length", head_size) != head_size:
         raise UnsupportedModelError(file.path, "has keys and values of different sizes")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
@@ -53,7 +57,6 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     rotated = settings.integer("rope.dimension_count", head_size)
     context = settings.integer("context_length")
     window = settings.integer("attention.sliding_window", 0)
-    form = ARCHITECTURES[architecture]
     epsilon, epsilon_field = form.epsilon
     return {
         "architectures": [form.family],
@@ -80,14 +83,18 @@ def decoder_config(file: GGUFFile, settings: Settings) -> dict[str, Any]:
 
 
 def _num_blocks(file: GGUFFile, settings: Settings) -> int:
-    """Return the number of decoder blocks, all of which have tensors."""
+    """Return the number of decoder blocks, all of which have tensors.
+
+    Those that predict further tokens are counted in the file, come last, and may be left out.
+    """
     count = settings.integer("block_count")
+    further = settings.integer("nextn_predict_layers", 0)
     found = {number for name in file.tensors if (number := block_of(name)) is not None}
-    if found != set(range(len(found))) or len(found) != count:
+    if found != set(range(len(found))) or len(found) not in (count, count - further):
         raise CheckpointError(
             file.path, f"says that it has {count:,} blocks, but holds tensors of {len(found):,}"
         )
-    return count
+    return count - further
 
 
 def _has_bias(file: GGUFFile, settings: Settings) -> bool:
@@ -131,6 +138,10 @@ def _rope(file: GGUFFile, settings: Settings, context: int, rotated: int) -> dic
     original = "rope.scaling.original_context_length"
     if original in settings:
         rope["original_max_position_embeddings"] = settings.integer(original)
+    if settings.architecture == "deepseek2":
+        # A tenth of both of DeepSeek's factors, which are equal in all of its models.
+        scale = settings.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+        rope |= {"mscale": scale, "mscale_all_dim": scale} if scale else {}
     return rope
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from interposer_gguf._architectures import Architecture
+from interposer_gguf._architecture import Architecture
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Factors by which the wavelengths of a rotary embedding are stretched."""
@@ -43,7 +43,10 @@ _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.(.+)", re.ASCII)
 
 
 def hugging_face_name(name: str, architecture: Architecture) -> str | None:
-    """Return the name of a tensor in Hugging Face checkpoints, or None of one that is not known."""
+    """Return the name of a tensor in Hugging Face checkpoints, or None of one that is not known.
+
+    With ``{}`` in it, it is the name of one expert's part of the tensor.
+    """
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
@@ -52,7 +55,10 @@ def hugging_face_name(name: str, architecture: Architecture) -> str | None:
     if found is None:
         return f"{outer[stem]}.{kind}" if stem in outer else None
     number, part = found.groups()
-    return f"{architecture.blocks}.{number}.{inner[part]}.{kind}" if part in inner else None
+    whole = inner.get(f"{part}.{kind}")
+    if whole is None and part in inner:
+        whole = f"{inner[part]}.{kind}"
+    return None if whole is None else f"{architecture.blocks}.{number}.{whole}"
 
 
 def block_of(name: str) -> int | None:
