@@ -67,7 +67,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "interposer-kernels"
     command = [sys.executable, "-m", "interposer_tools", "hub-kernels", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.startswith(f"{folder}: 30 functions, 4 builds")
+    assert done.stdout.startswith(f"{folder}: 25 functions, 4 builds")
     return folder
 
 
