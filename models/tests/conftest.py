@@ -127,6 +127,8 @@ OF_EXAMPLES = {
         (examples.deepseek_v2, "lite"),
         (examples.deepseek_v3, "groups"),
         (examples.deepseek_v3, "plain"),
+        (examples.deepseek_v32, "few"),
+        (examples.deepseek_v32, "many"),
         (examples.ernie4_5, "biased"),
         (examples.ernie4_5_moe, "usual"),
         (examples.exaone4, "mixed"),

@@ -191,7 +191,6 @@ DIMS: dict[str, Dims] = {
     "gather_cache_int8": {**CACHE, "per_head": True},
     "write_latent_cache": {"latent_size": 128, "rotary_size": 32, "page_size": 16},
     "logits_softcap": {"vocab_size": 4099},
-    "hadamard_transform": {"hidden_size": 256},
     "reshape_and_cache": ATTENTION,
     "paged_attention": PAGED_ATTENTION,
     "ragged_attention": RAGGED,

@@ -101,6 +101,14 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
     "MiniMaxM2": (*_EXPERTS, "rotary_dim"),
     "DeepseekV2": _LATENT,
     "DeepseekV3": (*_LATENT, "rope_interleave"),
+    "DeepseekV32": (
+        *_LATENT,
+        "index_head_dim",
+        "index_n_heads",
+        "index_topk",
+        "mlp_layer_types",
+        "rope_interleave",
+    ),
     "Qwen2Moe": (*_WINDOWS, *_EXPERTS, *_SPARSE, "qkv_bias", "shared_expert_intermediate_size"),
     "Lfm2": (
         "block_auto_adjust_ff_dim",
@@ -205,6 +213,7 @@ _MODULES = {
     "MiniMaxM2": "minimax_m2",
     "DeepseekV2": "deepseek_v2",
     "DeepseekV3": "deepseek_v3",
+    "DeepseekV32": "deepseek_v32",
     "Ernie4_5": "ernie4_5",
     "HunYuanDenseV1": "hunyuan_dense",
     "HunYuanMoEV1": "hunyuan_moe",
@@ -214,19 +223,26 @@ _MODULES = {
     "Qwen3_5Moe": "qwen3_5_moe",
     "Qwen3Next": "qwen3_next",
 }
+# Attention that only some families have: name, module, class, whether a compiler can trace it.
+_BACKENDS: tuple[tuple[str, str, str, bool], ...] = (
+    ("latent", "latent_backend", "LatentBackend", True),
+    ("latent_sparse", "sparse_backends", "SparseLatentBackend", True),
+    ("indexer", "sparse_backends", "IndexerBackend", True),
+)
 
 
 @hookimpl
 def interposer_records() -> list[Record]:
-    """Return the families, each of which is a module of its own, and latent attention."""
+    """Return the families, each of which is a module of its own, and what some attend by."""
+    backends = (_attention(*facts) for facts in _BACKENDS)
+    return [*backends, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
+
+
+def _attention(name: str, module: str, backend: str, traceable: bool) -> AttentionEntry:
     # It adds nothing to the kernels that it binds, of which a policy requires the same.
-    latent = AttentionEntry(
-        "latent",
-        "interposer_models._decoder.latent_backend:LatentBackend",
-        score=0.0,
-        properties=frozenset({"deterministic", "graph_safe", "traceable"}),
-    )
-    return [latent, *(_entry(family, reads) for family, reads in _FAMILIES.items())]
+    promised = {"deterministic", "graph_safe", *(["traceable"] if traceable else [])}
+    target = f"interposer_models._decoder.{module}:{backend}"
+    return AttentionEntry(name, target, score=0.0, properties=frozenset(promised))
 
 
 def _entry(family: str, reads: tuple[str, ...]) -> ModelEntry:

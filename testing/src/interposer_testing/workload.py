@@ -15,6 +15,7 @@ from interposer import AttentionBatch, AttentionSpec
 __all__ = [
     "moved_batch",
     "paged_batch",
+    "random_arguments",
     "random_projections",
     "random_scales",
     "random_sinks",
@@ -106,6 +107,39 @@ def random_projections(
         value = key[..., : spec.latent_size]
     parts = [query, key, value]
     return parts if fused else [part.contiguous() for part in parts]
+
+
+def random_arguments(
+    spec: AttentionSpec, batch: AttentionBatch, generator: torch.Generator, *, fused: bool
+) -> list[torch.Tensor]:
+    """Return random query, key and value of a step, as ``random_projections``.
+
+    The value of an indexer are the weights of its heads ``[T, N]``, float32 or wider. Where the
+    spec is sparse it names tokens of ``batch``, ``[T, X]`` int32: at most ``top_k``, the rest
+    is -1, and X is 0 where no sequence has more.
+    """
+    num_tokens = len(batch.slots)
+    query, key, value = random_projections(spec, num_tokens, generator, fused=fused)
+    if spec.type == "indexer":
+        value = 2 * torch.rand(num_tokens, spec.num_heads, generator=generator) - 1
+        value = value.to(torch.promote_types(spec.dtype, torch.float32))
+    elif spec.sparse:
+        value = _named_tokens(batch, spec.top_k, generator)
+    return [query, key, value]
+
+
+def _named_tokens(batch: AttentionBatch, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    if batch.max_seq_tokens <= top_k:
+        return torch.empty(len(batch.slots), 0, dtype=torch.int32)
+    rows = []
+    counts = batch.query_starts.diff().tolist()
+    for count, length in zip(counts, batch.seq_lens.tolist(), strict=True):
+        for seen in range(length - count + 1, length + 1):
+            row = torch.full((top_k,), -1, dtype=torch.int32)
+            chosen = torch.randperm(seen, generator=generator)[:top_k].sort().values
+            row[: len(chosen)] = chosen.int()
+            rows.append(row)
+    return torch.stack(rows)
 
 
 def random_scales(spec: AttentionSpec, generator: torch.Generator) -> list[torch.Tensor]:

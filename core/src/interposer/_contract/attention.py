@@ -35,6 +35,7 @@ class AttentionSpec:
         latent: a cached vector is the key of all heads (MLA), and begins with their value.
         latent_size: elements of that value, and of the output; 0 unless ``latent``.
         sparse: an indexer names the tokens that are attended to.
+        top_k: how many it names at most; 0 unless ``sparse`` or an indexer.
         prefix_lm: prompt tokens see each other in both directions.
         alibi: a slope per head lowers the scores of distant tokens.
     """
@@ -56,6 +57,7 @@ class AttentionSpec:
     latent: bool = False
     latent_size: int = 0
     sparse: bool = False
+    top_k: int = 0
     prefix_lm: bool = False
     alibi: bool = False
 
@@ -79,6 +81,7 @@ class AttentionSpec:
             "prefix_lm": self.prefix_lm,
             "cache_dtype": str(self.cache_dtype).removeprefix("torch."),
             **({"latent_size": self.latent_size, "rotary_size": rest} if self.latent else {}),
+            **({"top_k": self.top_k} if self.top_k else {}),
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from interposer._contract.capability import Capability
 
 Kind = Literal["platform", "kernel", "layer", "attention", "scheme", "model", "checkpoint"]
-AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder"]
+AttentionType = Literal["decoder", "encoder", "encoder_only", "encoder_decoder", "indexer"]
 
 
 class Detail(Hashable, Protocol):

@@ -146,9 +146,13 @@ class GroupedFamily(MixtureFamily):
         groups = self.n_group, self.topk_group
         return Grouping(*groups, self.norm_topk_prob, self.routed_scaling_factor)
 
+    def has_experts(self, index: int) -> bool:
+        """Say whether layer ``index`` has experts, not one MLP as the first layers do."""
+        return index >= self.first_k_dense_replace
+
     def mlp(self, block: Site, index: int) -> nn.Module:
-        """Return the experts of layer ``index``, or the MLP of the first layers."""
-        if index < self.first_k_dense_replace:
+        """Return the experts of layer ``index``, or its MLP."""
+        if not self.has_experts(index):
             return super().mlp(block, index)
         experts = self.experts(projections=("gate_proj", "up_proj", "down_proj"))
         shared = self.n_shared_experts * self.moe_intermediate_size

@@ -8,6 +8,7 @@ Source: arXiv:2405.04434, section 2.1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from interposer import AttentionSpec, LinearMethod, PluggableLayer, Site
 from interposer_models._decoder.attention import InterleavedRotary
+from interposer_models._decoder.indexer import Indexer
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
@@ -159,17 +161,30 @@ class LatentAttention(SelfAttention):
             cache, plan: of the attention backend.
             rows: int64, indices into T.
         """
-        query, key = self.vectors(x, cos, sin)
+        query, key = self.vectors(x, self.query_source(x), cos, sin)
         value = key[..., : self.spec.latent_size]
         mixed = self.attn(query, key, value, cache, plan)  # [T, N, C]
+        return self.projected(mixed, rows)
+
+    def projected(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
+        """Return ``[T, H]`` of means of latent vectors ``[T, N, C]``, or ``[rows, H]``."""
         if rows is not None:
             mixed = mixed[rows]
         return self.o_proj(self.kv_b_proj.values(mixed).flatten(1))  # type: ignore[no-any-return]
 
-    def vectors(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries ``[T, N, C + R]`` and vectors to be cached ``[T, 1, C + R]``."""
+    def query_source(self, x: Tensor) -> Tensor:
+        """Return what queries are projected from: their latent vectors, or ``x`` itself."""
+        return self.q_a_layernorm(self.q_a_proj(x)) if self.query_latent else x
+
+    def vectors(self, x: Tensor, source: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries ``[T, N, C + R]`` and vectors to be cached ``[T, 1, C + R]``.
+
+        Args:
+            source: of ``query_source``.
+        """
         latent_size, rotary_size = self.spec.latent_size, self.rotary_size
-        query = self.queries(x).unflatten(-1, (self.spec.num_heads, -1))  # [T, N, D + R]
+        projected = self.q_b_proj(source) if self.query_latent else self.q_proj(source)
+        query = projected.unflatten(-1, (self.spec.num_heads, -1))  # [T, N, D + R]
         plain, rotated = query.split((self.plain_size, rotary_size), dim=-1)
         latent, key = self.kv_a_proj_with_mqa(x).split((latent_size, rotary_size), dim=-1)
         rotated, key = self.rotary(rotated.contiguous(), key.unsqueeze(1), cos, sin)
@@ -177,8 +192,43 @@ class LatentAttention(SelfAttention):
         latent = self.kv_a_layernorm(latent.contiguous())
         return query, torch.cat((latent.unsqueeze(1), key), dim=-1)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return ``[T, N (D + R)]``."""
-        if not self.query_latent:
-            return self.q_proj(x)  # type: ignore[no-any-return]
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))  # type: ignore[no-any-return]
+
+class SparseLatentAttention(LatentAttention):
+    """Attention to those latent vectors that an indexer names.
+
+    Args:
+        indexer: the spec of one, of type ``indexer``.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        spec: AttentionSpec,
+        sizes: LatentSizes,
+        indexer: AttentionSpec,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(site, spec, sizes, bias=bias)
+        assert sizes.query_latent is not None
+        self.indexer = Indexer(
+            site.at("indexer"), indexer, sizes.hidden, sizes.query_latent, self.rotary_size
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Sequence[Tensor],
+        plan: Sequence[object],
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Return the output projection, as ``LatentAttention`` does.
+
+        Args:
+            cache, plan: of the attention backend, and of the indexer's.
+        """
+        source = self.query_source(x)
+        named = self.indexer(x, source, cos, sin, cache[1], plan[1])  # [T, X]
+        query, key = self.vectors(x, source, cos, sin)
+        return self.projected(self.attn(query, key, named, cache[0], plan[0]), rows)

@@ -81,8 +81,11 @@ class LatentBackend(AttentionBackend):
             key: ``[T, 1, C + R]``; its first C elements are ``value``, which is not read.
         Returns: ``[T, N, C]``, dtype of ``query``.
         """
-        size = self.spec.latent_size
-        latent, rotated = key[:, 0, :size], key[:, 0, size:]
-        self._write(latent, rotated, cache, plan.slots)
+        self.write(key, cache, plan)
         places = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
-        return self._attend(query, cache, *places, size, self.spec.scale)
+        return self._attend(query, cache, *places, self.spec.latent_size, self.spec.scale)
+
+    def write(self, vectors: Tensor, cache: Tensor, batch: AttentionBatch) -> None:
+        """Store vectors ``[T, 1, C + R]``."""
+        size = self.spec.latent_size
+        self._write(vectors[:, 0, :size], vectors[:, 0, size:], cache, batch.slots)

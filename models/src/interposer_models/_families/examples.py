@@ -363,3 +363,27 @@ def deepseek_v3() -> Examples:
         one={**_LATENT, **one, "first_k_dense_replace": 0, "tie_word_embeddings": True},
         plain={**_LATENT, **plain},
     )
+
+
+_INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
+
+
+def deepseek_v32() -> Examples:
+    """Return one that names a few tokens, one that names one, and one that names all of most."""
+    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
+    one = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
+    layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
+    return configs(
+        "DeepseekV32ForCausalLM",
+        few={**_LATENT, **_INDEXER, **groups},
+        one={**_LATENT, **_INDEXER, **one, "first_k_dense_replace": 0, "qk_rope_head_dim": 4},
+        many={
+            **_LATENT,
+            **_INDEXER,
+            **layers,
+            "index_topk": 40,
+            "index_n_heads": 24,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    )

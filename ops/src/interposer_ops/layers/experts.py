@@ -16,18 +16,15 @@ from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
 from interposer_ops.experts._experts import fused_experts
 from interposer_ops.experts._routing import topk_softmax
 from interposer_ops.layers.expert_stages import ExpertDispatcher, GroupedProducts, row_experts
-from interposer_ops.linear._linear import linear
+from interposer_ops.layers.wide_linear import WideLinear
 
 __all__ = ["Experts", "PlainExperts", "Router", "gates_first"]
 
 _MATRICES = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 
-class Router(PluggableLayer):
+class Router(WideLinear):
     """Choose the experts of each token by a projection, and weight them by a softmax.
-
-    ``weight`` ``[E, H]`` and ``bias`` ``[E]`` are float32 or wider, whatever the model's dtype and
-    the scheme: a router takes little memory, and what it rounds changes the choice itself.
 
     Args:
         renormalize: the softmax is over the chosen experts, else over all of them.
@@ -44,19 +41,10 @@ class Router(PluggableLayer):
         renormalize: bool,
         bias: bool = False,
     ) -> None:
-        super().__init__(site)
+        super().__init__(site, hidden_size, num_experts, bias)
         self.top_k, self.renormalize = top_k, renormalize
-        self.dtype = torch.promote_types(site.dtype, torch.float32)
-        site = replace(site, dtype=self.dtype)
-        sizes = {"in_features": hidden_size, "out_features": num_experts}
-        self.bound = site.bind_kernel(linear, **sizes, biased=bias)
-        self.bind_choice(site, {"num_experts": num_experts, "top_k": top_k})
-        weight = torch.empty(num_experts, hidden_size, dtype=site.dtype)
-        self.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-        offsets = torch.empty(num_experts, dtype=site.dtype) if bias else None
-        parameter = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
-        self.register_parameter("bias", parameter)
-        self.operands: tuple[Tensor | None, ...] = ()
+        sizes = {"num_experts": num_experts, "top_k": top_k}
+        self.bind_choice(replace(site, dtype=self.dtype), sizes)
 
     def bind_choice(self, site: Site, sizes: Mapping[str, int]) -> None:
         """Bind what chooses the experts; a subclass may choose in another way."""
@@ -66,18 +54,9 @@ class Router(PluggableLayer):
         """Return weights and ids of the experts for the logits ``[T, E]``."""
         return self.select(logits, self.top_k, self.renormalize)
 
-    def finalize(self) -> None:
-        """Prepare the projection's weights if its kernel wants them so."""
-        weight, bias = self.get_parameter("weight"), self._parameters["bias"]
-        prepared = self.bound.prepared(weight=weight, bias=bias)
-        if prepared["weight"] is not weight:
-            self.register_parameter("weight", None)
-        self.operands = prepared["weight"], prepared["bias"]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return weights ``[T, K]`` float32 and ids ``[T, K]`` int32 for ``x`` ``[T, H]``."""
-        logits = self.bound.function(x.to(self.dtype), *self.operands)  # type: ignore[arg-type]
-        return self.choose(logits)
+        return self.choose(super().forward(x))
 
 
 class PlainExperts(ExpertsMethod):

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
         quantize_fp8_per_token,
         quantize_fp8_static,
     )
-    from interposer_ops.quantizers._hadamard import hadamard_transform
     from interposer_ops.quantizers._int8_quantizers import (
         quantize_int8_per_token,
         quantize_int8_per_token_asymmetric,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 # fmt: off
 __all__ = [
     "E2M1_MAX", "MX_BLOCK_SIZE", "NVFP4_BLOCK_SIZE", "decode_e2m1", "decode_e8m0",
-    "dequantize_mxfp4", "dequantize_nvfp4", "encode_e2m1", "hadamard_transform", "pack_nibbles",
+    "dequantize_mxfp4", "dequantize_nvfp4", "encode_e2m1", "pack_nibbles",
     "quantize_fp8_blocks", "quantize_fp8_per_token",
     "quantize_fp8_static", "quantize_int8_per_token", "quantize_int8_per_token_asymmetric",
     "quantize_int8_static", "quantize_mxfp4", "quantize_mxfp8", "quantize_nvfp4",
@@ -64,7 +63,6 @@ __getattr__ = lazy_attributes(
         "interposer_ops.quantizers._fp8_quantizers": (
             "quantize_fp8_blocks quantize_fp8_per_token quantize_fp8_static"
         ),
-        "interposer_ops.quantizers._hadamard": "hadamard_transform",
         "interposer_ops.quantizers._int8_quantizers": (
             "quantize_int8_per_token quantize_int8_per_token_asymmetric quantize_int8_static"
         ),

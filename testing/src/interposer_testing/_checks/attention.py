@@ -16,9 +16,10 @@ from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Case, Cu
 from interposer.records import load_target
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
+from interposer_testing._checks.naming import naming_faults
 from interposer_testing._checks.operand import Operand, poisoned_memory
 from interposer_testing._checks.scenario import chunked_steps, occupying_step, pages_needed
-from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
+from interposer_testing.workload import moved_batch, random_arguments, random_scales, random_sinks
 
 _HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
 _MASKS: dict[str, dict[str, Any]] = {
@@ -39,6 +40,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
 }
 # Heads, latent and rotary size; the second is that of DeepSeek's models.
 _LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
+_INDEXERS = {"indexer 4x32": (4, 32, 5), "indexer 3x20": (3, 20, 1), "indexer 8x64": (8, 64, 12)}
+_NAMED_TOKENS = 6
 _PAGE_SIZES = (4, 16)
 _DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
@@ -49,9 +52,9 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, or sinks, are combined with heads and masks only; latent vectors are in
-    pages of all sizes. Only those that differ from the first of their dtype in one axis are there
-    if ``quick``.
+    A quantized cache, or sinks, are combined with heads and masks only; latent vectors, all of
+    them or those that an indexer names, and indexers are in pages of all sizes. Only those that
+    differ from the first of their dtype in one axis are there if ``quick``.
 
     Args:
         page_sizes: of the backend's record, which go before the usual ones.
@@ -64,27 +67,30 @@ def attention_specs(
         is_crossed = is_other[4] and (is_other[2] or is_other[3])
         if not is_crossed and not (quick and sum(is_other) > 1):
             yield _spec(heads, mask, head_size, page_size, extra, dtype)
-    for (label, sizes), page_size, dtype in product(_LATENT.items(), pages, _DTYPES):
-        if not (quick and label != next(iter(_LATENT)) and page_size != pages[0]):
-            yield _latent_spec(label, *sizes, page_size, dtype)
+    for make, named in ((_latent, _LATENT), (_sparse, _LATENT), (_indexer, _INDEXERS)):
+        for (label, sizes), page_size, dtype in product(named.items(), pages, _DTYPES):
+            if not (quick and label != next(iter(named)) and page_size != pages[0]):
+                label, facts = make(label, *sizes)
+                facts |= {"dtype": dtype, "cache_dtype": dtype, "page_size": page_size}
+                yield f"{label} page {page_size}", AttentionSpec(num_kv_heads=1, **facts)
 
 
-def _latent_spec(
-    label: str, num_heads: int, latent_size: int, rotary_size: int, page_size: int, dtype: Any
-) -> tuple[str, AttentionSpec]:
+def _latent(
+    label: str, num_heads: int, latent_size: int, rotary_size: int
+) -> tuple[str, dict[str, Any]]:
     head_size = latent_size + rotary_size
-    spec = AttentionSpec(
-        num_heads=num_heads,
-        num_kv_heads=1,
-        head_size=head_size,
-        dtype=dtype,
-        cache_dtype=dtype,
-        page_size=page_size,
-        scale=3 * head_size**-0.5,
-        latent=True,
-        latent_size=latent_size,
-    )
-    return f"{label} page {page_size}", spec
+    facts = {"num_heads": num_heads, "head_size": head_size, "scale": 3 * head_size**-0.5}
+    return label, {**facts, "latent": True, "latent_size": latent_size}
+
+
+def _sparse(label: str, *sizes: int) -> tuple[str, dict[str, Any]]:
+    label, facts = _latent(label, *sizes)
+    return f"sparse {label}", {**facts, "sparse": True, "top_k": _NAMED_TOKENS}
+
+
+def _indexer(label: str, num_heads: int, head_size: int, top_k: int) -> tuple[str, dict[str, Any]]:
+    facts = {"num_heads": num_heads, "head_size": head_size, "scale": head_size**-0.5}
+    return label, {**facts, "type": "indexer", "top_k": top_k}
 
 
 def _spec(
@@ -117,7 +123,8 @@ def check_attention(
 
     Args:
         site: of the layer; its registry must have ``paged_attention``, or for latent vectors
-            ``latent_attention_decode``, and what writes caches.
+            ``latent_attention_decode`` and ``sparse_latent_attention``, for indexers
+            ``indexer_scores``, and what writes caches.
     """
     generator = torch.Generator().manual_seed(seed)
     with poisoned_memory():
@@ -152,8 +159,10 @@ class _Layer:
         registry, self.device = site.resolver.registry, site.resolver.device.torch_device
         written = _writer(spec)
         self.write: CustomOp[..., Any] = load_target(registry.ops[written].target)
-        attended = "latent_attention_decode" if spec.latent else "paged_attention"
-        self.attend: CustomOp[..., Any] = load_target(registry.ops[attended].target)
+        self.attend: CustomOp[..., Any] = load_target(registry.ops[_reader(spec)].target)
+        self.attend_to_named: CustomOp[..., Any] | None = None
+        if spec.sparse:
+            self.attend_to_named = load_target(registry.ops["sparse_latent_attention"].target)
         self.spec = spec
         self.cache = cache
         shape = (pages_needed(spec.page_size), spec.page_size, spec.num_kv_heads, spec.head_size)
@@ -196,29 +205,47 @@ class _Layer:
 
         ``fused`` gives query, key and value as slices of one product.
         """
-        num_tokens = int(batch.query_starts[-1])
-        given = random_projections(self.spec, num_tokens, generator, fused=fused)
+        given = random_arguments(self.spec, batch, generator, fused=fused)
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
         output = self.forward(backend, query, key, value, plan)
         expected = self._expected(batch, *given)
+        if self.spec.type == "indexer":
+            yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
+        else:
+            yield from self._output_faults(output, query, expected, batch)
+        for name, operand in zip(("query", "key", "value"), operands, strict=True):
+            if operand.is_changed():
+                yield Fault("mutation", f"argument {name!r}", "it is written")
+
+    def _output_faults(
+        self, output: Any, query: torch.Tensor, expected: torch.Tensor, batch: AttentionBatch
+    ) -> Iterator[Fault]:
         # The contract leaves the stride of the output to the backend.
         form = torch.empty_like(query)[..., : expected.shape[-1]]
         faults = [f for f in compare_form(output, form) if f.check != "stride"]
         yield from faults
         if not any(fault.check in ("structure", "shape") for fault in faults):
             yield from compare_value("output", output, expected, self._bound(expected, batch))
-        for name, operand in zip(("query", "key", "value"), operands, strict=True):
-            if operand.is_changed():
-                yield Fault("mutation", f"argument {name!r}", "it is written")
 
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return the references' result; stored values are exact in either way of storing."""
+        """Return the references' result; stored values are exact in either way of storing.
+
+        Of an indexer it is the scores ``[T, L]``, of which the largest are to be named.
+        """
         places = batch.page_table, batch.query_starts, batch.seq_lens, batch.max_query_tokens
+        if self.spec.type == "indexer":
+            part, cache = self.spec.head_size // 2, self.keys[:, :, 0]
+            vectors = key[:, 0].double()
+            self.write.reference(vectors[:, :part], vectors[:, part:], cache, batch.slots)
+            scored: torch.Tensor = self.attend.reference(
+                query.double(), cache, value.double(), *places[:3], batch.max_seq_tokens
+            )
+            return scored
         if self.spec.latent:
-            return self._expected_of_latent(batch, places, query.double(), key.double())
+            return self._expected_of_latent(batch, places, query.double(), key.double(), value)
         rounding: tuple[Any, ...] = self.scales
         if not rounding:
             key, value = key.double(), value.double()
@@ -245,10 +272,17 @@ class _Layer:
         places: tuple[Any, ...],
         query: torch.Tensor,
         vectors: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
         """Return ``[T, N, C]``: the reference's cache of keys holds the vectors ``[T, 1, D]``."""
         size, cache = self.spec.latent_size, self.keys[:, :, 0]
         self.write.reference(vectors[:, 0, :size], vectors[:, 0, size:], cache, batch.slots)
+        if self.attend_to_named is not None and value.shape[1]:
+            sequences = torch.repeat_interleave(batch.query_starts.diff())
+            named: torch.Tensor = self.attend_to_named.reference(
+                query, cache, batch.page_table, sequences, value, size, self.spec.scale
+            )
+            return named
         return self.attend.reference(query, cache, *places, size, self.spec.scale)  # type: ignore[no-any-return]
 
     def _bound(self, expected: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
@@ -268,9 +302,19 @@ class _Layer:
         return self.attend.tolerance.bound(expected, spec.dtype, case)
 
 
+def _score_error(spec: AttentionSpec) -> float:
+    """Return how far a score in float32 may be off, of numbers between -1 and 1.
+
+    It is a sum over heads of weighted sums over their elements: of N D products of at most 1, each
+    of which goes through D + N additions and two further roundings.
+    """
+    products, steps = spec.num_heads * spec.head_size, spec.num_heads + spec.head_size + 2
+    return products * steps * torch.finfo(torch.float32).eps
+
+
 def _writer(spec: AttentionSpec) -> str:
     """Return the name of the op that stores keys and values."""
-    if spec.latent:
+    if spec.latent or spec.type == "indexer":
         return "write_latent_cache"
     if not spec.is_quantized:
         return "reshape_and_cache"
@@ -278,12 +322,22 @@ def _writer(spec: AttentionSpec) -> str:
     return f"reshape_and_cache_{kind}"
 
 
+def _reader(spec: AttentionSpec) -> str:
+    """Return the name of the op that attends to all of a sequence, or scores it."""
+    if spec.type == "indexer":
+        return "indexer_scores"
+    return "latent_attention_decode" if spec.latent else "paged_attention"
+
+
 def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
     """Let a step of NaN go through every page, so that reading a stale slot shows."""
     spec, device = layers[0].spec, layers[0].device
     batch = occupying_step(spec.page_size)
     plan = backend.plan(moved_batch(batch, device))
-    given = random_projections(spec, int(batch.query_starts[-1]), torch.Generator(), fused=False)
+    given = random_arguments(spec, batch, torch.Generator(), fused=False)
     for layer in layers:
-        query, key, value = (torch.full_like(tensor, torch.nan, device=device) for tensor in given)
+        query, key, value = (
+            torch.full_like(x, torch.nan if x.is_floating_point() else -1, device=device)
+            for x in given
+        )
         layer.forward(backend, query, key, value, plan)

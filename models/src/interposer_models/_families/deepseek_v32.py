@@ -1,0 +1,84 @@
+"""DeepSeek-V3.2: DeepSeek-V3 whose attention reads the tokens that an indexer names.
+
+Source: DeepSeek-V3.2-Exp technical report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.latent_attention import LatentSizes, SparseLatentAttention
+from interposer_models._decoder.settings import Positive
+from interposer_models._families.deepseek_v3 import DeepseekV3
+from interposer_ops.layers.self_attention import SelfAttention
+
+_LARGEST_WIDTH = 2**24
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepSeek-V3.2 and V3.2-Exp; layers that predict further tokens are not computed."""
+
+    layer_types: tuple[Literal["indexed_attention"], ...] | None = None  # type: ignore[assignment]
+    mlp_layer_types: tuple[Literal["dense", "sparse"], ...] | None = None
+    q_lora_rank: Positive = 1536
+    rope_interleave: Literal[True] = True
+    index_topk: Annotated[int, Field(gt=0, lt=2**24)] = 2048
+    index_n_heads: Positive = 64
+    index_head_dim: Annotated[int, Field(gt=1, lt=2**16)] = 128
+
+    def has_experts(self, index: int) -> bool:
+        """Say whether layer ``index`` has experts, not one MLP."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types[index] == "sparse"
+        return super().has_experts(index)
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what the attention of layer ``index`` at a site has to do."""
+        spec = super().attention_spec(site, index, page_size)
+        return replace(spec, sparse=True, top_k=self.index_topk)
+
+    def indexer_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return what the indexer of an attention has to do."""
+        return AttentionSpec(
+            num_heads=self.index_n_heads,
+            num_kv_heads=1,
+            head_size=self.index_head_dim,
+            dtype=spec.dtype,
+            cache_dtype=spec.dtype,
+            page_size=spec.page_size,
+            scale=self.index_head_dim**-0.5,
+            type="indexer",
+            top_k=self.index_topk,
+        )
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return the attention of layer ``index`` at a site, its indexer included."""
+        own = self.q_lora_rank, self.qk_nope_head_dim, self.v_head_dim
+        sizes, indexer = LatentSizes(self.hidden_size, *own), self.indexer_spec(spec)
+        return SparseLatentAttention(site, spec, sizes, indexer, self.attention_bias)
+
+    def attention(self, site: Site) -> Iterator[tuple[AttentionSpec, Site]]:
+        """Yield spec and site of the attention of each block, and of its indexer."""
+        for spec, place in super().attention(site):
+            yield spec, place
+            parent = place.prefix.rpartition(".")[0]
+            yield self.indexer_spec(spec), replace(place, prefix=f"{parent}.indexer.attn")
+
+    @model_validator(mode="after")
+    def _sound_indexer(self) -> Self:
+        heads, size, kinds = self.index_n_heads, self.index_head_dim, self.mlp_layer_types
+        if size < self.qk_rope_head_dim:
+            raise ValueError(
+                f"index_head_dim {size} is less than qk_rope_head_dim {self.qk_rope_head_dim}, "
+                "which is what of it is rotated"
+            )
+        if heads * size > _LARGEST_WIDTH:
+            raise ValueError(f"{heads} index heads of {size} are more than a model can have")
+        if kinds is not None and len(kinds) != self.num_hidden_layers:
+            raise ValueError(f"mlp_layer_types has {len(kinds)} of {self.num_hidden_layers} layers")
+        return self

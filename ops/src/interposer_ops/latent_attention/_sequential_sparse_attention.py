@@ -1,0 +1,97 @@
+"""Sparse attention, some tokens after the other: for any device.
+
+The references gather the keys of every token, which takes T L D elements; here what a few tokens
+read is held at a time. T tokens, I indexer heads, D size of an indexer head, L keys of a sequence,
+X attended tokens, C latent size, R rotary size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from interposer import Requires
+from interposer_ops._declare import standard_kernel
+from interposer_ops.latent_attention._latent_attention import sparse_latent_attention
+
+# They wait for numbers of tokens, and hold less than the references.
+_in_turn = partial(
+    standard_kernel,
+    technique="in_turn",
+    requires=Requires(dtypes=("float32", "bfloat16", "float16")),
+    score=5.0,
+    properties=frozenset({"deterministic", "opaque"}),
+)
+
+_HELD = 2**22
+"""Elements that are held at a time; of one token where it takes more."""
+
+
+@_in_turn("indexer_scores")
+def indexer_scores_in_turn(
+    query: Tensor,
+    keys: Tensor,
+    weights: Tensor,
+    page_table: Tensor,
+    query_starts: Tensor,
+    seq_lens: Tensor,
+    max_seq_tokens: int,
+    key_scales: Tensor | None = None,
+) -> Tensor:
+    """Compute ``indexer_scores``, a sequence after the other."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    num_heads, page_size = query.shape[1], keys.shape[1]
+    shape = (query.shape[0], max_seq_tokens)
+    scores = torch.full(shape, -torch.inf, dtype=wide, device=query.device)
+    weights = weights.to(wide)[:, None]  # [T, 1, I]
+    spans = pairwise(query_starts.tolist())
+    for pages, (start, stop), length in zip(page_table, spans, seq_lens.tolist(), strict=True):
+        if start == stop:
+            continue
+        pages = pages[: -(-length // page_size)]
+        held = keys[pages].flatten(0, 1)[:length].to(wide)  # [L, D]
+        if key_scales is not None:
+            held = held * key_scales[pages].flatten()[:length, None].to(wide)
+        step = max(1, _HELD // (num_heads * length))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            products = query[first:last].to(wide).flatten(0, 1) @ held.T  # [tokens I, L]
+            products = products.relu_().unflatten(0, (-1, num_heads))
+            scores[first:last, :length] = torch.bmm(weights[first:last], products)[:, 0]
+        positions = torch.arange(length - (stop - start), length, device=query.device)
+        later = torch.arange(length, device=query.device) > positions[:, None]
+        scores[start:stop, :length].masked_fill_(later, -torch.inf)
+    return scores
+
+
+@_in_turn("sparse_latent_attention")
+def sparse_latent_attention_in_turn(
+    query: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    sequences: Tensor,
+    indices: Tensor,
+    latent_size: int,
+    scale: float,
+    cache_scale: Tensor | None = None,
+) -> Tensor:
+    """Compute ``sparse_latent_attention``, by its definition for a few tokens at a time."""
+    num_tokens, named = indices.shape
+    out = query.new_empty(*query.shape[:2], latent_size)
+    step = max(1, _HELD // max(1, named * cache.shape[2]))
+    for first in range(0, num_tokens, step):
+        some = slice(first, first + step)
+        out[some] = sparse_latent_attention.reference(
+            query[some],
+            cache,
+            page_table,
+            sequences[some],
+            indices[some],
+            latent_size,
+            scale,
+            cache_scale,
+        )
+    return out
