@@ -122,6 +122,7 @@ def example(family: Callable[[], dict[str, dict[str, Any]]], label: str) -> Any:
 OF_EXAMPLES = {
     f"{family.__name__}-{label}": functools.partial(example, family, label)
     for family, label in (
+        (examples.bloom, "three heads"),
         (examples.cohere2, "mixed"),
         (examples.deepseek_v2, "groups"),
         (examples.deepseek_v2, "lite"),

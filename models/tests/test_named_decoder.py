@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from models.tests.conftest import write_checkpoint
+from models.tests.conftest import example, write_checkpoint
 from models.tests.test_bad_checkpoints import edit_json
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPTNeoXConfig, OPTConfig
 
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnsupportedModelError
 from interposer_models import load, quantize
+from interposer_models._families import examples
 
 WEIGHTS = "model.safetensors"
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -112,6 +113,13 @@ def test_other_forms_of_opt_are_refused(tmp_path: Path, field: str, value: objec
     write_checkpoint(config, tmp_path)
     edit_json(tmp_path / "config.json", **{field: value})
     with pytest.raises(UnsupportedModelError, match=rf"config\.json: {field}"):
+        load(tmp_path)
+
+
+def test_residuals_behind_norms_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(example(examples.bloom, "released"), tmp_path)
+    edit_json(tmp_path / "config.json", apply_residual_connection_post_layernorm=True)
+    with pytest.raises(UnsupportedModelError, match="post_layernorm is not computed"):
         load(tmp_path)
 
 

@@ -197,6 +197,7 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
         "no_rope_layers",
         "use_qk_norm",
     ),
+    "Bloom": ("layer_norm_epsilon", "n_head", "n_layer"),
     "OPT": ("activation_function", "enable_bias", "ffn_dim"),
     "GPTNeoX": ("layer_norm_eps", "rotary_emb_base", "rotary_pct", "use_parallel_residual"),
 }

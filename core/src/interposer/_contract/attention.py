@@ -37,7 +37,8 @@ class AttentionSpec:
         sparse: an indexer names the tokens that are attended to.
         top_k: how many it names at most; 0 unless ``sparse`` or an indexer.
         prefix_lm: prompt tokens see each other in both directions.
-        alibi: a slope per head lowers the scores of distant tokens.
+        alibi: scores are lowered by the distance times a slope of the head, which follows from the
+            number of heads, see ``interposer_ops.attention.alibi_slopes``.
     """
 
     version: ClassVar[int] = 1

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         self.norm = norm(site.at(frame.norm))
         # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
         attends = any(isinstance(module, Attention) for module in self.layers.modules())
-        turns = attends and not frame.positions
+        turns = attends and config.is_rotated and not frame.positions
         rotations = [config.rotation(i) for i in range(count)] if turns else []
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]

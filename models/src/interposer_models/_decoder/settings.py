@@ -42,9 +42,11 @@ class DecoderSettings(BaseModel, ModelFamily):
     """The fields of config.json that shape a decoder, by their Hugging Face names.
 
     Others are ignored; one that is null has its default. Properties state what follows from them.
+    Without ``is_rotated`` there are no angles, nor are there with a table of positions.
     """
 
     frame: ClassVar[FrameNames] = FrameNames()
+    is_rotated: ClassVar[bool] = True
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     hidden_size: Positive

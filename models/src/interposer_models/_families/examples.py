@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, configs
+from interposer_models._families.gpt_examples import bloom as bloom
 from interposer_models._families.gpt_examples import gpt2 as gpt2
 from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
 from interposer_models._families.gpt_examples import opt as opt

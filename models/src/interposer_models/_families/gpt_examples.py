@@ -38,3 +38,15 @@ def gpt_neox() -> Examples:
     return configs(
         "GPTNeoXForCausalLM", quarter={}, turns=turns, plain={"rotary_pct": 0.5, **plain}
     )
+
+
+def bloom() -> Examples:
+    """Return one as released, one whose heads are no power of 2, and one with a head of its own."""
+    special = {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    sizes = {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, **special}
+    released = {"architectures": ["BloomForCausalLM"], **sizes}
+    return {
+        "released": released,
+        "three heads": {**released, "n_head": 3, "hidden_size": 48},
+        "own head": {**released, "tie_word_embeddings": False, "n_head": 2, "n_layer": 2},
+    }

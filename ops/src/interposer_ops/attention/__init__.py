@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
+    from interposer_ops.attention._alibi import alibi_slopes
     from interposer_ops.attention._flex_backend import FlexBackend
     from interposer_ops.attention._gathered_backend import (
         GatheredBackend,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 # fmt: off
 __all__ = [
-    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "common_page_size",
+    "FlexBackend", "GatheredBackend", "GatheredStep", "SdpaBackend", "alibi_slopes",
+    "common_page_size",
     "indexer_scores", "indexer_topk", "merge_attention_states", "paged_attention",
     "ragged_attention", "ragged_attention_with_lse", "window_ends",
 ]
@@ -37,6 +39,7 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
+        "interposer_ops.attention._alibi": "alibi_slopes",
         "interposer_ops.attention._flex_backend": "FlexBackend",
         "interposer_ops.attention._gathered_backend": "GatheredBackend GatheredStep window_ends",
         "interposer_ops.attention._page_size": "common_page_size",

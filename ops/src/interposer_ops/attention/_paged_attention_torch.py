@@ -23,7 +23,7 @@ _NEVER = Dim(one_of=(False,))
 @torch_kernel(
     "paged_attention",
     "sdpa",
-    dims={"softcapped": _NEVER, "sinks": _NEVER, "alibi": _NEVER, "prefix_lm": _NEVER},
+    dims={"softcapped": _NEVER, "sinks": _NEVER},
 )
 def paged_attention_sdpa(
     query: Tensor,
@@ -43,7 +43,7 @@ def paged_attention_sdpa(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``paged_attention`` of plain scores."""
+    """Compute ``paged_attention`` without a cap and without sinks."""
     num_tokens, page_size = query.shape[0], key_cache.shape[1]
     # One token of each sequence needs no padding, and sees all that is read.
     single = max_query_tokens == 1 and num_tokens == page_table.shape[0]
@@ -59,17 +59,23 @@ def paged_attention_sdpa(
     slots = page_table.gather(1, own // page_size) * page_size + own % page_size
     keys, values = _read(key_cache, slots), _read(value_cache, slots)
 
-    wide = query.dtype
-    if wide != keys.dtype or key_scale is not None or value_scale is not None:
+    wide, slopes = query.dtype, alibi_slopes
+    # A mask has the dtype of what it masks, and distances are no numbers of 16 bits.
+    is_exact = slopes is None and key_scale is None and value_scale is None
+    if wide != keys.dtype or not is_exact:
         wide = torch.promote_types(query.dtype, torch.float32)
         keys, values = _multiplied(keys, key_scale, wide), _multiplied(values, value_scale, wide)
     rows = query[:, None] if single else padded(query, query_starts, max_query_tokens)
+    firsts = lengths - (1 if single else query_starts.diff()[:, None])
+    positions = firsts + torch.arange(max_query_tokens, device=query.device)  # [B, Q]
     if not single:
-        firsts = lengths - query_starts.diff()[:, None]
-        positions = firsts + torch.arange(max_query_tokens, device=query.device)  # [B, Q]
         distance = positions[:, :, None] - places[:, None]
         if causal:
-            seen = seen & (distance >= 0)
+            reached = distance >= 0
+            if prefix_lens is not None:
+                last = torch.maximum(positions[:, :, None], places[:, None])
+                reached = reached | (last < prefix_lens[:, None, None])
+            seen = seen & reached
         if window_tokens is not None:
             seen = seen & (distance < window_tokens)
 
@@ -78,6 +84,10 @@ def paged_attention_sdpa(
     folded = rows.to(wide).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     group, longest = folded.shape[2:4]
     mask = seen.expand(-1, longest, -1).repeat(1, group, 1)[:, None]  # [B, 1, G Q, L]
+    if slopes is not None:
+        far = (positions[:, :, None] - places[:, None]).abs()  # [B, Q, L]
+        bias = slopes.to(wide).view(num_kv_heads, group, 1, 1) * -far[:, None, None]
+        mask = bias.flatten(2, 3).masked_fill(~mask, -torch.inf)  # [B, K, G Q, L]
     out = functional.scaled_dot_product_attention(
         folded.flatten(2, 3),
         keys.transpose(1, 2),

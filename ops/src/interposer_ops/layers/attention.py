@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from interposer import AttentionBackend, AttentionBatch, AttentionSpec, PluggableLayer, Site
+from interposer import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Capability,
+    PluggableLayer,
+    Site,
+    Verdict,
+)
 from interposer.errors import CheckpointError
+from interposer_ops.attention._alibi import alibi_slopes
 from interposer_ops.attention._decoder_backend import DecoderBackend
 from interposer_ops.attention._paged_attention import paged_attention
 
@@ -85,12 +95,23 @@ class Attention(PluggableLayer):
 
 
 class PagedBackend(DecoderBackend):
-    """Decoder attention from ``paged_attention`` and the ops that write its cache."""
+    """Decoder attention from ``paged_attention`` and the ops that write its cache.
+
+    Besides what others take it takes ``alibi``.
+    """
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         scales = {"scaled": spec.is_quantized, "per_head": spec.head_scales}
         self.attend = site.bind(paged_attention, **spec.dims(), **scales, causal=True)
+        self.slopes: Tensor | None = None
+        if spec.alibi:
+            self.slopes = alibi_slopes(spec.num_heads, site.resolver.device.torch_device)
         super().__init__(spec, site)
+
+    @classmethod
+    def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
+        """Accept what ``DecoderBackend`` does, with slopes or without."""
+        return super().accepts(replace(spec, alibi=False), capability)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         """Return the batch as it is."""
@@ -108,4 +129,4 @@ class PagedBackend(DecoderBackend):
         """Return what the op does; see ``DecoderBackend.attend_to``."""
         batch = plan.page_table, plan.query_starts, plan.seq_lens, plan.max_query_tokens
         scores = self.spec.scale, True, self.spec.window_tokens, self.spec.softcap
-        return self.attend(query, keys, values, *batch, *scores, sinks, None, None, *scales)
+        return self.attend(query, keys, values, *batch, *scores, sinks, self.slopes, None, *scales)

@@ -5,6 +5,7 @@ Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -36,6 +37,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "int8": {"cache_dtype": torch.int8},
     "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
     "sinks": {"sinks": True},
+    "ALiBi": {"alibi": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
 }
 # Heads, latent and rotary size; the second is that of DeepSeek's models.
@@ -52,7 +54,7 @@ def attention_specs(
 ) -> Iterator[tuple[str, AttentionSpec]]:
     """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
 
-    A quantized cache, or sinks, are combined with heads and masks only; latent vectors, all of
+    A quantized cache, sinks or ALiBi are combined with heads and masks only; latent vectors, all of
     them or those that an indexer names, and indexers are in pages of all sizes. Only those that
     differ from the first of their dtype in one axis are there if ``quick``.
 
@@ -170,6 +172,7 @@ class _Layer:
         self.values = self.keys.clone()
         self.scales = tuple(random_scales(spec, generator)) if spec.is_quantized else ()
         self.sinks = random_sinks(spec, generator) if spec.sinks else None
+        self.slopes = _slopes(spec.num_heads) if spec.alibi else None
 
     def forward(
         self,
@@ -262,7 +265,9 @@ class _Layer:
             self.spec.window_tokens,
             self.spec.softcap,
             self.sinks,
-            *((None, None, *self.scales) if self.scales else ()),
+            self.slopes,
+            None,
+            *self.scales,
         )
         return expected
 
@@ -300,6 +305,14 @@ class _Layer:
             rounded=1.0,
         )
         return self.attend.tolerance.bound(expected, spec.dtype, case)
+
+
+def _slopes(num_heads: int) -> torch.Tensor:
+    """Return the slopes of ALiBi (arXiv:2108.12409), ``[N]`` float64."""
+    power = 2 ** math.floor(math.log2(num_heads))
+    usual = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    between = [2 ** (-8 * (i + 1) / (2 * power)) for i in range(0, 2 * power, 2)]
+    return torch.tensor(usual + between[: num_heads - power], dtype=torch.float64)
 
 
 def _score_error(spec: AttentionSpec) -> float:
