@@ -32,7 +32,7 @@ UNBOUND = {
         mask_top_k_top_p""",
     "speculative decoding": "greedy_verify rejection_sample",
     "LoRA": "lora_expand lora_shrink",
-    "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
+    "shared prefixes of the cache": "copy_pages",
     "families with other norms": "qk_norm",
     "checkpoints of such formats": "dequantize_nvfp4",
 }

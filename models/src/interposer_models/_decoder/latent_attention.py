@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from interposer import AttentionSpec, LinearMethod, PluggableLayer, Site
+from interposer import AttentionBatch, AttentionSpec, LinearMethod, PluggableLayer, Site
 from interposer_models._decoder.attention import InterleavedRotary
+from interposer_models._decoder.expanded_attention import ExpandedAttention
 from interposer_models._decoder.indexer import Indexer
+from interposer_models._decoder.latent_backend import LatentBackend
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
-from interposer_ops.linear import batched_linear
+from interposer_ops.linear import batched_linear, linear
 
 # Of the norms of latent vectors, whatever the config says of the others.
 _EPS = 1e-6
@@ -51,12 +54,22 @@ class LatentProjection(PluggableLayer):
     Its weight ``[N (D + V), C]`` is held in the model's dtype, however a checkpoint stores it: what
     it multiplies are queries and outputs of the attention, head by head.
 
+    Args:
+        expands: keys and values are asked for as well.
     Attributes:
         parts: the outputs by the name that checkpoints use, as those of ``Linear``.
         of_queries, of_values: ``[N, D, C]`` and ``[N, C, V]``, as the kernels want them.
+        to_heads: ``[N D, C]`` and ``[N V, C]``, the same for ``linear``, if it ``expands``.
     """
 
-    def __init__(self, site: Site, num_heads: int, sizes: LatentSizes, latent_size: int) -> None:
+    def __init__(
+        self,
+        site: Site,
+        num_heads: int,
+        sizes: LatentSizes,
+        latent_size: int,
+        expands: bool = True,
+    ) -> None:
         super().__init__(site)
         self.heads, self.sizes = num_heads, (sizes.plain, sizes.value)
         self.latent_size, self.dtype = latent_size, site.dtype
@@ -76,7 +89,14 @@ class LatentProjection(PluggableLayer):
             site.bind_kernel(batched_linear, **inner, in_features=taken, out_features=given)
             for taken, given in pairwise(sides)
         )
+        rows_of = (num_heads * size for size in self.sizes)
+        self._linear = tuple(
+            site.bind_kernel(linear, in_features=latent_size, out_features=out, biased=False)
+            for out in rows_of
+            if expands
+        )
         self.of_queries = self.of_values = torch.empty(0)
+        self.to_heads: tuple[Tensor, ...] = ()
 
     def finalize(self) -> None:
         """Split the weight, dequantized if it has to be, and free it."""
@@ -84,6 +104,10 @@ class LatentProjection(PluggableLayer):
         for name in list(self._parameters):
             self.register_parameter(name, None)
         keys, values = weight.view(self.heads, -1, self.latent_size).split(self.sizes, dim=1)
+        self.to_heads = tuple(
+            bound.prepared(weight=part.flatten(0, 1), bias=None)["weight"]
+            for bound, part in zip(self._linear, (keys, values), strict=False)
+        )
         to_latent, to_values = self._bound
         self.of_queries = to_latent.prepared(weight=keys.contiguous())["weight"]
         values = values.transpose(1, 2).contiguous()
@@ -96,6 +120,14 @@ class LatentProjection(PluggableLayer):
     def values(self, mixed: Tensor) -> Tensor:
         """Return ``[T, N, V]`` of means of latent vectors ``[T, N, C]``."""
         return self._bound[1].function(mixed.transpose(0, 1), self.of_values).transpose(0, 1)
+
+    def expanded(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys ``[U, N, D]`` and values ``[U, N, V]`` of latent vectors ``[U, C]``."""
+        keys, values = (
+            bound.function(latent, weight, None).unflatten(-1, (self.heads, -1))
+            for bound, weight in zip(self._linear, self.to_heads, strict=True)
+        )
+        return keys, values
 
     def _weight(self) -> Tensor:
         if self.method is None:
@@ -113,7 +145,8 @@ class LatentAttention(SelfAttention):
     """Attention of all heads to one latent vector per token, and its projections.
 
     The projection from latent vectors to keys is applied to queries instead, and that to values to
-    what the attention returns, so that neither keys nor values are made of what is cached.
+    what the attention returns, so that neither keys nor values are made of what is cached. Where
+    long prompts meet the backend of the standard ops, they are made: see ``ExpandedAttention``.
 
     Args:
         spec: of heads of C + R elements, with one kv head and ``latent_size`` C.
@@ -144,14 +177,16 @@ class LatentAttention(SelfAttention):
         at = site.at("kv_a_proj_with_mqa")
         self.kv_a_proj_with_mqa = Linear(at, hidden, spec.head_size, bias)
         self.kv_a_layernorm = RMSNorm(site.at("kv_a_layernorm"), latent, _EPS)
-        self.kv_b_proj = LatentProjection(site.at("kv_b_proj"), heads, sizes, latent)
+        at = site.at("kv_b_proj")
+        self.kv_b_proj = LatentProjection(at, heads, sizes, latent, expands=not spec.sparse)
         kind = InterleavedRotary if interleaved else RotaryEmbedding
         self.rotary = kind(site.at("rotary"), rotary, rotary)
         self.attn = Attention(site.at("attn"), spec)
         self.o_proj = Linear(site.at("o_proj"), heads * sizes.value, hidden, bias)
+        self.expanded = ExpandedAttention(site.at("attn"), spec, sizes.plain, sizes.value)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: Any, rows: Tensor | None
     ) -> Tensor:
         """Return the output projection, as ``SelfAttention`` does.
 
@@ -161,10 +196,16 @@ class LatentAttention(SelfAttention):
             cache, plan: of the attention backend.
             rows: int64, indices into T.
         """
-        query, key = self.vectors(x, self.query_source(x), cos, sin)
-        value = key[..., : self.spec.latent_size]
-        mixed = self.attn(query, key, value, cache, plan)  # [T, N, C]
-        return self.projected(mixed, rows)
+        plain, rotated, vectors = self.parts(x, self.query_source(x), cos, sin)
+        backend, is_batch = self.attn.backend, isinstance(plan, AttentionBatch)
+        if is_batch and isinstance(backend, LatentBackend) and self.expanded.pays(plan):
+            backend.write(vectors, cache, plan)
+            query = torch.cat((plain, rotated), dim=-1)
+            mixed = self.expanded(query, vectors, self.kv_b_proj.expanded, cache, plan)
+            return self.o_proj((mixed if rows is None else mixed[rows]).flatten(1))  # type: ignore[no-any-return]
+        query = self.absorbed(plain, rotated)
+        value = vectors[..., : self.spec.latent_size]
+        return self.projected(self.attn(query, vectors, value, cache, plan), rows)
 
     def projected(self, mixed: Tensor, rows: Tensor | None) -> Tensor:
         """Return ``[T, H]`` of means of latent vectors ``[T, N, C]``, or ``[rows, H]``."""
@@ -176,8 +217,12 @@ class LatentAttention(SelfAttention):
         """Return what queries are projected from: their latent vectors, or ``x`` itself."""
         return self.q_a_layernorm(self.q_a_proj(x)) if self.query_latent else x
 
-    def vectors(self, x: Tensor, source: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries ``[T, N, C + R]`` and vectors to be cached ``[T, 1, C + R]``.
+    def parts(
+        self, x: Tensor, source: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries ``[T, N, D]`` and ``[T, N, R]``, and vectors to be cached.
+
+        The latter are ``[T, 1, C + R]``.
 
         Args:
             source: of ``query_source``.
@@ -188,9 +233,12 @@ class LatentAttention(SelfAttention):
         plain, rotated = query.split((self.plain_size, rotary_size), dim=-1)
         latent, key = self.kv_a_proj_with_mqa(x).split((latent_size, rotary_size), dim=-1)
         rotated, key = self.rotary(rotated.contiguous(), key.unsqueeze(1), cos, sin)
-        query = torch.cat((self.kv_b_proj.absorbed(plain), rotated), dim=-1)
         latent = self.kv_a_layernorm(latent.contiguous())
-        return query, torch.cat((latent.unsqueeze(1), key), dim=-1)
+        return plain, rotated, torch.cat((latent.unsqueeze(1), key), dim=-1)
+
+    def absorbed(self, plain: Tensor, rotated: Tensor) -> Tensor:
+        """Return the queries ``[T, N, C + R]`` of both parts of them."""
+        return torch.cat((self.kv_b_proj.absorbed(plain), rotated), dim=-1)
 
 
 class SparseLatentAttention(LatentAttention):
@@ -230,5 +278,6 @@ class SparseLatentAttention(LatentAttention):
         """
         source = self.query_source(x)
         named = self.indexer(x, source, cos, sin, cache[1], plan[1])  # [T, X]
-        query, key = self.vectors(x, source, cos, sin)
-        return self.projected(self.attn(query, key, named, cache[0], plan[0]), rows)
+        plain, rotated, vectors = self.parts(x, source, cos, sin)
+        query = self.absorbed(plain, rotated)
+        return self.projected(self.attn(query, vectors, named, cache[0], plan[0]), rows)
