@@ -28,12 +28,11 @@ SOURCES = (
 )
 # What has to be built before a product path needs these.
 UNBOUND = {
-    "sampling in separate stages": """apply_temperature gumbel_argmax logits_softcap mask_min_p
+    "sampling in separate stages": """apply_temperature gumbel_argmax mask_min_p
         mask_top_k_top_p""",
     "speculative decoding": "greedy_verify rejection_sample",
     "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages",
-    "families with other norms": "qk_norm",
     "checkpoints of such formats": "dequantize_nvfp4",
 }
 HEAD = """# Ops in use

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
-import torch
 from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from interposer_models._decoder.decoder import CausalLM
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive, WindowTokens
 from interposer_ops.layers.norm import GemmaRMSNorm
+from interposer_ops.sampling import logits_softcap
 
 Cap = Annotated[float, Field(gt=0)]
 NORMS = (
@@ -33,11 +33,12 @@ class CappedLM(CausalLM):
     def __init__(self, site: Site, config: Gemma2, page_size: int) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
         self.cap = config.final_logit_softcapping
+        self.bound = site.at("logits").bind(logits_softcap, vocab_size=config.vocab_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits, see ``CausalModel``."""
         logits = super().forward(*args, **kwargs)
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        return logits if self.cap is None else self.bound(logits, self.cap)
 
 
 class Gemma2(DecoderFamily):

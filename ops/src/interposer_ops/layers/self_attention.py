@@ -5,15 +5,16 @@ Dimensions: T tokens, H hidden size, N heads, K kv heads, D head size, R rotated
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from interposer import AttentionSpec, PluggableLayer, Site
+from interposer import AttentionSpec, BoundKernel, PluggableLayer, Site
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.linear import Linear, MergedLinear
 from interposer_ops.layers.norm import RMSNorm
 from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.norms._head_norms import qk_norm
 
 __all__ = ["SelfAttention"]
 
@@ -38,6 +39,7 @@ class SelfAttention(PluggableLayer):
     norm_type: type[RMSNorm] = RMSNorm
     rotary_type: type[RotaryEmbedding] = RotaryEmbedding
     part_names: ClassVar[tuple[str, str, str]] = ("o_proj", "q_norm", "k_norm")
+    _both_norms: BoundKernel[..., Any] | None = None
 
     def __init__(
         self,
@@ -61,8 +63,17 @@ class SelfAttention(PluggableLayer):
         if norm_eps is not None:
             self.q_norm = self.norm_type(site.at(of_query), size, norm_eps)
             self.k_norm = self.norm_type(site.at(of_key), size, norm_eps)
+            if type(self.q_norm) is type(self.k_norm) is RMSNorm:
+                heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+                self._both_norms = site.bind_kernel(qk_norm, **heads, head_size=size)
         self.rotary = self.rotary_type(site.at("rotary"), size, rotary_size)
         self.attn = Attention(site.at("attn"), spec)
+
+    def finalize(self) -> None:
+        """Prepare the weights of the norms of heads, where one kernel computes both."""
+        if self._both_norms is not None and self.q_norm is not None and self.k_norm is not None:
+            weights = {"query_weight": self.q_norm.weight, "key_weight": self.k_norm.weight}
+            self._norm_weights = tuple(self._both_norms.prepared(**weights).values())
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, plan: object, rows: Tensor | None
@@ -85,6 +96,15 @@ class SelfAttention(PluggableLayer):
         merged = self.qkv_proj(x).split(self.sizes, dim=-1)
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            if self._both_norms is None or _is_watched(self.q_norm) or _is_watched(self.k_norm):
+                query, key = self.q_norm(query), self.k_norm(key)
+            else:
+                weights, eps = self._norm_weights, self.q_norm.eps
+                query, key = self._both_norms.function(query, key, *weights, eps)
         query, key = self.rotary(query, key, cos, sin)
         return query, key, value
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Say whether somebody wants to see what a module is given or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
