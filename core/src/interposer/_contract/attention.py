@@ -119,7 +119,8 @@ class AttentionBatch:
     Attributes:
         query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
         seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
-        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0.
+        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0. Where none of
+            a page's tokens is seen any more, a page of zeros may stand in its place.
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
@@ -236,6 +237,14 @@ class AttentionBackend(ABC):
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
+
+    @property
+    def seen_tokens(self) -> int | None:
+        """The tokens that one sees at most, itself included; None where it may see all.
+
+        Pages that lie before these are taken from a sequence after the step.
+        """
+        return self.spec.window_tokens
 
     @classmethod
     @abstractmethod

@@ -63,7 +63,9 @@ class CalibratedBlocks:
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
-        request = Request(0, list(sequences[0]), SamplingParams(), 0, pages=list(range(num_pages)))
+        request = Request(
+            0, list(sequences[0]), SamplingParams(), 0, pages=[list(range(num_pages))]
+        )
         request.state_slot = 0
         # Positions and places in the cache are the same for all sequences.
         chunks = [Chunk(request, num_tokens)]
