@@ -206,7 +206,7 @@ class Seeing(AttentionBackend):
     seen_tokens = None
 
     def __init__(self, seen_tokens: int | None) -> None:
-        self.seen_tokens = seen_tokens  # type: ignore[misc]
+        self.seen_tokens = seen_tokens
 
     def kv_layout(self) -> Any:
         pages = 8 if self.seen_tokens is None else 24

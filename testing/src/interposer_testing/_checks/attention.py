@@ -17,7 +17,12 @@ from interposer.records import load_target
 from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.operand import Operand, poisoned_memory
-from interposer_testing._checks.scenario import chunked_steps, occupying_step, pages_needed
+from interposer_testing._checks.scenario import (
+    chunked_steps,
+    occupying_step,
+    pages_needed,
+    trimmed,
+)
 from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
 _HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
@@ -112,8 +117,9 @@ def check_attention(
     """Return the departures of ``backend`` from the ops that define paged attention.
 
     Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
-    occupied before by NaN. The cache belongs to the backend, so only results are compared. One
-    plan serves two layers, as in a model. What the backend raises is passed on.
+    occupied before by NaN, and those that a window has left replaced by one of zeros. The cache
+    belongs to the backend, so only results are compared. One plan serves two layers, as in a model.
+    What the backend raises is passed on.
 
     Args:
         site: of the layer; its registry must have ``paged_attention``, or for latent vectors
@@ -130,11 +136,13 @@ def _run_steps(
     """Run all steps on all layers; the first that is wrong ends it, as the rest would follow."""
     device = site.resolver.device.torch_device
     layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
-    caches = layout.allocate(_NUM_LAYERS, num_pages, device)
+    caches = layout.allocate(_NUM_LAYERS, num_pages + 1, device)
+    for cache in caches:
+        cache.select(layout.page_axis, num_pages).zero_()
     layers = [_Layer(spec, cache, site, generator) for cache in caches]
     _occupy(backend, layers)
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
-        plan = backend.plan(moved_batch(batch, device))
+        plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
         for number, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
             if faults:
