@@ -37,6 +37,8 @@ class AttentionSpec:
         sparse: an indexer names the tokens that are attended to.
         prefix_lm: prompt tokens see each other in both directions.
         alibi: a slope per head lowers the scores of distant tokens.
+        shared: further layers, with specs equal to this one, attend to the cache that a layer
+            writes, without writing it.
     """
 
     version: ClassVar[int] = 1
@@ -58,6 +60,7 @@ class AttentionSpec:
     sparse: bool = False
     prefix_lm: bool = False
     alibi: bool = False
+    shared: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -106,6 +109,8 @@ class AttentionSpec:
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
                 return Verdict.refuse(f"does not do {feature}")
+        if self.shared:
+            return Verdict.refuse("does not attend to a cache without writing it")
         if self.num_heads % self.num_kv_heads:
             heads = f"{self.num_heads} heads, {self.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
@@ -343,6 +348,29 @@ class AttentionBackend(ABC):
         """
         accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
         raise _lacking(self, accepted, "forward_quantized_with_sinks")
+
+    def forward_stored(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Any,
+        scales: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the keys and values that another layer stored in this step and before.
+
+        Only backends that accept a spec with ``shared`` are asked. Nothing is written.
+
+        Args:
+            query: ``[T, N, D]``.
+            cache: that the other layer wrote, by this backend.
+            plan: of this step.
+            scales: of ``prepare_scales`` for the other layer; None where the cache has none.
+            sinks: ``[N]``, dtype of ``query``, where the spec has some.
+        Returns: ``[T, N, D]``, dtype of ``query``.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise _lacking(self, "accepted a spec with a shared cache", "forward_stored")
 
 
 def _lacking(backend: AttentionBackend, said: str, member: str) -> MissingMemberError:

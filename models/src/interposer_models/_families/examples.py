@@ -231,6 +231,24 @@ def gemma3() -> Examples:
     return configs("Gemma3ForCausalLM", mixed=mixed, scaled={**scaled, **WINDOW})
 
 
+def gemma4() -> Examples:
+    """Return one as released that shares caches, one that shares nothing, and a plainer one."""
+    types = ["sliding_attention", "full_attention"] * 3
+    small = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8}
+    small |= {"vocab_size_per_layer_input": 256, "layer_types": types, "num_hidden_layers": 6}
+    shared = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, **WINDOW}
+    apart = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+    apart |= {"num_global_key_value_heads": 1, "final_logit_softcapping": 20.0, **WINDOW}
+    whole = {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 2}
+    plain = {"global_head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
+    return configs(
+        "Gemma4ForCausalLM",
+        shared={**small, **shared},
+        apart={**small, **apart},
+        whole={**small, **whole, **plain},
+    )
+
+
 def cohere2() -> Examples:
     """Return one with both kinds of layers, and one with biases and a head of its own."""
     mixed = {"num_hidden_layers": 5, **WINDOW}

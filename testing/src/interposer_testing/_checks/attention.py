@@ -41,6 +41,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
     "sinks": {"sinks": True},
     "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
+    "shared": {"shared": True},
+    "int8 with sinks, shared": {"cache_dtype": torch.int8, "sinks": True, "shared": True},
 }
 # Heads, latent and rotary size; the second is that of DeepSeek's models.
 _LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
@@ -205,20 +207,53 @@ class _Layer:
         ``fused`` gives query, key and value as slices of one product.
         """
         num_tokens = int(batch.query_starts[-1])
-        given = random_projections(self.spec, num_tokens, generator, fused=fused)
+        given = tuple(random_projections(self.spec, num_tokens, generator, fused=fused))
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
         output = self.forward(backend, query, key, value, plan)
-        expected = self._expected(batch, *given)
+        yield from self._compared("output", output, query, self._expected(batch, *given), batch)
+        if self.spec.shared:
+            yield from self._stored(backend, batch, plan, query, given)
+        for name, operand in zip(("query", "key", "value"), operands, strict=True):
+            if operand.is_changed():
+                yield Fault("mutation", f"argument {name!r}", "it is written")
+
+    def _stored(
+        self,
+        backend: AttentionBackend,
+        batch: AttentionBatch,
+        plan: Any,
+        query: torch.Tensor,
+        given: tuple[torch.Tensor, ...],
+    ) -> Iterator[Fault]:
+        """Attend to what the step stored by a query of another layer; yield what is wrong."""
+        before = self.cache.clone()
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        scales = None
+        if self.scales:
+            scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
+        output = backend.forward_stored(-query, self.cache, plan, scales, sinks)
+        expected = self._expected(batch, -given[0], *given[1:])
+        yield from self._compared("output of stored", output, query, expected, batch)
+        bits = [cache.contiguous().view(torch.uint8) for cache in (before, self.cache)]
+        if not torch.equal(*bits):
+            yield Fault("mutation", "forward_stored", "it writes the cache")
+
+    def _compared(
+        self,
+        where: str,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        expected: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> Iterator[Fault]:
+        """Yield where an output has another form than the query, or other numbers."""
         # The contract leaves the stride of the output to the backend.
         form = torch.empty_like(query)[..., : expected.shape[-1]]
         faults = [f for f in compare_form(output, form) if f.check != "stride"]
         yield from faults
         if not any(fault.check in ("structure", "shape") for fault in faults):
-            yield from compare_value("output", output, expected, self._bound(expected, batch))
-        for name, operand in zip(("query", "key", "value"), operands, strict=True):
-            if operand.is_changed():
-                yield Fault("mutation", f"argument {name!r}", "it is written")
+            yield from compare_value(where, output, expected, self._bound(expected, batch))
 
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

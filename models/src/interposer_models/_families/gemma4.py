@@ -1,0 +1,275 @@
+"""Gemma 4: layers that attend to the cache of an earlier one, and an embedding of each layer's own.
+
+The text model without experts. Layers that see everything have larger heads than those with a
+window. Source: ai.google.dev/gemma/docs/core/model_card_4; the fields of its config.json.
+
+Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, D head size,
+L layers, E size of the embedding of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import AliasChoices, Field, model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, PluggableLayer, Site
+from interposer_models._decoder.blocks import NormedBlock
+from interposer_models._decoder.decoder import CausalLM, Decoder
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive, WindowTokens
+from interposer_models._decoder.stored_attention import StoredAttention, find_sources
+from interposer_models._families.gemma2 import NORMS, Cap, CappedLM
+from interposer_models._families.llama4 import UnitNorm
+from interposer_ops.layers.activation import GatedActivation
+from interposer_ops.layers.attention import Attention
+from interposer_ops.layers.embedding import Embedding
+from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.rotary import RotaryEmbedding
+from interposer_ops.layers.self_attention import SelfAttention
+
+Count = Annotated[int, Field(ge=0, le=10_000)]
+Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
+
+
+class Gemma4Attention(SelfAttention):
+    """Attention with norms of query, key and value heads; values may be the keys' projection."""
+
+    def __init__(self, site: Site, spec: AttentionSpec, config: Gemma4, index: int) -> None:
+        PluggableLayer.__init__(self, site)
+        size, hidden, eps = spec.head_size, config.hidden_size, config.rms_norm_eps
+        self.head_size, self.stored = size, config.is_reader(index)
+        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
+        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
+        if self.stored:
+            parts = {"q_proj": width}
+        elif config.attention_k_eq_v and spec.window_tokens is None:
+            del parts["v_proj"]
+        self.part_sizes = tuple(parts.values())
+        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden, parts, config.attention_bias)
+        self.o_proj = Linear(site.at("o_proj"), width, hidden, config.attention_bias)
+        self.q_norm = RMSNorm(site.at("q_norm"), size, eps)
+        if not self.stored:
+            self.k_norm = RMSNorm(site.at("k_norm"), size, eps)
+            self.v_norm = UnitNorm(site.at("v_norm"), size, eps)
+        self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
+        kind: Any = StoredAttention if self.stored else Attention
+        self.attn = kind(site.at("attn"), spec)
+
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""
+        merged = self.qkv_proj(x).split(self.part_sizes, dim=-1)
+        query, *others = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
+        query = self.q_norm(query)
+        if self.stored:
+            # The kernel turns keys as well: a head takes their place.
+            return self.rotary(query, query[:, :1], cos, sin)[:1]
+        key, value = self.k_norm(others[0]), self.v_norm(others[-1])
+        return (*self.rotary(query, key, cos, sin), value)
+
+
+class LayerScale(PluggableLayer):
+    """A factor of what leaves a block."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.factor = nn.Parameter(torch.empty(1, dtype=site.dtype), requires_grad=False)
+        self.factor.stored_as = site.prefix  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both times the factor."""
+        return x * self.factor, stream * self.factor
+
+
+class Gemma4Block(NormedBlock):
+    """A block with norms around its parts, a gate of the layer's embedding, and a factor."""
+
+    def __init__(self, site: Site, config: Gemma4, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__(site, config.norm, NORMS, attention, mlp)
+        self.scale = LayerScale(site.at("layer_scalar"))
+        hidden, size = config.hidden_size, config.hidden_size_per_layer_input
+        self.gated = bool(size)
+        if size:
+            self.per_layer_input_gate = Linear(site.at("per_layer_input_gate"), hidden, size)
+            act = config.hidden_act
+            self.activation = GatedActivation(site.at("per_layer_activation"), act, size)
+            self.per_layer_projection = Linear(site.at("per_layer_projection"), size, hidden)
+            self.post_per_layer_input_norm = config.norm(site.at("post_per_layer_input_norm"))
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        plan: object,
+        rows: Tensor | None,
+        own: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the stream, as ``NormedBlock``.
+
+        Args:
+            own: ``[T, E]``, embeddings of this layer.
+        """
+        x, stream = super().forward(x, residual, cos, sin, cache, plan, rows)
+        if own is not None:
+            stream = stream + x
+            gate = self.per_layer_input_gate(stream.to(x.dtype))
+            gated = self.activation(torch.cat((gate, own if rows is None else own[rows]), -1))
+            x = self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return self.scale(x, stream)  # type: ignore[no-any-return]
+
+
+class Gemma4Decoder(Decoder):
+    """A decoder whose layers get embeddings of their own, and that share caches."""
+
+    one_by_one = False
+    config: Gemma4
+
+    def __init__(self, site: Site, config: Gemma4, *parts: Any) -> None:
+        super().__init__(site, config, *parts)
+        find_sources(self.layers.modules())
+        self.size = size = config.hidden_size_per_layer_input
+        if size:
+            width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
+            table = site.at("embed_tokens_per_layer")
+            self.embed_tokens_per_layer = Embedding(table, config.vocab_size_per_layer_input, width)
+            product = site.at("per_layer_model_projection")
+            self.per_layer_model_projection = Linear(product, config.hidden_size, width)
+            self.per_layer_projection_norm = RMSNorm(site.at(name), size, config.rms_norm_eps)
+
+    def further_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the embeddings ``[T, E]`` of each layer: looked up, and a projection of ``x``."""
+        if not self.size:
+            return [()] * len(self.layers)
+        looked_up = self.embed_tokens_per_layer(token_ids) * self.size**0.5
+        product = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
+        projected = self.per_layer_projection_norm(product.unflatten(-1, (-1, self.size)))
+        both = (projected + looked_up.view_as(projected)) * 2**-0.5  # [T, L, E]
+        return [(both[:, number].contiguous(),) for number in self.numbers]
+
+
+class Gemma4LM(CappedLM):
+    """A ``Gemma4Decoder`` with its head."""
+
+    decoder_type = Gemma4Decoder
+
+
+class Gemma4(DecoderFamily):
+    """The text model of Gemma 4."""
+
+    num_key_value_heads: Positive | None = 4
+    head_dim: Positive | None = 256
+    global_head_dim: Positive = 512
+    num_global_key_value_heads: Positive | None = None
+    per_layer_config: dict[int, Heads] | None = None
+    attention_k_eq_v: bool = False
+    hidden_act: str = Field(
+        default="gelu_pytorch_tanh",
+        validation_alias=AliasChoices("hidden_activation", "hidden_act"),
+    )
+    tie_word_embeddings: bool = True
+    sliding_window: WindowTokens | None = 512
+    final_logit_softcapping: Cap | None = None
+    hidden_size_per_layer_input: Count = 256
+    vocab_size_per_layer_input: Positive = 262144
+    num_kv_shared_layers: Count = 0
+    use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+    use_bidirectional_attention: str | None = None
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings."""
+        return float(self.hidden_size**0.5)
+
+    def slides(self, index: int) -> bool:
+        """Say that all layers but every sixth have the window, and the last one has none."""
+        return (index + 1) % 6 != 0 and index + 1 < self.num_hidden_layers
+
+    def is_reader(self, index: int) -> bool:
+        """Say whether layer ``index`` attends to what an earlier one stored."""
+        return index >= self.num_hidden_layers - self.num_kv_shared_layers
+
+    def heads(self, index: int) -> Heads:
+        """Return size and number of the kv heads of layer ``index``."""
+        heads: Heads = {"head_dim": self.head_size, "num_key_value_heads": self.num_kv_heads}
+        if self.per_layer_config is not None:
+            return {**heads, **self.per_layer_config.get(index, {})}
+        if self.windows[index] is None:
+            heads["head_dim"] = self.global_head_dim
+            if self.attention_k_eq_v and self.num_global_key_value_heads:
+                heads["num_key_value_heads"] = self.num_global_key_value_heads
+        return heads
+
+    def rotated(self, index: int) -> int:
+        """Return the size of the heads of layer ``index``."""
+        return self.heads(index)["head_dim"]
+
+    def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
+        """Return base and scaling of the angles of a layer, as released unless they are stated."""
+        if self.rope_parameters:
+            return super().rotation(index)
+        if self.windows[index] is None:
+            return 1000000.0, {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        return 10000.0, {}
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do: heads are normed, so that scores have no scale."""
+        heads = self.heads(index)
+        return replace(
+            super().attention_spec(site, index, page_size),
+            head_size=heads["head_dim"],
+            num_kv_heads=heads["num_key_value_heads"],
+            scale=1.0,
+            shared=self.num_kv_shared_layers > 0,
+        )
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of all heads."""
+        return Gemma4Attention(site, spec, self, index)
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the MLP, which may have twice the size where no keys are computed."""
+        wider = 2 if self.use_double_wide_mlp and self.is_reader(index) else 1
+        sizes = self.hidden_size, wider * self.intermediate_size
+        return GatedMLP(block.at("mlp"), *sizes, self.hidden_act)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return block ``index`` at a site."""
+        at = site.at("self_attn")
+        spec = self.attention_spec(at, index, page_size)
+        attention = self.self_attention(at, index, spec)
+        return Gemma4Block(site, self, attention, self.mlp(site, index))
+
+    def renamed(self, name: str) -> str | None:
+        """Return None for keys and values of layers that compute none."""
+        parts = name.split(".")
+        if "self_attn" in parts and parts[-2][:2] in ("k_", "v_"):
+            return None if self.is_reader(int(parts[parts.index("self_attn") - 1])) else name
+        return name
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder with its head."""
+        return Gemma4LM(site, self, page_size)
+
+    @model_validator(mode="after")
+    def _is_computed(self) -> Self:
+        if self.enable_moe_block:
+            raise ValueError("enable_moe_block is true: experts of Gemma 4 are not computed")
+        if self.use_bidirectional_attention not in (None, "vision"):
+            mode = self.use_bidirectional_attention
+            raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not computed")
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        if not {*self.windows} <= {*self.windows[: max(first, 0)]}:
+            raise ValueError(
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}: none of the other layers is "
+                "of the kind of each of them"
+            )
+        return self
