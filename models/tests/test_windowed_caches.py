@@ -29,13 +29,17 @@ MODELS: dict[str, Callable[[], Any]] = {
     "all": CONFIGS["mistral"],
     "some": lambda: example(examples.gemma3, "mixed"),
     "chunks": lambda: example(examples.llama4, "some"),
+    "shared": lambda: example(examples.gemma4, "shared"),
 }
 Load = Callable[..., LanguageModel]
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The directories of models whose layers see 24 tokens, all or some, or 16 in chunks."""
+    """The directories of models whose layers see 24 tokens, all or some, or 16 in chunks.
+
+    Of one, half of the layers read caches of others.
+    """
     found = {}
     for name, config in MODELS.items():
         found[name] = tmp_path_factory.mktemp(name)
@@ -94,7 +98,7 @@ def spoiled(paths: dict[str, Path]) -> dict[tuple[str, int], LanguageModel]:
     """Models with pages of several sizes in caches so small that sequences are preempted."""
     found = {}
     for name, path in paths.items():
-        for size in (4, 8, 16):
+        for size in (4, 16):
             sizes = {"cache_tokens": 144, "max_sequences": 3, "max_step_tokens": 40}
             found[name, size] = lm = loaded(path, size, **sizes)
             spoil(lm)
@@ -110,7 +114,7 @@ def spoiled(paths: dict[str, Path]) -> dict[tuple[str, int], LanguageModel]:
     ),
     leaver=st.integers(0, 30),
     name=st.sampled_from(sorted(MODELS)),
-    size=st.sampled_from((4, 8, 16)),
+    size=st.sampled_from((4, 16)),
 )
 def test_any_schedule_gives_the_tokens_of_whole_caches(
     references: dict[str, LanguageModel],
@@ -266,7 +270,7 @@ def test_logits_of_a_long_text_are_computed_in_parts(
     assert max(pool.num_pages for pool in lm.engine.pools[-1:]) < 25
     tokens = [(3 * i) % 256 for i in range(190)]
     expected = references[name].logits(tokens)
-    torch.testing.assert_close(lm.logits(tokens), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lm.logits(tokens), expected, atol=1e-4, rtol=1e-4)
     assert idle(lm)
 
 

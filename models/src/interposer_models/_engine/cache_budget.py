@@ -12,6 +12,7 @@ from torch import nn
 from interposer import CausalModel, Platform
 from interposer.errors import ConfigError, described
 from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.stored_attention import StoredAttention
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.decode_graphs import DecodeGraphs
 from interposer_models._engine.engine import Engine
@@ -248,7 +249,8 @@ def _lengths(engine: Engine, sequences: int, tokens: int) -> list[int]:
 def _kind(block: nn.Module) -> tuple[object, ...]:
     """Return what blocks with equal needs of memory share: backends, and the classes of parts."""
     parts = list(block.modules())
-    backends = (id(part.backend) for part in parts if isinstance(part, Attention))
+    attending = Attention, StoredAttention
+    backends = (id(part.backend) for part in parts if isinstance(part, attending))
     return (*backends, *map(type, parts))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, configs
 from interposer_models._families.gpt_examples import gpt2 as gpt2
 from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
@@ -232,13 +234,18 @@ def gemma3() -> Examples:
 
 
 def gemma4() -> Examples:
-    """Return one as released that shares caches, one that shares nothing, and a plainer one."""
-    types = ["sliding_attention", "full_attention"] * 3
-    small = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8}
-    small |= {"vocab_size_per_layer_input": 256, "layer_types": types, "num_hidden_layers": 6}
+    """Return one that shares caches as released, one that shares none, and a plainer one."""
+    small: dict[str, Any] = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 6,
+    }
     shared = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, **WINDOW}
-    apart = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
-    apart |= {"num_global_key_value_heads": 1, "final_logit_softcapping": 20.0, **WINDOW}
+    caps = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0}
+    apart = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, **caps, **WINDOW}
     whole = {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 2}
     plain = {"global_head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
     return configs(

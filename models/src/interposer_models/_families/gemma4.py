@@ -1,7 +1,7 @@
 """Gemma 4: layers that attend to the cache of an earlier one, and an embedding of each layer's own.
 
 The text model without experts. Layers that see everything have larger heads than those with a
-window. Source: ai.google.dev/gemma/docs/core/model_card_4; the fields of its config.json.
+window. Source: transformers 5.23, models/gemma4.
 
 Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, D head size,
 L layers, E size of the embedding of a layer.
@@ -40,6 +40,9 @@ Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
 class Gemma4Attention(SelfAttention):
     """Attention with norms of query, key and value heads; values may be the keys' projection."""
 
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
     def __init__(self, site: Site, spec: AttentionSpec, config: Gemma4, index: int) -> None:
         PluggableLayer.__init__(self, site)
         size, hidden, eps = spec.head_size, config.hidden_size, config.rms_norm_eps
@@ -61,7 +64,7 @@ class Gemma4Attention(SelfAttention):
         kind: Any = StoredAttention if self.stored else Attention
         self.attn = kind(site.at("attn"), spec)
 
-    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""
         merged = self.qkv_proj(x).split(self.part_sizes, dim=-1)
         query, *others = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
@@ -257,7 +260,7 @@ class Gemma4(DecoderFamily):
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder with its head."""
-        return Gemma4LM(site, self, page_size)
+        return Gemma4LM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")
     def _is_computed(self) -> Self:

@@ -102,7 +102,8 @@ class DecoderBackend(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
-        return self.attend_to(query, *cache.unbind(0), plan, sinks, scales[0] if scales else _NONE)
+        keys, values = cache.unbind(0)
+        return self.attend_to(query, keys, values, plan, sinks, scales[0] if scales else _NONE)
 
     def _step(
         self,
