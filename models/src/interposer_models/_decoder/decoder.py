@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
         attends = any(isinstance(module, Attention) for module in self.layers.modules())
         turns = attends and not frame.positions
-        rotations = [(config.rotated(i), *config.rotation(i)) for i in range(count) if turns]
+        rotations = [(config.rotary_size_at(i), *config.rotation(i)) for i in range(count) if turns]
         self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
         self.kinds = [self.rotations.index(rotation) for rotation in rotations]
         self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -109,7 +109,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         original = {"original_max_position_embeddings": self.max_position_embeddings}
         return stated.get("rope_theta", self.rope_theta), {**original, **stated}
 
-    def rotated(self, index: int) -> int:
+    def rotary_size_at(self, index: int) -> int:
         """Return how many elements of a head are rotated in layer ``index``."""
         return self.rotary_size
 
@@ -175,7 +175,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         try:
             parsed = cls.model_validate(config)
             for index in range(parsed.num_hidden_layers):
-                rotary_frequencies(parsed.rotated(index), *parsed.rotation(index))
+                rotary_frequencies(parsed.rotary_size_at(index), *parsed.rotation(index))
             return parsed
         except UnknownNameError:
             raise

@@ -211,7 +211,7 @@ class Gemma4(DecoderFamily):
                 heads["num_key_value_heads"] = self.num_global_key_value_heads
         return heads
 
-    def rotated(self, index: int) -> int:
+    def rotary_size_at(self, index: int) -> int:
         """Return the size of the heads of layer ``index``."""
         return self.heads(index)["head_dim"]
 
