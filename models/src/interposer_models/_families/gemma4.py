@@ -3,8 +3,7 @@
 The text model without experts. Layers that see everything have larger heads than those with a
 window. Source: transformers 5.23, models/gemma4.
 
-Dimensions: T tokens, R tokens that matter, H hidden size, N heads, K kv heads, D head size,
-L layers, E size of the embedding of a layer.
+Dimensions: T tokens, H hidden size, L layers, E size of the embedding of a layer.
 """
 
 from __future__ import annotations
@@ -12,121 +11,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import AliasChoices, Field, model_validator
 from torch import Tensor, nn
 
-from interposer import AttentionSpec, PluggableLayer, Site
-from interposer_models._decoder.blocks import NormedBlock
+from interposer import AttentionSpec, Site
 from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.family import DecoderFamily
 from interposer_models._decoder.settings import Positive, WindowTokens
-from interposer_models._decoder.stored_attention import StoredAttention, find_sources
-from interposer_models._families.gemma2 import NORMS, Cap, CappedLM
-from interposer_models._families.llama4 import UnitNorm
-from interposer_ops.layers.activation import GatedActivation
-from interposer_ops.layers.attention import Attention
+from interposer_models._decoder.stored_attention import find_sources
+from interposer_models._families.gemma2 import Cap, CappedLM
+from interposer_models._families.gemma4_layers import Gemma4Attention, Gemma4Block
 from interposer_ops.layers.embedding import Embedding
-from interposer_ops.layers.linear import Linear, MergedLinear
+from interposer_ops.layers.linear import Linear
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
-from interposer_ops.layers.rotary import RotaryEmbedding
 from interposer_ops.layers.self_attention import SelfAttention
 
 Count = Annotated[int, Field(ge=0, le=10_000)]
 Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
-
-
-class Gemma4Attention(SelfAttention):
-    """Attention with norms of query, key and value heads; values may be the keys' projection."""
-
-    q_norm: RMSNorm
-    k_norm: RMSNorm
-
-    def __init__(self, site: Site, spec: AttentionSpec, config: Gemma4, index: int) -> None:
-        PluggableLayer.__init__(self, site)
-        size, hidden, eps = spec.head_size, config.hidden_size, config.rms_norm_eps
-        self.head_size, self.stored = size, config.is_reader(index)
-        width, kv_width = spec.num_heads * size, spec.num_kv_heads * size
-        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width}
-        if self.stored:
-            parts = {"q_proj": width}
-        elif config.attention_k_eq_v and spec.window_tokens is None:
-            del parts["v_proj"]
-        self.part_sizes = tuple(parts.values())
-        self.qkv_proj = MergedLinear(site.at("qkv_proj"), hidden, parts, config.attention_bias)
-        self.o_proj = Linear(site.at("o_proj"), width, hidden, config.attention_bias)
-        self.q_norm = RMSNorm(site.at("q_norm"), size, eps)
-        if not self.stored:
-            self.k_norm = RMSNorm(site.at("k_norm"), size, eps)
-            self.v_norm = UnitNorm(site.at("v_norm"), size, eps)
-        self.rotary = RotaryEmbedding(site.at("rotary"), size, size)
-        kind: Any = StoredAttention if self.stored else Attention
-        self.attn = kind(site.at("attn"), spec)
-
-    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        """Return query ``[T, N, D]``, and unless they are stored key and value ``[T, K, D]``."""
-        merged = self.qkv_proj(x).split(self.part_sizes, dim=-1)
-        query, *others = (part.unflatten(-1, (-1, self.head_size)) for part in merged)
-        query = self.q_norm(query)
-        if self.stored:
-            # The kernel turns keys as well: a head takes their place.
-            return self.rotary(query, query[:, :1], cos, sin)[:1]
-        key, value = self.k_norm(others[0]), self.v_norm(others[-1])
-        return (*self.rotary(query, key, cos, sin), value)
-
-
-class LayerScale(PluggableLayer):
-    """A factor of what leaves a block."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__(site)
-        self.factor = nn.Parameter(torch.empty(1, dtype=site.dtype), requires_grad=False)
-        self.factor.stored_as = site.prefix  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both times the factor."""
-        return x * self.factor, stream * self.factor
-
-
-class Gemma4Block(NormedBlock):
-    """A block with norms around its parts, a gate of the layer's embedding, and a factor."""
-
-    def __init__(self, site: Site, config: Gemma4, attention: nn.Module, mlp: nn.Module) -> None:
-        super().__init__(site, config.norm, NORMS, attention, mlp)
-        self.scale = LayerScale(site.at("layer_scalar"))
-        hidden, size = config.hidden_size, config.hidden_size_per_layer_input
-        self.gated = bool(size)
-        if size:
-            self.per_layer_input_gate = Linear(site.at("per_layer_input_gate"), hidden, size)
-            act = config.hidden_act
-            self.activation = GatedActivation(site.at("per_layer_activation"), act, size)
-            self.per_layer_projection = Linear(site.at("per_layer_projection"), size, hidden)
-            self.post_per_layer_input_norm = config.norm(site.at("post_per_layer_input_norm"))
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        cache: Tensor,
-        plan: object,
-        rows: Tensor | None,
-        own: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and the stream, as ``NormedBlock``.
-
-        Args:
-            own: ``[T, E]``, embeddings of this layer.
-        """
-        x, stream = super().forward(x, residual, cos, sin, cache, plan, rows)
-        if own is not None:
-            stream = stream + x
-            gate = self.per_layer_input_gate(stream.to(x.dtype))
-            gated = self.activation(torch.cat((gate, own if rows is None else own[rows]), -1))
-            x = self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return self.scale(x, stream)  # type: ignore[no-any-return]
 
 
 class Gemma4Decoder(Decoder):
@@ -236,7 +138,16 @@ class Gemma4(DecoderFamily):
 
     def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
         """Return attention with norms of all heads."""
-        return Gemma4Attention(site, spec, self, index)
+        sees_all = spec.window_tokens is None
+        return Gemma4Attention(
+            site,
+            spec,
+            self.hidden_size,
+            self.rms_norm_eps,
+            self.attention_bias,
+            stored=self.is_reader(index),
+            valued=not (self.attention_k_eq_v and sees_all),
+        )
 
     def mlp(self, block: Site, index: int) -> nn.Module:
         """Return the MLP, which may have twice the size where no keys are computed."""
@@ -249,7 +160,9 @@ class Gemma4(DecoderFamily):
         at = site.at("self_attn")
         spec = self.attention_spec(at, index, page_size)
         attention = self.self_attention(at, index, spec)
-        return Gemma4Block(site, self, attention, self.mlp(site, index))
+        sizes = self.hidden_size, self.hidden_size_per_layer_input
+        mlp = self.mlp(site, index)
+        return Gemma4Block(site, self.norm, attention, mlp, sizes, self.hidden_act)
 
     def renamed(self, name: str) -> str | None:
         """Return None for keys and values of layers that compute none."""
