@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from models.tests.conftest import example, write_checkpoint
-from models.tests.test_parity import greedy_of
+from models.tests.test_parity import greedy_of, logits_of
 
 from interposer import AttentionBackend, AttentionEntry, Config, explain, hookimpl, register
 from interposer.errors import CheckpointError, ConfigError
@@ -26,7 +26,12 @@ PROMPTS = [[(5 * i) % 256 for i in range(60)], [7] * 9]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny Gemma 4 whose last three layers of six read caches, and transformers' own of it."""
     path = tmp_path_factory.mktemp("gemma4")
-    return path, write_checkpoint(example(examples.gemma4, "shared"), path)
+    model = write_checkpoint(example(examples.gemma4, "shared"), path)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+    return path, model
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,8 @@ def test_chunks_and_decodes_give_the_tokens_of_transformers(pair: tuple[Path, An
     path, model = pair
     small = load(path, "float32", platform="cpu", cache_tokens=112, max_step_tokens=17)
     assert tokens(small) == [tuple(greedy_of(model, prompt, 20)) for prompt in PROMPTS]
+    difference = small.logits(PROMPTS[0]) - logits_of(model, PROMPTS[0])
+    assert difference.abs().max() <= 1e-4
 
 
 def test_a_step_is_measured_with_layers_that_read(gemma4: Path, lm: LanguageModel) -> None:
@@ -103,6 +110,7 @@ def test_a_backend_that_cannot_read_alone_is_not_chosen(
         ({"num_kv_shared_layers": 5}, "none of the other layers is of the kind"),
         ({"enable_moe_block": True}, "experts of Gemma 4 are not computed"),
         ({"use_bidirectional_attention": "all"}, "'all', which is not computed"),
+        ({"per_layer_config": {"3": {"head_dim": 8}}}, "none of the other layers is of the kind"),
         ({"per_layer_config": {"1": {"head_dim": -1}}}, "greater than 0"),
     ],
 )

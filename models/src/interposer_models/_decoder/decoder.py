@@ -37,7 +37,7 @@ class Decoder(nn.Module):
         one_by_one: a block needs nothing of a step but what the block before it returned.
     """
 
-    one_by_one: ClassVar[bool] = True
+    one_by_one: bool = True
 
     def __init__(
         self,

@@ -109,12 +109,12 @@ class CacheShape:
         """Return the tokens and layers of each group, for people; empty where all see all."""
         if all(group.seen_tokens is None for group in self.groups):
             return ""
-        size = self.page_size
-        return ", ".join(
-            f"{group.num_pages(tokens_pages) * size} in {group.num_layers} layers that see "
-            f"{'all' if group.seen_tokens is None else group.seen_tokens}"
-            for group in self.groups
-        )
+        parts = []
+        for group in self.groups:
+            tokens = group.num_pages(tokens_pages) * self.page_size
+            see = "layer that sees" if group.num_layers == 1 else "layers that see"
+            parts.append(f"{tokens} in {group.num_layers} {see} {group.seen_tokens or 'all'}")
+        return ", ".join(parts)
 
     @property
     def _fixed_bytes(self) -> int:

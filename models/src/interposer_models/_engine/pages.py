@@ -42,8 +42,8 @@ class PagePool:
 
     def longest(self, wanted: int) -> int:
         """Return how many of ``wanted`` tokens a sequence can have, however idle the pool is."""
-        least = window_pages(self.seen_tokens, self.page_size) if self.seen_tokens else None
-        if least is not None and least <= self.num_pages:
+        seen = self.seen_tokens
+        if seen is not None and window_pages(seen, self.page_size) <= self.num_pages:
             return wanted
         return min(wanted, self.num_pages * self.page_size)
 

@@ -34,13 +34,13 @@ Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
 class Gemma4Decoder(Decoder):
     """A decoder whose layers get embeddings of their own, and that share caches."""
 
-    one_by_one = False
     config: Gemma4
 
     def __init__(self, site: Site, config: Gemma4, *parts: Any) -> None:
         super().__init__(site, config, *parts)
         find_sources(self.layers.modules())
         self.size = size = config.hidden_size_per_layer_input
+        self.one_by_one = not (size or config.num_kv_shared_layers)
         if size:
             width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
             table = site.at("embed_tokens_per_layer")
@@ -182,8 +182,9 @@ class Gemma4(DecoderFamily):
         if self.use_bidirectional_attention not in (None, "vision"):
             mode = self.use_bidirectional_attention
             raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not computed")
-        first = self.num_hidden_layers - self.num_kv_shared_layers
-        if not {*self.windows} <= {*self.windows[: max(first, 0)]}:
+        numbers = range(self.num_hidden_layers)
+        kinds = {(self.is_reader(i), self.windows[i], *self.heads(i).values()) for i in numbers}
+        if not all((False, *kind) in kinds for is_reader, *kind in kinds if is_reader):
             raise ValueError(
                 f"num_kv_shared_layers is {self.num_kv_shared_layers}: none of the other layers is "
                 "of the kind of each of them"
