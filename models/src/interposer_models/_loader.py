@@ -182,8 +182,8 @@ def load(
         config: policy for this model, above every other source.
         quantization: a method by which plain weights are quantized while they load, such as
             ``"fp8"``, or its settings with the name as ``quant_method``.
-        cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
-            contexts need, within ``memory_fraction``.
+        cache_tokens: tokens that the paged cache holds, of layers with windows no more than these
+            need; None takes what ``max_sequences`` full contexts need, within ``memory_fraction``.
         memory_fraction: share of the memory that weights and the largest step leave free, which the
             cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
             accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
