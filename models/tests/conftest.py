@@ -135,6 +135,7 @@ OF_EXAMPLES = {
         (examples.exaone4, "mixed"),
         (examples.gemma2, "capped"),
         (examples.gemma3, "mixed"),
+        (examples.gemma4, "shared"),
         (examples.glm4, "half"),
         (examples.glm4_moe, "groups"),
         (examples.gpt2, "own sizes"),

@@ -20,6 +20,7 @@ from interposer.hookspecs import hookimpl
 from interposer.records import Kernel, PlatformEntry, Record
 from interposer_models import LanguageModel, load
 from interposer_models._engine.cache_budget import StepMemory, cache_budget
+from interposer_models._engine.cache_shape import CacheGroup, CacheShape
 from interposer_ops.devices.memory_profile import MemoryProfile, MemorySnapshot, memory_profile
 
 PLUGINS = frozenset({"interposer-models", "interposer-ops", "interposer-quantization"})
@@ -206,15 +207,14 @@ def test_a_budget_stays_within_the_fraction(
     spare: int,
 ) -> None:
     memory = StepMemory(64, step, free, 2**37, shared=False)
-    settings: dict[str, Any] = {"wanted_tokens": wanted, "fraction": fraction, "spare_pages": spare}
+    shape = CacheShape([CacheGroup(None, 1, page_bytes, None)], page_size, spare)
     allowed = fraction * memory.rest_bytes
     try:
-        found = cache_budget(memory, "cuda:0", page_bytes, page_size, **settings)
+        found = cache_budget(memory, "cuda:0", shape, wanted_tokens=wanted, fraction=fraction)
     except ConfigError:
         assert (1 + spare) * page_bytes > allowed - page_bytes
         return
     pages = -(-found.tokens // page_size)
-    assert found.cache_bytes == pages * page_bytes
-    assert (pages + spare) * page_bytes <= allowed
+    assert found.cache_bytes == (pages + spare) * page_bytes <= allowed
     # Nothing that is wanted and fits is left out.
     assert found.tokens == wanted or (pages + spare + 1) * page_bytes > allowed - page_bytes

@@ -138,7 +138,7 @@ def test_padding_changes_nothing_of_the_step(lengths: list[int]) -> None:
         recorder.capture_graph,
         buckets,
         page_size=PAGE,
-        spare_pages=range(count * PAGES, count * PAGES + spare),
+        spare_pages=[range(count * PAGES, count * PAGES + spare)],
         device="cpu",
     )
     for turn in range(3):
@@ -158,7 +158,7 @@ def test_a_batch_that_shrinks_and_grows_stays_right() -> None:
         Recorder().capture_graph,
         GraphBuckets((8,), (PAGES,)),
         page_size=PAGE,
-        spare_pages=(21, 22),
+        spare_pages=[(21, 22)],
         device="cpu",
     )
     for turn, lengths in enumerate(([12] * 7, [3, 2], [9], [5, 6, 7, 8], [1], [2] * 7)):
@@ -174,7 +174,7 @@ def test_each_bucket_is_captured_once() -> None:
         recorder.capture_graph,
         GraphBuckets((2, 8), (1, PAGES)),
         page_size=PAGE,
-        spare_pages=(24, 25),
+        spare_pages=[(24, 25)],
         device="cpu",
     )
     for lengths in ([3] * 8, [3], [2, 2], [1] * 5, [1] * 8, [9], [12, 1]):
@@ -193,7 +193,7 @@ def test_what_fits_no_graph_runs_without_one(case: str) -> None:
         recorder.capture_graph,
         GraphBuckets((1, 2), (2,)),
         page_size=PAGE,
-        spare_pages=(12,),
+        spare_pages=[(12,)],
         device="cpu",
     )
     batch = decoding({"too many sequences": [1, 1, 1], "a prompt": [2]}.get(case, [9]))
@@ -210,7 +210,7 @@ def test_what_fits_no_graph_runs_without_one(case: str) -> None:
 
 
 def test_every_row_of_padding_has_a_slot_of_its_own() -> None:
-    held = GraphBatch(Bucket(7, 3), PAGE, (30, 31), "cpu")
+    held = GraphBatch(Bucket(7, 3), PAGE, [(30, 31)], "cpu")
     own = held.step.attention
     assert own.slots.tolist() == [126, 125, 124, 123, 122, 121, 120]
     assert own.page_table[:, 0].tolist() == [31, 31, 31, 30, 30, 30, 30]
@@ -228,11 +228,11 @@ def test_every_row_of_padding_has_a_slot_of_its_own() -> None:
 
 def test_too_few_spare_pages_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"1 spare pages of 4 slots cannot take the 9 rows"):
-        GraphBatch(Bucket(9, 3), PAGE, (30,), "cpu")
+        GraphBatch(Bucket(9, 3), PAGE, [(30,)], "cpu")
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
-    held = GraphBatch(Bucket(2, 1), PAGE, (30,), "cpu")
+    held = GraphBatch(Bucket(2, 1), PAGE, [(30,)], "cpu")
     with pytest.raises(ConfigError, match="takes 1 to 2 sequences of one token, got 3 sequences"):
         held.fill(decoding([1, 1, 1]))
     with pytest.raises(ConfigError, match="room for 1 pages per sequence got 2"):

@@ -162,7 +162,7 @@ def test_a_batch_says_what_was_there_before() -> None:
 
 
 def test_rows_of_padding_in_a_graph_have_no_state(build_step: Callable[..., Any]) -> None:
-    held = GraphBatch(Bucket(4, 2), 16, range(8, 9), "cpu", with_states=True)
+    held = GraphBatch(Bucket(4, 2), 16, [range(8, 9)], "cpu", with_states=True)
     assert held.step.attention.state_slots is not None
     assert held.step.attention.state_slots.tolist() == [-1] * 4
     for slots in ([5, 3, 2], [4]):
@@ -175,7 +175,7 @@ def build_step() -> Callable[..., Any]:
     def build(slots: list[int]) -> StepBatch:
         chunks = []
         for index, slot in enumerate(slots):
-            sequence = Sequence(index, [1, 2], lm_params(1), 0, num_computed=1, pages=[index])
+            sequence = Sequence(index, [1, 2], lm_params(1), 0, num_computed=1, pages=[[index]])
             sequence.state_slot = slot
             chunks.append(Chunk(sequence, 1))
         return StepBatch.build(chunks, 16, "cpu", with_states=True)

@@ -243,6 +243,31 @@ def test_accepting_sinks_without_a_forward_is_told(make_site: Callable[..., Site
         check_attention(PromisingSinks, spec, site)
 
 
+class WritingQueries(PagedBackend):
+    """Wrong: stores something where it is to read alone, though what it returns is right."""
+
+    def forward_stored(self, query: Any, cache: Any, plan: Any, *rest: Any) -> torch.Tensor:
+        out = super().forward_stored(query, cache, plan, *rest)
+        cache.flatten(1, 2)[0, plan.slots] += 1
+        return out
+
+
+class AttendingBeforeTheStep(PagedBackend):
+    def forward_stored(self, query: Any, cache: Any, plan: Any, *rest: Any) -> torch.Tensor:
+        earlier = replace(plan, seq_lens=(plan.seq_lens - 1).clamp(min=1))
+        return super().forward_stored(query, cache, earlier, *rest)
+
+
+@pytest.mark.parametrize("extra", ["shared", "int8 with sinks, shared"])
+def test_reading_of_what_is_stored_is_checked(extra: str, make_site: Callable[..., Site]) -> None:
+    spec, site = spec_of(torch.float32, "window", extra), make_site("attention", torch.float32)
+    assert check_attention(PagedBackend, spec, site) == []
+    for wrong, check in ((WritingQueries, "mutation"), (AttendingBeforeTheStep, "value")):
+        assert check in {fault.check for fault in check_attention(wrong, spec, site)}
+    with pytest.raises(MissingMemberError, match="accepted a spec with a shared cache"):
+        AttentionBackend.forward_stored(PagedBackend(spec, site), *[None] * 3)  # type: ignore[arg-type]
+
+
 class SwappingScales(PagedBackend):
     def prepare_scales(self, key_scale: torch.Tensor, value_scale: torch.Tensor) -> Any:
         return super().prepare_scales(value_scale, key_scale)

@@ -38,6 +38,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn, attention factor": {**YARN, "attention_factor": 0.7},
     "yarn, mscale": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.5},
     "yarn, factor below one": {**YARN, "factor": 0.5},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
 }
 HEADS = {
     "query": torch.randn(POSITIONS, 4, HEAD_SIZE, generator=torch.Generator().manual_seed(0)),

@@ -53,7 +53,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step(
         connection.close()
         eventually(lambda: second.finish_reason is not None)
         # What one token needs in time is a step; the rest is what the network takes to tell.
-        assert (second.finish_reason, second.pages) == ("cancelled", [])
+        assert (second.finish_reason, second.pages) == ("cancelled", [[]])
         assert len(second.output) < tokens + 50
         assert lm.engine.scheduler.running == [first]
         assert other.result().body["usage"]["completion_tokens"] == 200

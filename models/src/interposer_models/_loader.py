@@ -47,6 +47,7 @@ from interposer_models._engine.cache_budget import (
     pages_of,
     spare_pages_for,
 )
+from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts, artifacts_key
 from interposer_models._engine.compiled_model import CompiledModel, backend_name, judge_compiler
 from interposer_models._engine.decode_graphs import Capture
@@ -181,8 +182,8 @@ def load(
         config: policy for this model, above every other source.
         quantization: a method by which plain weights are quantized while they load, such as
             ``"fp8"``, or its settings with the name as ``quant_method``.
-        cache_tokens: tokens that the paged cache holds; None takes what ``max_sequences`` full
-            contexts need, within ``memory_fraction``.
+        cache_tokens: tokens that the paged cache holds, of layers with windows no more than these
+            need; None takes what ``max_sequences`` full contexts need, within ``memory_fraction``.
         memory_fraction: share of the memory that weights and the largest step leave free, which the
             cache may take, above 0 and at most 1. The step is run to know. None takes 0.9 of an
             accelerator; 0.25 of a host, whose memory others use as well, and of platforms that
@@ -211,9 +212,8 @@ def load(
         free_bytes = planned.placement.platform.memory(
             planned.placement.device.torch_device
         ).free_bytes
-        per_page = _page_bytes(planned)
         states = _state_bytes(planned, max_sequences)
-        check_cache("load", free_bytes, per_page, planned.page_size, cache_tokens, states)
+        check_cache("load", free_bytes, _shape(planned, **sizes), cache_tokens, states)
     required = planned.resolver.config.graphs == "on"
     if required and planned.graphs is not None and not planned.graphs:
         raise ConfigError(f"graphs='on' was asked for, but {planned.graphs.reason}")
@@ -259,10 +259,8 @@ def load(
     if cache_tokens is None:
         budget = _budget(planned, engine_of, memory_fraction, **sizes)
     else:
-        pages = -(-cache_tokens // planned.page_size)
         states = _state_bytes(planned, max_sequences)
-        taken = pages * _page_bytes(planned)
-        budget = CacheBudget(device, cache_tokens, taken, state_bytes=states)
+        budget = CacheBudget.asked_for(device, _shape(planned, **sizes), cache_tokens, states)
     planned.resolver.notes.append(str(budget))
     engine = engine_of(
         -(-budget.tokens // planned.page_size),
@@ -330,19 +328,19 @@ def _budget(
     return cache_budget(
         memory,
         device,
-        _page_bytes(planned),
-        page_size,
+        _shape(planned, max_sequences, max_step_tokens),
         wanted_tokens=max_sequences * planned.decoder.max_position_embeddings,
         fraction=fraction,
-        spare_pages=spare_pages_for(max_sequences, page_size) if planned.graphs else 0,
         state_bytes=_state_bytes(planned, max_sequences),
     )
 
 
-def _page_bytes(planned: Plan) -> int:
-    """Return the bytes of a page of all layers."""
-    layouts = [layer.backend.kv_layout() for layer in planned.model.attention_layers]
-    return sum(layout.page_bytes() for layout in layouts)
+def _shape(planned: Plan, max_sequences: int, max_step_tokens: int) -> CacheShape:
+    """Return the pools of a model's cache, and what their pages take."""
+    size = planned.page_size
+    spare = spare_pages_for(max_sequences, size) if planned.graphs else 0
+    backends = [layer.backend for layer in planned.model.attention_layers]
+    return CacheShape.of(backends, size, max_sequences, max_step_tokens, spare)
 
 
 def _state_bytes(planned: Plan, max_sequences: int) -> int:

@@ -271,8 +271,7 @@ class TextEndpoints:
         if allowed is not None and len(prompt) > allowed:
             message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
             raise ApiError(400, message, code="context_length_exceeded")
-        pool = self._lm.engine.pool
-        room = min(self.context, pool.num_pages * pool.page_size) - len(prompt)
+        room = self._lm.engine.longest - len(prompt)
         return body.params(self._suggested, max(1, min(most_new_tokens, room)), constraint)
 
     async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from interposer.tooling import lazy_attributes
 
 if TYPE_CHECKING:
-    from interposer_testing._checks.attention import attention_specs, check_attention
+    from interposer_testing._checks.attention import check_attention
     from interposer_testing._checks.attention_claims import (
         check_attention_batches,
         check_attention_determinism,
     )
+    from interposer_testing._checks.attention_specs import attention_specs
     from interposer_testing._checks.call import Subject, tensors_of
     from interposer_testing._checks.expectation import Expectation
     from interposer_testing._checks.fault import Fault
@@ -76,7 +77,8 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
-        "interposer_testing._checks.attention": "attention_specs check_attention",
+        "interposer_testing._checks.attention": "check_attention",
+        "interposer_testing._checks.attention_specs": "attention_specs",
         "interposer_testing._checks.attention_claims": (
             "check_attention_batches check_attention_determinism"
         ),

@@ -15,7 +15,6 @@ from interposer import AttentionBatch, AttentionSpec
 __all__ = [
     "moved_batch",
     "paged_batch",
-    "random_arguments",
     "random_projections",
     "random_scales",
     "random_sinks",
@@ -92,40 +91,33 @@ def moved_batch(batch: AttentionBatch, device: str) -> AttentionBatch:
 
 
 def random_projections(
-    spec: AttentionSpec, num_tokens: int, generator: torch.Generator, *, fused: bool
+    spec: AttentionSpec,
+    num_tokens: int,
+    generator: torch.Generator,
+    *,
+    fused: bool,
+    batch: AttentionBatch | None = None,
 ) -> list[torch.Tensor]:
     """Return random query ``[T, N, D]``, key and value ``[T, K, D]`` between -1 and 1.
 
     ``fused`` gives them as slices of one product. Where the spec is latent, the value is the first
-    part of the key.
+    part of the key; that of an indexer are the weights of its heads ``[T, N]``, float32 or wider.
+    Where the spec is sparse it names tokens of ``batch``, ``[T, X]`` int32: at most ``top_k``, the
+    rest is -1, and X is 0 where no sequence has more.
     """
     heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
     shape = (num_tokens, sum(heads), spec.head_size)
     product = (2 * torch.rand(shape, generator=generator) - 1).to(spec.dtype)
     query, key, value = product.split(heads, dim=1)
-    if spec.latent:
-        value = key[..., : spec.latent_size]
-    parts = [query, key, value]
-    return parts if fused else [part.contiguous() for part in parts]
-
-
-def random_arguments(
-    spec: AttentionSpec, batch: AttentionBatch, generator: torch.Generator, *, fused: bool
-) -> list[torch.Tensor]:
-    """Return random query, key and value of a step, as ``random_projections``.
-
-    The value of an indexer are the weights of its heads ``[T, N]``, float32 or wider. Where the
-    spec is sparse it names tokens of ``batch``, ``[T, X]`` int32: at most ``top_k``, the rest
-    is -1, and X is 0 where no sequence has more.
-    """
-    num_tokens = len(batch.slots)
-    query, key, value = random_projections(spec, num_tokens, generator, fused=fused)
     if spec.type == "indexer":
         value = 2 * torch.rand(num_tokens, spec.num_heads, generator=generator) - 1
         value = value.to(torch.promote_types(spec.dtype, torch.float32))
-    elif spec.sparse:
+    elif spec.sparse and batch is not None:
         value = _named_tokens(batch, spec.top_k, generator)
-    return [query, key, value]
+    elif spec.latent:
+        value = key[..., : spec.latent_size]
+    parts = [query, key, value]
+    return parts if fused else [part.contiguous() for part in parts]
 
 
 def _named_tokens(batch: AttentionBatch, top_k: int, generator: torch.Generator) -> torch.Tensor:

@@ -39,6 +39,8 @@ class AttentionSpec:
         prefix_lm: prompt tokens see each other in both directions.
         alibi: scores are lowered by the distance times a slope of the head, which follows from the
             number of heads, see ``interposer_ops.attention.alibi_slopes``.
+        shared: further layers, with specs equal to this one, attend to the cache that a layer
+            writes, without writing it.
     """
 
     version: ClassVar[int] = 1
@@ -61,6 +63,7 @@ class AttentionSpec:
     top_k: int = 0
     prefix_lm: bool = False
     alibi: bool = False
+    shared: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -110,6 +113,8 @@ class AttentionSpec:
         for feature in ("sinks", "latent", "sparse", "prefix_lm", "alibi"):
             if getattr(self, feature):
                 return Verdict.refuse(f"does not do {feature}")
+        if self.shared:
+            return Verdict.refuse("does not attend to a cache without writing it")
         if self.num_heads % self.num_kv_heads:
             heads = f"{self.num_heads} heads, {self.num_kv_heads} kv heads"
             return Verdict.refuse(f"needs heads in groups of one size, got {heads}")
@@ -123,7 +128,8 @@ class AttentionBatch:
     Attributes:
         query_starts: ``[B + 1]`` int64; sequence b's tokens go from entry b to before entry b + 1.
         seq_lens: ``[B]`` int64; tokens in the cache after this step, the query's own included.
-        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0.
+        page_table: ``[B, P]`` int64; pages of each sequence in order, padded with 0. Where none of
+            a page's tokens is seen any more, a page of zeros may stand in its place.
         slots: ``[T]`` int64; where each token's key and value go: page * page size + offset.
         max_query_tokens: the longest query of the batch.
         max_seq_tokens: the largest of ``seq_lens``.
@@ -241,6 +247,14 @@ class AttentionBackend(ABC):
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         self.spec = spec
 
+    @property
+    def seen_tokens(self) -> int | None:
+        """The tokens that one sees at most, itself included; None where it may see all.
+
+        Pages that lie before these are taken from a sequence after the step.
+        """
+        return self.spec.window_tokens
+
     @classmethod
     @abstractmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
@@ -338,6 +352,29 @@ class AttentionBackend(ABC):
         """
         accepted = f"accepted a spec with sinks and a cache of {self.spec.cache_dtype}"
         raise _lacking(self, accepted, "forward_quantized_with_sinks")
+
+    def forward_stored(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Any,
+        scales: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the keys and values that another layer stored in this step and before.
+
+        Only backends that accept a spec with ``shared`` are asked. Nothing is written.
+
+        Args:
+            query: ``[T, N, D]``.
+            cache: that the other layer wrote, by this backend.
+            plan: of this step.
+            scales: of ``prepare_scales`` for the other layer; None where the cache has none.
+            sinks: ``[N]``, dtype of ``query``, where the spec has some.
+        Returns: ``[T, N, D]``, dtype of ``query``.
+        Raises: MissingMemberError: unless it is overridden.
+        """
+        raise _lacking(self, "accepted a spec with a shared cache", "forward_stored")
 
 
 def _lacking(backend: AttentionBackend, said: str, member: str) -> MissingMemberError:

@@ -266,6 +266,9 @@ class LoadsBackend(Loads):
         key = (candidate.qualified_name, self._spec)
         if key not in self._built:
             backend = self._registry.load(candidate, candidate.record.target)
+            # A backend that asks for features one by one may know nothing of this one.
+            if self._spec.shared and backend.forward_stored is AttentionBackend.forward_stored:
+                return Verdict.refuse("accepted a spec with a shared cache, has no forward_stored")
             self._built[key] = backend(self._spec, self._site)
         self.loaded = self._built[key]
         return _ACCEPTED

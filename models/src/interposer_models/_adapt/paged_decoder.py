@@ -126,10 +126,6 @@ class PagedDecoder:
     def reserve_positions(self, count: int, device: str) -> None:
         """Do nothing: the model makes the angles of each step itself."""
 
-    def page_bytes(self) -> int:
-        """Return the bytes of a page of all layers."""
-        return sum(layer.backend.kv_layout().page_bytes() for layer in self.attention_layers)
-
     def __call__(
         self,
         token_ids: Tensor,

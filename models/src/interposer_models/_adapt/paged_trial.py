@@ -88,7 +88,7 @@ def _in_steps(
         for sequence, count in zip(pair, wanted, strict=True):
             left = min(count, len(sequence) - sequence.num_computed)
             if left:
-                pool.extend(sequence.pages, sequence.num_computed + left)
+                pool.extend(sequence.pages[0], sequence.num_computed + left)
                 chunks.append(Chunk(sequence, left))
         if number % 2:
             chunks.reverse()

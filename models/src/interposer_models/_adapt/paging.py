@@ -28,6 +28,7 @@ from interposer_models._engine.cache_budget import (
     check_sizes,
     unmeasured_budget,
 )
+from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.engine import Engine
 from interposer_models._language_model import LanguageModel
 from interposer_models._tokenizer import MissingTokenizer, TextTokenizer
@@ -93,16 +94,15 @@ def language_model(
             f"{error.layer} {error.reason}, so the engine cannot run this model",
             "adapted.model.generate(...), which runs every model",
         ) from None
-    size, page_bytes = paged.page_size, paged.page_bytes()
-    memory = plan.placement.platform.memory(device)
+    size, platform = paged.page_size, plan.placement.platform
+    backends = [layer.backend for layer in paged.attention_layers]
+    shape = CacheShape.of(backends, size, max_sequences, max_step_tokens)
     if cache_tokens is None:
         wanted = max_sequences * paged.config.max_position_embeddings
-        budget = unmeasured_budget(
-            plan.placement.platform, device, page_bytes, size, wanted, max_step_tokens
-        )
+        budget = unmeasured_budget(platform, device, shape, wanted, max_step_tokens)
     else:
-        check_cache("language_model", memory.free_bytes, page_bytes, size, cache_tokens)
-        budget = CacheBudget(device, cache_tokens, -(-cache_tokens // size) * page_bytes)
+        check_cache("language_model", platform.memory(device).free_bytes, shape, cache_tokens)
+        budget = CacheBudget.asked_for(device, shape, cache_tokens)
     remark(adapted, str(budget))
     engine = Engine(
         paged,

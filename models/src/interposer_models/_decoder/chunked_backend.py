@@ -51,6 +51,11 @@ class ChunkedBackend(AttentionBackend):
                 "pages"
             )
 
+    @property
+    def seen_tokens(self) -> int:
+        """The tokens of a chunk."""
+        return self.chunk_tokens
+
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
         """Refuse: it is made of a backend that was chosen, and is not chosen itself."""

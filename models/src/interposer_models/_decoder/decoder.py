@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from interposer import CausalModel, Site
+from interposer import AttentionBackend, CausalModel, Site
 from interposer_models._decoder.recurrent import RecurrentLayer
 from interposer_models._decoder.settings import DecoderSettings
+from interposer_models._decoder.stored_attention import StoredAttention
 from interposer_ops.layers.attention import Attention
 from interposer_ops.layers.embedding import Embedding, LMHead
 from interposer_ops.rotary import rotary_table
@@ -29,6 +30,149 @@ Norm = Callable[[Site], nn.Module]
 """Returns a norm of the residual stream at a site; its methods are those of ``RMSNorm``."""
 
 
+class Decoder(nn.Module):
+    """Embedding, blocks and the final norm; ``head`` is what shares the embedding, or None.
+
+    Attributes:
+        one_by_one: a block needs nothing of a step but what the block before it returned.
+    """
+
+    one_by_one: bool = True
+
+    def __init__(
+        self,
+        site: Site,
+        config: DecoderSettings,
+        block: Block,
+        norm: Norm,
+        head: Site | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding_scale = config.embedding_scale
+        self.embed_tokens = Embedding(
+            site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
+        )
+        frame, count = config.frame, config.num_hidden_layers
+        self.embed_positions = None
+        if frame.positions:
+            rows = config.max_position_embeddings + frame.first_position
+            self.embed_positions = Embedding(site.at(frame.positions), rows, config.hidden_size)
+        blocks = site.at(frame.layers)
+        self.layers = nn.ModuleList(block(blocks.at(str(i)), i) for i in range(count))
+        self.norm = norm(site.at(frame.norm))
+        # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
+        attends = any(isinstance(module, Attention) for module in self.layers.modules())
+        turns = attends and config.is_rotated and not frame.positions
+        rotations = [(config.rotary_size_at(i), *config.rotation(i)) for i in range(count) if turns]
+        self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
+        self.kinds = [self.rotations.index(rotation) for rotation in rotations]
+        self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.numbers: Sequence[int] = range(count)
+        self._place_caches()
+
+    @contextmanager
+    def only(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Leave the blocks of these numbers within a ``with`` block, in this order."""
+        every, layers = self.numbers, self.layers
+        self.numbers, self.layers = numbers, nn.ModuleList(layers[number] for number in numbers)
+        self._place_caches()
+        try:
+            yield
+        finally:
+            self.numbers, self.layers = every, layers
+            self._place_caches()
+
+    def _place_caches(self) -> None:
+        """Find the place of each block's cache.
+
+        A block with several, or with none, has a list of places. Those of attention come first.
+        """
+        kept = [_kept(block) for block in self.layers]
+        states = [layer for block in kept for layer in block if isinstance(layer, RecurrentLayer)]
+        stored = [layer for block in kept for layer in block if isinstance(layer, StoredAttention)]
+        attention, state = 0, sum(map(len, kept)) - len(states) - len(stored)
+        written: dict[AttentionBackend, int] = {}
+        self.places: list[int | list[int]] = []
+        for block in kept:
+            places = []
+            for layer in block:
+                if isinstance(layer, StoredAttention):
+                    places.append(written[layer.backend])
+                elif isinstance(layer, RecurrentLayer):
+                    places.append(state)
+                    state += 1
+                else:
+                    written[layer.backend] = attention
+                    places.append(attention)
+                    attention += 1
+            self.places.append(places[0] if len(places) == 1 else places)
+
+    def reserve_positions(self, count: int, device: str) -> None:
+        """Compute the angles of at least ``count`` positions, which no checkpoint stores.
+
+        A table of all would be the larger the longer the context that a config claims.
+        """
+        config = self.config
+        rows = min(config.max_position_embeddings, max(2 * count, _FIRST_POSITIONS))
+        self.tables = []
+        for size, base, scaling in self.rotations:
+            cos, sin = rotary_table(rows, size, base, scaling, config.max_position_embeddings)
+            self.tables.append((cos.to(device), sin.to(device)))
+
+    def angles(
+        self, positions: torch.Tensor
+    ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer.
+
+        Where no layer attends, or positions are learned, there are none.
+        """
+        if not self.rotations:
+            return [(None, None)] * len(self.layers)
+        found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
+        return [found[self.kinds[number]] for number in self.numbers]
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return what the first block gets, ``[T, H]``."""
+        x: torch.Tensor = self.embed_tokens(token_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions + self.config.frame.first_position)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
+
+    def further_inputs(
+        self, token_ids: torch.Tensor, x: torch.Tensor
+    ) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Return what each block gets besides, by what the first block gets, ``[T, H]``."""
+        return [()] * len(self.layers)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        caches: Sequence[Any],
+        plans: Sequence[Any],
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
+        angles = self.angles(positions)
+        x = self.embed(token_ids, positions)
+        further = self.further_inputs(token_ids, x)
+        residual = None
+        last = len(self.layers) - 1
+        for index, block in enumerate(self.layers):
+            wanted = rows if index == last else None
+            place = self.places[index]
+            cache: Any
+            plan: Any
+            if isinstance(place, int):
+                cache, plan = caches[place], plans[place]
+            else:
+                cache, plan = [caches[i] for i in place], [plans[i] for i in place]
+            x, residual = block(x, residual, *angles[index], cache, plan, wanted, *further[index])
+        normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
+        return normalised
+
+
 class CausalLM(CausalModel):
     """A decoder with its language model head; module names are those of the checkpoints.
 
@@ -38,9 +182,11 @@ class CausalLM(CausalModel):
         unread: what the names of tensors begin with that a checkpoint may have besides.
         renamed: returns the name that a tensor has here, by the one in the checkpoint; None for one
             that nothing is computed of.
+        decoder_type: the class of ``model``.
     """
 
     unread: tuple[str, ...] = ()
+    decoder_type: ClassVar[type[Decoder]] = Decoder
 
     def __init__(self, site: Site, config: DecoderSettings, block: Block, norm: Norm) -> None:
         super().__init__()
@@ -48,7 +194,7 @@ class CausalLM(CausalModel):
         self.renamed: Callable[[str], str | None] = config.renamed
         head = site.at(config.frame.head)
         tied = config.tie_word_embeddings
-        self.model = Decoder(
+        self.model = self.decoder_type(
             site.at(config.frame.decoder), config, block, norm, head if tied else None
         )
         self.lm_head = LMHead(
@@ -97,129 +243,7 @@ class CausalLM(CausalModel):
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
 
-class Decoder(nn.Module):
-    """Embedding, blocks and the final norm; ``head`` is what shares the embedding, or None."""
-
-    def __init__(
-        self,
-        site: Site,
-        config: DecoderSettings,
-        block: Block,
-        norm: Norm,
-        head: Site | None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding_scale = config.embedding_scale
-        self.embed_tokens = Embedding(
-            site.at(config.frame.embedding), config.vocab_size, config.hidden_size, head
-        )
-        frame, count = config.frame, config.num_hidden_layers
-        self.embed_positions = None
-        if frame.positions:
-            rows = config.max_position_embeddings + frame.first_position
-            self.embed_positions = Embedding(site.at(frame.positions), rows, config.hidden_size)
-        blocks = site.at(frame.layers)
-        self.layers = nn.ModuleList(block(blocks.at(str(i)), i) for i in range(count))
-        self.norm = norm(site.at(frame.norm))
-        # Most decoders rotate by the same angles everywhere; others have two kinds of layers.
-        attends = any(isinstance(module, Attention) for module in self.layers.modules())
-        turns = attends and config.is_rotated and not frame.positions
-        rotations = [config.rotation(i) for i in range(count)] if turns else []
-        self.rotations = [r for i, r in enumerate(rotations) if rotations.index(r) == i]
-        self.kinds = [self.rotations.index(rotation) for rotation in rotations]
-        self.tables: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.numbers: Sequence[int] = range(count)
-        self._place_caches()
-
-    @contextmanager
-    def only(self, numbers: Sequence[int]) -> Iterator[None]:
-        """Leave the blocks of these numbers within a ``with`` block, in this order."""
-        every, layers = self.numbers, self.layers
-        self.numbers, self.layers = numbers, nn.ModuleList(layers[number] for number in numbers)
-        self._place_caches()
-        try:
-            yield
-        finally:
-            self.numbers, self.layers = every, layers
-            self._place_caches()
-
-    def _place_caches(self) -> None:
-        """Find the place of each block's cache.
-
-        A block with several, or with none, has a list of places. Those of attention come first.
-        """
-        kept = [_kept(block) for block in self.layers]
-        attention, state = 0, sum(has_state is False for block in kept for has_state in block)
-        self.places: list[int | list[int]] = []
-        for block in kept:
-            places = []
-            for has_state in block:
-                places.append(state if has_state else attention)
-                state, attention = state + has_state, attention + (not has_state)
-            self.places.append(places[0] if len(places) == 1 else places)
-
-    def reserve_positions(self, count: int, device: str) -> None:
-        """Compute the angles of at least ``count`` positions, which no checkpoint stores.
-
-        A table of all would be the larger the longer the context that a config claims.
-        """
-        config = self.config
-        rows = min(config.max_position_embeddings, max(2 * count, _FIRST_POSITIONS))
-        self.tables = []
-        for base, scaling in self.rotations:
-            cos, sin = rotary_table(
-                rows, config.rotary_size, base, scaling, config.max_position_embeddings
-            )
-            self.tables.append((cos.to(device), sin.to(device)))
-
-    def angles(
-        self, positions: torch.Tensor
-    ) -> Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Return cosines and sines ``[T, R / 2]`` of positions ``[T]``, for each layer.
-
-        Where no layer attends, or positions are learned, there are none.
-        """
-        if not self.rotations:
-            return [(None, None)] * len(self.layers)
-        found = [(cos[positions], sin[positions]) for cos, sin in self.tables]
-        return [found[self.kinds[number]] for number in self.numbers]
-
-    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return what the first block gets, ``[T, H]``."""
-        x: torch.Tensor = self.embed_tokens(token_ids)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(positions + self.config.frame.first_position)
-        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        caches: Sequence[Any],
-        plans: Sequence[Any],
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return the normalised hidden states ``[T, H]``, or ``[R, H]`` of ``rows``."""
-        angles = self.angles(positions)
-        x = self.embed(token_ids, positions)
-        residual = None
-        last = len(self.layers) - 1
-        for index, block in enumerate(self.layers):
-            wanted = rows if index == last else None
-            place = self.places[index]
-            cache: Any
-            plan: Any
-            if isinstance(place, int):
-                cache, plan = caches[place], plans[place]
-            else:
-                cache, plan = [caches[i] for i in place], [plans[i] for i in place]
-            x, residual = block(x, residual, *angles[index], cache, plan, wanted)
-        normalised: torch.Tensor = self.norm.forward_add(x, residual)[0]  # type: ignore[operator]
-        return normalised
-
-
-def _kept(block: nn.Module) -> tuple[bool, ...]:
-    """Return, for each layer of a block with a cache in order, whether that is a state."""
-    kept = (module for module in block.modules() if isinstance(module, KEEPING))
-    return tuple(isinstance(module, RecurrentLayer) for module in kept)
+def _kept(block: nn.Module) -> list[Attention | StoredAttention | RecurrentLayer]:
+    """Return the layers of a block that have a cache or read one, in order."""
+    kinds = (*KEEPING, StoredAttention)
+    return [module for module in block.modules() if isinstance(module, kinds)]

@@ -111,6 +111,10 @@ class DecoderSettings(BaseModel, ModelFamily):
         original = {"original_max_position_embeddings": self.max_position_embeddings}
         return stated.get("rope_theta", self.rope_theta), {**original, **stated}
 
+    def rotary_size_at(self, index: int) -> int:
+        """Return how many elements of a head are rotated in layer ``index``."""
+        return self.rotary_size
+
     def renamed(self, name: str) -> str | None:
         """Return the name of a checkpoint's tensor here, None for one that is not needed."""
         return name
@@ -173,7 +177,7 @@ class DecoderSettings(BaseModel, ModelFamily):
         try:
             parsed = cls.model_validate(config)
             for index in range(parsed.num_hidden_layers):
-                rotary_frequencies(parsed.rotary_size, *parsed.rotation(index))
+                rotary_frequencies(parsed.rotary_size_at(index), *parsed.rotation(index))
             return parsed
         except UnknownNameError:
             raise

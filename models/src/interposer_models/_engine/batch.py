@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,11 +14,22 @@ from interposer_models._engine.scheduler import Chunk
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Token ids and positions, both ``[T]`` int64, with the paged batch behind them."""
+    """Token ids and positions, both ``[T]`` int64, with the paged batch behind them.
+
+    Attributes:
+        attention: with the pages of the first pool.
+        further: the same with those of each other pool.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
+    further: tuple[AttentionBatch, ...] = ()
+
+    @property
+    def by_pool(self) -> tuple[AttentionBatch, ...]:
+        """The paged batch of each pool."""
+        return (self.attention, *self.further)
 
     @classmethod
     def build(
@@ -37,24 +48,26 @@ class StepBatch:
         """
         token_ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
         starts = [0]
         lengths: list[int] = []
-        most_pages = max(min_pages, *(len(chunk.sequence.pages) for chunk in chunks))
-        table: list[int] = []
+        most_pages = max(min_pages, *(len(chunk.sequence.pages[0]) for chunk in chunks))
+        places: list[list[int]] = [[] for _ in range(2 * len(chunks[0].sequence.pages))]
         for chunk in chunks:
-            sequence, pages = chunk.sequence, chunk.sequence.pages
+            sequence = chunk.sequence
             start, stop = sequence.num_computed, sequence.num_computed + chunk.num_tokens
             token_ids += sequence.tokens(start, stop)
             positions += range(start, stop)
-            slots += [pages[p // page_size] * page_size + p % page_size for p in range(start, stop)]
             starts.append(len(token_ids))
             lengths.append(stop)
-            table += pages
-            table += [0] * (most_pages - len(pages))
+            for pages, slots, table in zip(sequence.pages, places[::2], places[1::2], strict=True):
+                slots += [
+                    pages[p // page_size] * page_size + p % page_size for p in range(start, stop)
+                ]
+                table += pages
+                table += [0] * (most_pages - len(pages))
         # One tensor, of which they are parts: making six takes a decode step as long as a layer.
         states = [chunk.sequence.state_slot for chunk in chunks] if with_states else []
-        parts = (token_ids, positions, slots, starts, lengths, table, states)
+        parts = (token_ids, positions, starts, lengths, states, *places)
         numbers = torch.tensor([*itertools.chain(*parts)], dtype=torch.int64)
         sizes = [len(part) for part in parts]
         longest = max(chunk.num_tokens for chunk in chunks), max(lengths)
@@ -63,7 +76,7 @@ class StepBatch:
             return built
         # What lies on the host goes along, so that no backend waits for the device to tell it.
         there = numbers.to(device, non_blocking=True).split(sizes)
-        return cls._of(there, most_pages, longest, built.attention)
+        return cls._of(there, most_pages, longest, built)
 
     @classmethod
     def _of(
@@ -71,9 +84,9 @@ class StepBatch:
         parts: Items[torch.Tensor],
         most_pages: int,
         longest: tuple[int, int],
-        host: AttentionBatch | None,
+        host: StepBatch | None,
     ) -> StepBatch:
-        tokens, positions, slots, query_starts, seq_lens, pages, states = parts
+        tokens, positions, query_starts, seq_lens, states, slots, pages, *others = parts
         attention = AttentionBatch(
             query_starts=query_starts,
             seq_lens=seq_lens,
@@ -82,6 +95,15 @@ class StepBatch:
             max_query_tokens=longest[0],
             max_seq_tokens=longest[1],
             state_slots=states if len(states) else None,
-            host=host,
+            host=host.attention if host else None,
         )
-        return cls(tokens, positions, attention)
+        further = [
+            replace(
+                attention,
+                slots=slots,
+                page_table=pages.view(len(seq_lens), most_pages),
+                host=host.further[number] if host else None,
+            )
+            for number, (slots, pages) in enumerate(zip(others[::2], others[1::2], strict=True))
+        ]
+        return cls(tokens, positions, attention, tuple(further))

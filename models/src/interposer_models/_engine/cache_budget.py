@@ -12,6 +12,8 @@ from torch import nn
 from interposer import CausalModel, Platform
 from interposer.errors import ConfigError, described
 from interposer_models._decoder.decoder import CausalLM
+from interposer_models._decoder.stored_attention import StoredAttention
+from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.decode_graphs import DecodeGraphs
 from interposer_models._engine.engine import Engine
 from interposer_models._engine.graph_buckets import GraphBuckets
@@ -56,10 +58,11 @@ class CacheBudget:
 
     Attributes:
         tokens: that the cache holds.
-        cache_bytes: that these take.
+        cache_bytes: that it takes.
         state_bytes: what layers keep of sequences besides, whatever their lengths.
         fraction: of the rest that the cache may take; None where a number of tokens was asked for.
         memory: None where that was, too.
+        parts: of the cache, where some layers hold other tokens than these.
     """
 
     device: str
@@ -68,9 +71,21 @@ class CacheBudget:
     fraction: float | None = None
     memory: StepMemory | None = None
     state_bytes: int = 0
+    parts: str = ""
+
+    @classmethod
+    def asked_for(
+        cls, device: str, shape: CacheShape, cache_tokens: int, state_bytes: int = 0
+    ) -> CacheBudget:
+        """Return the cache of so many tokens as somebody asked for."""
+        pages = -(-cache_tokens // shape.page_size)
+        taken, parts = shape.num_bytes(pages), shape.parts(pages)
+        return cls(device, cache_tokens, taken, state_bytes=state_bytes, parts=parts)
 
     def __str__(self) -> str:
         size = f"KV cache of {self.tokens} tokens, {_size(self.cache_bytes)}"
+        if self.parts:
+            size += f" ({self.parts})"
         if self.state_bytes:
             size += f", beside {_size(self.state_bytes)} of recurrent states"
         if self.memory is None or self.fraction is None:
@@ -85,63 +100,46 @@ class CacheBudget:
 def cache_budget(
     memory: StepMemory,
     device: str,
-    page_bytes: int,
-    page_size: int,
+    shape: CacheShape,
     *,
     wanted_tokens: int,
     fraction: float | None,
-    spare_pages: int,
     state_bytes: int = 0,
 ) -> CacheBudget:
     """Return what the cache may hold: ``wanted_tokens``, or what fits into the fraction.
 
     Args:
-        page_bytes: of a page of all layers.
         fraction: None takes 0.9 of an accelerator whose steps are measured, else 0.25.
-        spare_pages: that the engine takes besides.
-        state_bytes: that it takes for states, of the same fraction.
+        state_bytes: that the engine takes for states, of the same fraction.
     Raises: ConfigError: not one page fits, or the states do not.
     """
     if fraction is None:
         own = memory.step_bytes is not None and not memory.shared
         fraction = _OF_ACCELERATOR if own else _OF_OTHER
-    wanted_pages = -(-wanted_tokens // page_size)
+    wanted_pages = -(-wanted_tokens // shape.page_size)
     room_bytes = int(memory.rest_bytes * fraction) - state_bytes
-    # Without attention a page takes no memory.
-    pages = room_bytes // page_bytes - spare_pages if page_bytes else wanted_pages
+    fitting = shape.fitting(room_bytes)
+    pages = wanted_pages if fitting is None else min(wanted_pages, fitting)
     if pages < 1 or room_bytes < 0:
-        needed = _size((1 + spare_pages) * page_bytes + state_bytes)
+        needed = _size(shape.num_bytes(1) + state_bytes)
         raise ConfigError(
             f"No memory is left for the KV cache, which needs {needed} at least and may take "
             f"{fraction:g} of {_size(max(memory.rest_bytes, 0))}: {_parts(device, memory)}. "
             "Try: a smaller max_step_tokens or max_sequences, a larger memory_fraction, weights of "
             "fewer bits, or end what else uses the device"
         )
-    tokens = min(wanted_tokens, pages * page_size)
-    cache_bytes = min(wanted_pages, pages) * page_bytes
-    return CacheBudget(device, tokens, cache_bytes, fraction, memory, state_bytes)
+    tokens = min(wanted_tokens, pages * shape.page_size)
+    cache_bytes, parts = shape.num_bytes(pages), shape.parts(pages)
+    return CacheBudget(device, tokens, cache_bytes, fraction, memory, state_bytes, parts)
 
 
 def unmeasured_budget(
-    platform: Platform,
-    device: str,
-    page_bytes: int,
-    page_size: int,
-    wanted_tokens: int,
-    max_step_tokens: int,
+    platform: Platform, device: str, shape: CacheShape, wanted_tokens: int, max_step_tokens: int
 ) -> CacheBudget:
     """Return the cache of a model whose steps are not measured; see ``cache_budget``."""
     now, shared = platform.memory(device), is_host(platform)
     memory = StepMemory(max_step_tokens, None, now.free_bytes, now.total_bytes, shared)
-    return cache_budget(
-        memory,
-        device,
-        page_bytes,
-        page_size,
-        wanted_tokens=wanted_tokens,
-        fraction=None,
-        spare_pages=0,
-    )
+    return cache_budget(memory, device, shape, wanted_tokens=wanted_tokens, fraction=None)
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -152,12 +150,7 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def check_cache(
-    call: str,
-    free_bytes: int,
-    page_bytes: int,
-    page_size: int,
-    cache_tokens: int,
-    state_bytes: int = 0,
+    call: str, free_bytes: int, shape: CacheShape, cache_tokens: int, state_bytes: int = 0
 ) -> None:
     """Raise ConfigError if so many tokens do not fit into the free memory beside the states.
 
@@ -169,10 +162,8 @@ def check_cache(
             f"the states of sequences take {_size(state_bytes)}, free are {_size(free_bytes)}. "
             "Try: a smaller max_sequences"
         )
-    if not page_bytes:
-        return
-    fitting = (free_bytes - state_bytes) * page_size // page_bytes
-    if cache_tokens > fitting:
+    pages = shape.fitting(free_bytes - state_bytes)
+    if pages is not None and cache_tokens > (fitting := max(pages, 0) * shape.page_size):
         raise ConfigError(
             f"cache_tokens is {cache_tokens}, the free memory holds {fitting}. "
             f"Try: {call}(..., cache_tokens={fitting // 4})"
@@ -258,7 +249,8 @@ def _lengths(engine: Engine, sequences: int, tokens: int) -> list[int]:
 def _kind(block: nn.Module) -> tuple[object, ...]:
     """Return what blocks with equal needs of memory share: backends, and the classes of parts."""
     parts = list(block.modules())
-    backends = (id(part.backend) for part in parts if isinstance(part, Attention))
+    attending = Attention, StoredAttention
+    backends = (id(part.backend) for part in parts if isinstance(part, attending))
     return (*backends, *map(type, parts))
 
 

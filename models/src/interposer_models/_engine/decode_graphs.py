@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +46,9 @@ class DecodeGraphs:
         buckets: GraphBuckets,
         *,
         page_size: int,
-        spare_pages: Sequence[int],
+        spare_pages: Sequence[Sequence[int]],
         device: str,
-        backends: Iterable[AttentionBackend] = (),
+        backends: Mapping[AttentionBackend, int] | None = None,
         model: nn.Module | None = None,
         required: bool = False,
         with_states: bool = False,
@@ -58,9 +58,9 @@ class DecodeGraphs:
         Args:
             step: what is captured; it must read nothing but its arguments and what never moves.
             capture: of the platform.
-            spare_pages: pages of the cache that no sequence is given, see ``pages_for``.
-            backends: what attends in ``step``. Those that plan on the host plan a step before its
-                graph is replayed, others within.
+            spare_pages: of each pool, pages that no sequence is given, see ``pages_for``.
+            backends: what attends in ``step``, and of which pool its pages are. Those that plan on
+                the host plan a step before its graph is replayed, others within.
             model: what ``step`` calls, to be looked at before each capture.
             required: what cannot be captured raises.
             with_states: see ``GraphBatch``.
@@ -69,10 +69,11 @@ class DecodeGraphs:
         self.compiled = Verdict.accept()
         self._step = step
         self._capture = capture
-        self._memory = (page_size, [*spare_pages], device, with_states)
+        self._memory = (page_size, spare_pages, device, with_states)
         self._model = model
         self._required = required
-        self._planners = [b for b in dict.fromkeys(backends) if b.plans_on_host]
+        places = backends or {}
+        self._planners = {each: place for each, place in places.items() if each.plans_on_host}
         self._graphs: dict[Bucket, _Captured] = {}
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class DecodeGraphs:
         held, plans, replay = self._graphs[bucket]
         count = held.fill(batch)
         for backend, plan in plans.items():
-            backend.update_plan(plan, held.step.attention)
+            backend.update_plan(plan, held.step.by_pool[self._planners[backend]])
         results = replay()
         assert isinstance(results, torch.Tensor)
         return results[:count]
@@ -124,7 +125,8 @@ class DecodeGraphs:
     def _captured(self, bucket: Bucket) -> _Captured:
         held = GraphBatch(bucket, *self._memory)
         try:
-            plans = {b: b.plan_fixed(held.step.attention) for b in self._planners}
+            batches = held.step.by_pool
+            plans = {b: b.plan_fixed(batches[place]) for b, place in self._planners.items()}
             replay = self._capture(lambda: self._step(held.step, plans))
         except foreign_errors() as error:
             raise GraphError(

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from interposer import AttentionBackend
 from interposer.errors import RequestError
 from interposer_models._engine.batch import StepBatch
+from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.compiled_model import CompiledModel
 from interposer_models._engine.constraints import Constraints
 from interposer_models._engine.decode_graphs import Capture, DecodeGraphs, Plans
@@ -50,6 +52,7 @@ class Engine:
         graphs: through which steps that only decode run; None without.
         compiled: what is called instead of the model; None where it is not compiled.
         numerics: the block in which weights are prepared and steps compute.
+        pools: of pages; that of the layers that see farthest is the first one, ``pool``.
         constraints: compiles those of requests; None where there is no tokenizer to do so with.
     """
 
@@ -75,6 +78,7 @@ class Engine:
         """Allocate the cache.
 
         Args:
+            num_pages: that tokens of all sequences may take; layers with windows have fewer.
             capture: of the platform, where decode steps are to be graphs.
             graphs_required: what cannot be captured raises, see ``DecodeGraphs``.
             numerics: of the platform, the block in which every step computes.
@@ -89,34 +93,48 @@ class Engine:
         self.stop_token_ids = stop_token_ids
         self._states = [layer.state_layout() for layer in getattr(model, "state_layers", ())]
         num_slots = self.slots_for(max_sequences) if self._states else 0
-        self.pool = PagePool(num_pages, page_size, num_slots)
-        self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
-        self.scheduler = Scheduler(self.pool, max_sequences, max_step_tokens)
         self.backends = [layer.backend for layer in model.attention_layers]
+        shape = CacheShape.of(self.backends, page_size, max_sequences, max_step_tokens)
+        self._places = {backend: shape.place(backend) for backend in self.backends}
+        self.pools = [
+            PagePool(
+                group.num_pages(num_pages),
+                page_size,
+                0 if number else num_slots,
+                group.seen_tokens,
+            )
+            for number, group in enumerate(shape.groups)
+        ]
+        self.pool = self.pools[0]
+        self._edits = RequestEdits(sampler, model.config.vocab_size, stop_token_ids, device)
+        self.scheduler = Scheduler(self.pools, max_sequences, max_step_tokens)
         self.graphs: DecodeGraphs | None = None
-        spare_pages = range(0)
+        firsts = [
+            pool.num_pages + group.num_zero_pages
+            for pool, group in zip(self.pools, shape.groups, strict=True)
+        ]
+        num_spare = 0
         if capture is not None:
-            tokens = min(model.config.max_position_embeddings, num_pages * page_size)
             # What a graph reads must not move, so that the table has to be whole from the start.
-            model.reserve_positions(tokens, device)
-            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(tokens))
+            model.reserve_positions(self.longest, device)
+            buckets = GraphBuckets.up_to(max_sequences, self.pool.pages_for(self.longest))
             num_spare = DecodeGraphs.pages_for(buckets, page_size)
-            spare_pages = range(num_pages, num_pages + num_spare)
             self.graphs = DecodeGraphs(
                 lambda batch, plans: self.forward(batch, None, plans),
                 capture,
                 buckets,
                 page_size=page_size,
-                spare_pages=spare_pages,
+                spare_pages=[range(first, first + num_spare) for first in firsts],
                 device=device,
-                backends=self.backends,
+                backends=self._places,
                 model=model if isinstance(model, nn.Module) else None,
                 with_states=bool(self._states),
                 required=graphs_required,
             )
-        num_pages += len(spare_pages)
         shared = {
-            backend: iter(backend.kv_layout().allocate(count, num_pages, device, cache_memory))
+            backend: iter(
+                self._allocated(backend, count, firsts[self._places[backend]] + num_spare)
+            )
             for backend, count in Counter(self.backends).items()
         }
         self.caches: list[Any] = [next(shared[backend]) for backend in self.backends]
@@ -125,6 +143,17 @@ class Engine:
         # The compiler makes code of its own for a size of 1, which a table seldom has.
         self._min_pages = 1 if compiled is None else 2
         self._ids = itertools.count()
+
+    def _allocated(
+        self, backend: AttentionBackend, num_layers: int, num_pages: int
+    ) -> list[torch.Tensor]:
+        """Return the caches of the layers of a backend, with the page of zeros where it has one."""
+        layout, pool = backend.kv_layout(), self.pools[self._places[backend]]
+        caches = layout.allocate(num_layers, num_pages, self.device, cache_memory)
+        if pool.seen_tokens is not None:
+            for cache in caches:
+                cache.select(layout.page_axis, pool.zero_page).zero_()
+        return caches
 
     @staticmethod
     def slots_for(max_sequences: int) -> int:
@@ -146,7 +175,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(62) if self._seeds is None else self._seeds.getrandbits(62)
-        sequence = Sequence(next(self._ids), tokens, params, seed)
+        sequence = self._sequence(tokens, params, seed)
         if not params.takes_likeliest:
             sequence.matcher = self._edits.prepare(params, self.constraints)
         self.scheduler.add(sequence)
@@ -166,9 +195,16 @@ class Engine:
                 f"The prompt has {len(tokens)} tokens, the model's context is {context} and must "
                 f"hold at least one new token besides. Try: shorten it to {context - 1}"
             )
-        self.pool.check(min(len(tokens) + params.max_new_tokens, context))
+        for pool in self.pools:
+            pool.check(min(len(tokens) + params.max_new_tokens, context))
         self._edits.check(params, self.constraints)
         return tokens
+
+    @property
+    def longest(self) -> int:
+        """The tokens that a sequence can have: those of the context, as far as the cache goes."""
+        context: int = self.model.config.max_position_embeddings
+        return min(pool.longest(context) for pool in self.pools)
 
     @property
     def busy(self) -> bool:
@@ -200,8 +236,7 @@ class Engine:
             logits = self.graphs.run(batch)
         else:
             logits = self.forward(batch, rows)
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.num_tokens
+        self.scheduler.advance(chunks)
         return self._sample(sampled, logits) if sampled else []
 
     @torch.inference_mode()
@@ -214,16 +249,27 @@ class Engine:
         context = self.model.config.max_position_embeddings
         if len(tokens) > context:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
-        sequence = Sequence(next(self._ids), tokens, SamplingParams(), seed=0)
-        self.pool.check(len(sequence))
-        if not self.pool.extend(sequence.pages, len(sequence)):
-            raise RequestError("The cache is full of running requests. Try: finish or cancel some")
+        for pool in self.pools:
+            pool.check(len(tokens))
+        sequence = self._sequence(tokens, SamplingParams(), seed=0)
         sequence.state_slot = self.pool.take_slot()
+        parts = []
         try:
-            batch = self._batch([Chunk(sequence, len(sequence))])
-            return self.forward(batch, None).float()
+            while sequence.num_computed < len(sequence):
+                chunk = self.scheduler.next_alone(sequence)
+                if chunk is None:
+                    raise RequestError(
+                        "The cache is full of running requests. Try: finish or cancel some"
+                    )
+                parts.append(self.forward(self._batch([chunk]), None).float())
+                self.scheduler.advance([chunk])
         finally:
             self.scheduler.remove(sequence)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _sequence(self, tokens: list[int], params: SamplingParams, seed: int) -> Sequence:
+        pages: list[list[int]] = [[] for _ in self.pools]
+        return Sequence(next(self._ids), tokens, params, seed, pages=pages)
 
     def _batch(self, chunks: list[Chunk]) -> StepBatch:
         page_size, has_states = self.pool.page_size, bool(self._states)
@@ -244,7 +290,7 @@ class Engine:
             plans = dict(planned or {})
             for backend in self.backends:
                 if backend not in plans:
-                    plans[backend] = backend.plan(batch.attention)
+                    plans[backend] = backend.plan(batch.by_pool[self._places[backend]])
             model: Callable[..., torch.Tensor] = self.compiled or self.model
             planned_layers = [plans[backend] for backend in self.backends]
             if self._states:

@@ -34,47 +34,53 @@ class GraphBatch:
         self,
         bucket: Bucket,
         page_size: int,
-        spare_pages: Sequence[int],
+        spare_pages: Sequence[Sequence[int]],
         device: str,
         with_states: bool = False,
     ) -> None:
         """Take memory for a bucket; at first all rows are padding, with which it is captured.
 
         Args:
-            spare_pages: pages that no sequence is ever given, with a slot for each row.
+            spare_pages: of each pool, pages that no sequence is ever given, with a slot for each
+                row.
             with_states: layers keep a state of each sequence; rows of padding have none.
         Raises: ConfigError: the spare pages have too few slots.
         """
         size, num_pages = bucket
-        if len(spare_pages) * page_size < size:
-            raise ConfigError(
-                f"{len(spare_pages)} spare pages of {page_size} slots cannot take the {size} "
-                f"rows of padding of a bucket of {size}. Try: {-(-size // page_size)} of them"
-            )
+        for own in spare_pages:
+            if len(own) * page_size < size:
+                raise ConfigError(
+                    f"{len(own)} spare pages of {page_size} slots cannot take the {size} "
+                    f"rows of padding of a bucket of {size}. Try: {-(-size // page_size)} of them"
+                )
         self.size = size
         self._padded_from = 0
         order = torch.arange(size).flip(0)
-        pages = torch.tensor([*spare_pages], dtype=torch.int64)[order // page_size]
-        padding = AttentionBatch(
-            query_starts=torch.arange(size + 1),
-            seq_lens=torch.ones(size, dtype=torch.int64),
-            page_table=pages[:, None].repeat(1, num_pages),
-            slots=pages * page_size + order % page_size,
-            max_query_tokens=1,
-            max_seq_tokens=num_pages * page_size,
-            state_slots=torch.full((size,), -1) if with_states else None,
-        )
+        paddings = [
+            AttentionBatch(
+                query_starts=torch.arange(size + 1),
+                seq_lens=torch.ones(size, dtype=torch.int64),
+                page_table=pages[:, None].repeat(1, num_pages),
+                slots=pages * page_size + order % page_size,
+                max_query_tokens=1,
+                max_seq_tokens=num_pages * page_size,
+                state_slots=torch.full((size,), -1) if with_states else None,
+            )
+            for own in spare_pages
+            for pages in [torch.tensor([*own], dtype=torch.int64)[order // page_size]]
+        ]
         on_host = torch.device(device).type == "cpu"
-        host = None if on_host else _copied(padding, "cpu")
-        attention = _copied(padding, device, host)
+        hosts = [] if on_host else _copied(paddings, "cpu")
+        first, *further = batches = _copied(paddings, device, hosts)
         # What is written, and the padding of it: on the device, and beside it on the host.
-        self._written = [(attention, _copied(padding, device))]
-        if host is not None:
-            self._written.append((host, padding))
+        self._written = [(batches, _copied(paddings, device))]
+        if hosts:
+            self._written.append((hosts, paddings))
         self.step = StepBatch(
             torch.zeros(size, dtype=torch.int64, device=device),
             torch.zeros(size, dtype=torch.int64, device=device),
-            attention,
+            first,
+            tuple(further),
         )
 
     def fill(self, batch: StepBatch) -> int:
@@ -97,16 +103,19 @@ class GraphBatch:
             )
         self.step.token_ids[:count].copy_(batch.token_ids, non_blocking=True)
         self.step.positions[:count].copy_(batch.positions, non_blocking=True)
-        for held, _ in self._written:
-            source = given if held is own else given.on_host()
-            held.seq_lens[:count].copy_(source.seq_lens, non_blocking=True)
-            held.slots[:count].copy_(source.slots, non_blocking=True)
-            if held.state_slots is not None:
+        for batches, _ in self._written:
+            on_device = batches[0] is own
+            sources = [each if on_device else each.on_host() for each in batch.by_pool]
+            first, source = batches[0], sources[0]
+            first.seq_lens[:count].copy_(source.seq_lens, non_blocking=True)
+            if first.state_slots is not None:
                 assert source.state_slots is not None  # of the same model
-                held.state_slots[:count].copy_(source.state_slots, non_blocking=True)
-            # Entries behind a sequence's pages are read by nobody, but have to be pages: those of
-            # former steps are.
-            held.page_table[:count, :width].copy_(source.page_table, non_blocking=True)
+                first.state_slots[:count].copy_(source.state_slots, non_blocking=True)
+            for held, source in zip(batches, sources, strict=True):
+                held.slots[:count].copy_(source.slots, non_blocking=True)
+                # Entries behind a sequence's pages are read by nobody, but have to be pages: those
+                # of former steps are.
+                held.page_table[:count, :width].copy_(source.page_table, non_blocking=True)
         if count < self._padded_from:
             self._pad(count, self._padded_from)
         self._padded_from = count
@@ -116,21 +125,30 @@ class GraphBatch:
         """Make rows ``first`` to ``last - 1`` padding, as those behind them are."""
         self.step.token_ids[first:last].zero_()
         self.step.positions[first:last].zero_()
-        for held, padding in self._written:
-            held.seq_lens[first:last].fill_(1)
-            held.slots[first:last].copy_(padding.slots[first:last])
-            if held.state_slots is not None:
-                held.state_slots[first:last].fill_(-1)
-            held.page_table[first:last, 0].copy_(padding.page_table[first:last, 0])
+        for batches, paddings in self._written:
+            batches[0].seq_lens[first:last].fill_(1)
+            if batches[0].state_slots is not None:
+                batches[0].state_slots[first:last].fill_(-1)
+            for held, padding in zip(batches, paddings, strict=True):
+                held.slots[first:last].copy_(padding.slots[first:last])
+                held.page_table[first:last, 0].copy_(padding.page_table[first:last, 0])
 
 
 def _copied(
-    batch: AttentionBatch, device: str, host: AttentionBatch | None = None
-) -> AttentionBatch:
-    """Return ``batch`` in memory of its own on ``device``, with ``host`` beside it."""
-    tensors = {
-        field.name: getattr(batch, field.name).to(device, copy=True)
-        for field in fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor)
-    }
-    return replace(batch, **tensors, host=host)
+    batches: Sequence[AttentionBatch], device: str, hosts: Sequence[AttentionBatch] = ()
+) -> list[AttentionBatch]:
+    """Return the batches in memory of their own on ``device``, with ``hosts`` beside them.
+
+    They differ in pages and slots, and share the rest.
+    """
+    copies: list[AttentionBatch] = []
+    for number, batch in enumerate(batches):
+        host = hosts[number] if hosts else None
+        names = ("page_table", "slots") if copies else [field.name for field in fields(batch)]
+        tensors = {
+            name: getattr(batch, name).to(device, copy=True)
+            for name in names
+            if isinstance(getattr(batch, name), torch.Tensor)
+        }
+        copies.append(replace(copies[0] if copies else batch, **tensors, host=host))
+    return copies

@@ -1,4 +1,4 @@
-"""The pool of cache pages and rows of states that sequences share."""
+"""The pools of cache pages and rows of states that sequences share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ class PagePool:
 
     Args:
         num_slots: sequences that can have a row of each state at once; 0 where there is no state.
+        seen_tokens: that a token sees at most, itself included, in the layers whose pages these
+            are; None sees all.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, num_slots: int = 0, seen_tokens: int | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.seen_tokens = seen_tokens
         self._free: list[int] = []  # a heap of those that came back
         self._first_new = 0
         self._free_slots = list(range(num_slots))
@@ -26,9 +31,29 @@ class PagePool:
         """Return how many pages nobody holds."""
         return len(self._free) + self.num_pages - self._first_new
 
+    @property
+    def zero_page(self) -> int:
+        """The number that stands for pages that came back: of one behind the last, of zeros."""
+        return self.num_pages
+
     def pages_for(self, num_tokens: int) -> int:
         """Return how many pages ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.page_size)
+
+    def longest(self, wanted: int) -> int:
+        """Return how many of ``wanted`` tokens a sequence can have, however idle the pool is."""
+        seen = self.seen_tokens
+        if seen is not None and window_pages(seen, self.page_size) <= self.num_pages:
+            return wanted
+        return min(wanted, self.num_pages * self.page_size)
+
+    def room(self, num_computed: int, num_pages: int) -> int:
+        """Return how many tokens a sequence can add in one step.
+
+        Args:
+            num_pages: that it holds in that step at most.
+        """
+        return (self._num_unseen(num_computed) + num_pages) * self.page_size - num_computed
 
     def extend(self, pages: list[int], num_tokens: int) -> bool:
         """Grow ``pages`` until they hold ``num_tokens`` tokens, or change nothing and say False."""
@@ -43,10 +68,19 @@ class PagePool:
                 self._first_new += 1
         return True
 
+    def trim(self, pages: list[int], num_computed: int) -> None:
+        """Take back pages that no token after the first ``num_computed`` sees."""
+        for place in range(self._num_unseen(num_computed) - 1, -1, -1):
+            if pages[place] == self.zero_page:
+                return
+            heapq.heappush(self._free, pages[place])
+            pages[place] = self.zero_page
+
     def release(self, pages: list[int]) -> None:
         """Take back all of ``pages`` and empty the list."""
         for page in pages:
-            heapq.heappush(self._free, page)
+            if page != self.zero_page:
+                heapq.heappush(self._free, page)
         pages.clear()
 
     def take_slot(self) -> int:
@@ -60,8 +94,19 @@ class PagePool:
 
     def check(self, num_tokens: int) -> None:
         """Raise RequestError if ``num_tokens`` tokens never fit, however idle the pool is."""
-        if self.pages_for(num_tokens) > self.num_pages:
+        if self.longest(num_tokens) < num_tokens:
             raise RequestError(
                 f"The request needs {num_tokens} cached tokens, the cache holds "
                 f"{self.num_pages * self.page_size}. Try: load(..., cache_tokens={num_tokens})"
             )
+
+    def _num_unseen(self, num_computed: int) -> int:
+        """Return how many pages no token after the first ``num_computed`` sees."""
+        if self.seen_tokens is None:
+            return 0
+        return max(0, num_computed - self.seen_tokens + 1) // self.page_size
+
+
+def window_pages(seen_tokens: int, page_size: int) -> int:
+    """Return how many pages ``seen_tokens`` tokens lie in at most, wherever the first one is."""
+    return -(-(seen_tokens - 1) // page_size) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from interposer_models._engine.pages import PagePool
@@ -28,14 +29,20 @@ class Scheduler:
     A decode step and a piece of a prompt are the same thing here: the next uncomputed tokens of
     a sequence. When pages run out, the sequence that joined last gives its pages back and is
     computed again later.
+
+    Args:
+        pools: of pages, the first one with the rows of states.
     """
 
-    def __init__(self, pool: PagePool, max_sequences: int, max_step_tokens: int) -> None:
-        self.pool = pool
+    def __init__(self, pools: Items[PagePool], max_sequences: int, max_step_tokens: int) -> None:
+        self.pools = pools
         self.max_sequences = max_sequences
         self.max_step_tokens = max_step_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._windowed = [
+            (number, pool) for number, pool in enumerate(pools) if pool.seen_tokens is not None
+        ]
 
     @property
     def busy(self) -> bool:
@@ -58,7 +65,7 @@ class Scheduler:
         """Return the chunks of the next step, with pages for all of them; empty when idle."""
         while self.waiting and len(self.running) < self.max_sequences:
             joining = self.waiting.popleft()
-            joining.state_slot = self.pool.take_slot()
+            joining.state_slot = self.pools[0].take_slot()
             self.running.append(joining)
         budget = self.max_step_tokens
         chunks: list[Chunk] = []
@@ -68,14 +75,39 @@ class Scheduler:
             if sequence not in self.running:
                 continue  # gave its pages to an older one just now
             wanted = min(len(sequence) - sequence.num_computed, budget)
+            for _, pool in self._windowed:
+                # A small pool takes a long chunk in parts, between which pages come back.
+                wanted = min(wanted, pool.room(sequence.num_computed, pool.num_pages))
             if self._reserve(sequence, sequence.num_computed + wanted):
                 chunks.append(Chunk(sequence, wanted))
                 budget -= wanted
         return chunks
 
+    def next_alone(self, sequence: Sequence) -> Chunk | None:
+        """Return the next chunk of a sequence that nobody queued, as long as free pages allow.
+
+        None where they do not allow for a token. ``remove`` takes the pages back.
+        """
+        wanted = len(sequence) - sequence.num_computed
+        for number, pool in self._windowed:
+            unseen = sequence.pages[number].count(pool.zero_page)
+            held = len(sequence.pages[number]) - unseen
+            wanted = min(wanted, pool.room(sequence.num_computed, held + pool.num_free))
+        if wanted < 1 or not self._extend(sequence, sequence.num_computed + wanted):
+            return None
+        return Chunk(sequence, wanted)
+
+    def advance(self, chunks: Items[Chunk]) -> None:
+        """Count the tokens of chunks as computed, and take back the pages that none sees now."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed += chunk.num_tokens
+            for number, pool in self._windowed:
+                pool.trim(sequence.pages[number], sequence.num_computed)
+
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Get pages for ``num_tokens`` tokens, at the cost of sequences that joined later."""
-        while not self.pool.extend(sequence.pages, num_tokens):
+        while not self._extend(sequence, num_tokens):
             youngest = self.running.pop()
             self._release(youngest)
             youngest.num_computed = 0
@@ -84,8 +116,14 @@ class Scheduler:
                 return False
         return True
 
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Take pages for ``num_tokens`` tokens from all pools, or say False with those of some."""
+        pairs = zip(self.pools, sequence.pages, strict=True)
+        return all(pool.extend(pages, num_tokens) for pool, pages in pairs)
+
     def _release(self, sequence: Sequence) -> None:
         """Take back all that a sequence holds."""
-        self.pool.release(sequence.pages)
-        self.pool.return_slot(sequence.state_slot)
+        for pool, pages in zip(self.pools, sequence.pages, strict=True):
+            pool.release(pages)
+        self.pools[0].return_slot(sequence.state_slot)
         sequence.state_slot = -1

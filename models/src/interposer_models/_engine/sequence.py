@@ -20,7 +20,7 @@ class Sequence:
     Attributes:
         num_computed: tokens whose keys and values are in the cache.
         seed: of this request's noise, drawn if the parameters name none.
-        pages: cache pages that it holds, in order.
+        pages: cache pages that it holds in each pool, in order.
         state_slot: row of the states that it holds; -1 while it has none.
         matcher: of its constraint, which is where its output is; None without one.
         top_logprobs: of each token of the output, where the parameters ask for them.
@@ -33,7 +33,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=lambda: [[]])
     state_slot: int = -1
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from interposer_models._families.example_sizes import SIZES, WINDOW, Examples, configs
 from interposer_models._families.gpt_examples import bloom as bloom
 from interposer_models._families.gpt_examples import gpt2 as gpt2
 from interposer_models._families.gpt_examples import gpt_neox as gpt_neox
 from interposer_models._families.gpt_examples import opt as opt
+from interposer_models._families.latent_examples import deepseek_v2 as deepseek_v2
+from interposer_models._families.latent_examples import deepseek_v3 as deepseek_v3
+from interposer_models._families.latent_examples import deepseek_v32 as deepseek_v32
 from interposer_models._families.state_examples import bamba as bamba
 from interposer_models._families.state_examples import falcon_h1 as falcon_h1
 from interposer_models._families.state_examples import lfm2 as lfm2
@@ -232,6 +237,29 @@ def gemma3() -> Examples:
     return configs("Gemma3ForCausalLM", mixed=mixed, scaled={**scaled, **WINDOW})
 
 
+def gemma4() -> Examples:
+    """Return one that shares caches as released, one that shares none, and a plainer one."""
+    small: dict[str, Any] = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_hidden_layers": 6,
+    }
+    shared = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, **WINDOW}
+    caps = {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0}
+    apart = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, **caps, **WINDOW}
+    whole = {"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 2}
+    plain = {"global_head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}
+    return configs(
+        "Gemma4ForCausalLM",
+        shared={**small, **shared},
+        apart={**small, **apart},
+        whole={**small, **whole, **plain},
+    )
+
+
 def cohere2() -> Examples:
     """Return one with both kinds of layers, and one with biases and a head of its own."""
     mixed = {"num_hidden_layers": 5, **WINDOW}
@@ -306,85 +334,4 @@ def minimax_m2() -> Examples:
         "MiniMaxM2ForCausalLM",
         whole=whole,
         part={"rope_parameters": part, "head_dim": 32, **few},
-    )
-
-
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 64,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32,
-}
-
-
-def deepseek_v2() -> Examples:
-    """Return one as the small model, one with groups and long angles, and one with biases."""
-    lite = {"q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 2}
-    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-    long = {"rope_parameters": _YARN, "routed_scaling_factor": 3.5, "first_k_dense_replace": 2}
-    biases = {"attention_bias": True, "tie_word_embeddings": True, "v_head_dim": 16}
-    return configs(
-        "DeepseekV2ForCausalLM",
-        lite={**_LATENT, **lite},
-        groups={**_LATENT, **groups, **long},
-        biases={**_LATENT, **biases, "routed_scaling_factor": 0.5},
-    )
-
-
-def deepseek_v3() -> Examples:
-    """Return one with groups and long angles, one group as Kimi has, and one without a query's."""
-    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-    one = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.8, "v_head_dim": 24}
-    plain = {
-        "q_lora_rank": None,
-        "rope_interleave": False,
-        "attention_bias": True,
-        "norm_topk_prob": False,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 0,
-        "n_shared_experts": 2,
-    }
-    return configs(
-        "DeepseekV3ForCausalLM",
-        groups={**_LATENT, **groups, "rope_parameters": _YARN},
-        one={**_LATENT, **one, "first_k_dense_replace": 0, "tie_word_embeddings": True},
-        plain={**_LATENT, **plain},
-    )
-
-
-_INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
-
-
-def deepseek_v32() -> Examples:
-    """Return one that names a few tokens, one that names one, and one that names all of most."""
-    groups = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "rope_parameters": _YARN}
-    one = {"n_group": 1, "topk_group": 1, "index_topk": 1, "index_head_dim": 8}
-    layers = {"mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True}
-    return configs(
-        "DeepseekV32ForCausalLM",
-        few={**_LATENT, **_INDEXER, **groups},
-        one={**_LATENT, **_INDEXER, **one, "first_k_dense_replace": 0, "qk_rope_head_dim": 4},
-        many={
-            **_LATENT,
-            **_INDEXER,
-            **layers,
-            "index_topk": 40,
-            "index_n_heads": 24,
-            "n_group": 2,
-            "topk_group": 1,
-        },
     )

@@ -30,9 +30,11 @@ NORMS = (
 class CappedLM(CausalLM):
     """A decoder whose logits stay within a cap, if it has one."""
 
-    def __init__(self, site: Site, config: Gemma2, page_size: int) -> None:
+    def __init__(
+        self, site: Site, config: DecoderFamily, page_size: int, cap: float | None
+    ) -> None:
         super().__init__(site, config, lambda at, i: config.block(at, i, page_size), config.norm)
-        self.cap = config.final_logit_softcapping
+        self.cap = cap
         self.bound = site.at("logits").bind(logits_softcap, vocab_size=config.vocab_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +82,7 @@ class Gemma2(DecoderFamily):
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder with its head."""
-        return CappedLM(site, self, page_size)
+        return CappedLM(site, self, page_size, self.final_logit_softcapping)
 
     @model_validator(mode="after")
     def _sees_one_direction(self) -> Self:

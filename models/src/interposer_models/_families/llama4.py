@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from interposer import AttentionSpec, CausalModel, ExpertsSpec, Site
+from interposer import AttentionSpec, ExpertsSpec, Site
 from interposer_models._decoder.attention import (
     InterleavedAttention,
     Unrotated,
@@ -24,7 +24,6 @@ from interposer_models._decoder.decoder import CausalLM, Decoder
 from interposer_models._decoder.grouped_mixture import GroupedRouter, Grouping
 from interposer_models._decoder.mixture import MixtureFamily, count_of_experts
 from interposer_models._decoder.settings import Epsilon, Positive, RopeBase
-from interposer_ops.layers.embedding import LMHead
 from interposer_ops.layers.experts import Experts
 from interposer_ops.layers.mlp import GatedMLP
 from interposer_ops.layers.norm import RMSNorm
@@ -117,18 +116,7 @@ class Llama4Decoder(Decoder):
 class Llama4LM(CausalLM):
     """A ``Llama4Decoder`` with its head."""
 
-    def __init__(self, site: Site, config: Llama4, page_size: int) -> None:
-        CausalModel.__init__(self)
-        self.config = config
-        head, tied = site.at("lm_head"), config.tie_word_embeddings
-
-        def block(at: Site, index: int) -> nn.Module:
-            return config.block(at, index, page_size)
-
-        shared = head if tied else None
-        self.model = Llama4Decoder(site.at("model"), config, block, config.norm, shared)
-        table = self.model.embed_tokens if tied else None
-        self.lm_head = LMHead(head, config.vocab_size, config.hidden_size, table)
+    decoder_type = Llama4Decoder
 
 
 class Llama4(MixtureFamily):
@@ -191,7 +179,8 @@ class Llama4(MixtureFamily):
 
     def build(self, site: Site, page_size: int) -> CausalLM:
         """Return the decoder with its head, some layers of which attend within chunks."""
-        model, size = Llama4LM(site, self, page_size), self.attention_chunk_size
+        size = self.attention_chunk_size
+        model = Llama4LM(site, self, lambda at, i: self.block(at, i, page_size), self.norm)
         if size is not None and size < self.max_position_embeddings:
             layers = enumerate(model.attention_layers)
             chunk_layers((layer for i, layer in layers if self.is_chunked(i)), size)

@@ -37,13 +37,15 @@ their inputs ``[I, I]``, returns the float32 weights that they stand for once th
 def decoder_of(planned: Plan) -> Decoder:
     """Return the decoder of a plan, whose blocks can be run one by one.
 
-    Raises: ConfigError: its family builds another frame.
+    Raises: ConfigError: its family builds another frame, or blocks that cannot be run so.
     """
-    if isinstance(planned.model, CausalLM):
+    if isinstance(planned.model, CausalLM) and planned.model.model.one_by_one:
         return planned.model.model
     raise ConfigError(
         f"Calibration runs the blocks of a CausalLM one by one, but the family of {planned.path} "
-        f"builds a {type(planned.model).__name__}. Try: quantize without calibrate"
+        f"builds a {type(planned.model).__name__}"
+        + (" whose blocks need each other" if isinstance(planned.model, CausalLM) else "")
+        + ". Try: quantize without calibrate"
     )
 
 
@@ -63,7 +65,9 @@ class CalibratedBlocks:
         self._device = planned.placement.device.torch_device
         num_tokens = len(sequences[0])
         num_pages = -(-num_tokens // planned.page_size)
-        request = Request(0, list(sequences[0]), SamplingParams(), 0, pages=list(range(num_pages)))
+        request = Request(
+            0, list(sequences[0]), SamplingParams(), 0, pages=[list(range(num_pages))]
+        )
         request.state_slot = 0
         # Positions and places in the cache are the same for all sequences.
         chunks = [Chunk(request, num_tokens)]

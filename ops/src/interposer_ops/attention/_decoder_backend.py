@@ -15,6 +15,7 @@ from torch import Tensor
 from interposer import AttentionBackend, AttentionSpec, Capability, KVCacheLayout, Site, Verdict
 from interposer_ops.caches._cache_writer import CacheWriter
 
+_NONE = (None, None)
 _OF_8_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
@@ -48,10 +49,10 @@ class DecoderBackend(AttentionBackend):
 
     @classmethod
     def accepts(cls, spec: AttentionSpec, capability: Capability) -> Verdict:
-        """Accept decoders whose cache is of their dtype or of 8 bits, with or without sinks."""
+        """Accept decoders whose cache is of their dtype or of 8 bits, shared or not, with sinks."""
         if spec.cache_dtype in _OF_8_BITS:
             spec = replace(spec, cache_dtype=spec.dtype)
-        return replace(spec, sinks=False).judge_plain_decoder()
+        return replace(spec, sinks=False, shared=False).judge_plain_decoder()
 
     def kv_layout(self) -> KVCacheLayout:
         """Return ``[2, P, S, K, D]``, keys first."""
@@ -92,6 +93,18 @@ class DecoderBackend(AttentionBackend):
         """Do both; see ``AttentionBackend.forward_quantized_with_sinks``."""
         return self._step(query, key, value, cache, plan, sinks, *scales)
 
+    def forward_stored(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Any,
+        scales: Any = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
+        keys, values = cache.unbind(0)
+        return self.attend_to(query, keys, values, plan, sinks, scales[0] if scales else _NONE)
+
     def _step(
         self,
         query: Tensor,
@@ -100,7 +113,7 @@ class DecoderBackend(AttentionBackend):
         cache: Tensor,
         plan: Any,
         sinks: Tensor | None = None,
-        scales: Any = (None, None),
+        scales: Any = _NONE,
         rounding: tuple[Any, ...] = (),
     ) -> Tensor:
         keys, values = cache.unbind(0)

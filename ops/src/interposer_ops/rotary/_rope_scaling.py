@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interposer.errors import ConfigError, UnknownNameError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 def rotary_table(
@@ -66,6 +66,8 @@ def rotary_frequencies(
             return plain, 1.0
         if kind == "linear":
             return plain / _number(scaling, "factor"), 1.0
+        if kind == "proportional":
+            return _proportional(plain, scaling), 1.0
         if kind == "llama3":
             return _llama3(plain, scaling), 1.0
         if kind == "yarn":
@@ -75,6 +77,16 @@ def rotary_frequencies(
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs the parameter {error}") from error
     raise UnknownNameError("rope_type", kind, ROPE_TYPES)
+
+
+def _proportional(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Rotate a share of the pairs, the fastest ones, and leave the others where they are.
+
+    Unlike in a smaller head, the wavelengths are those of all pairs.
+    """
+    share = _number(scaling, "partial_rotary_factor", 1.0)
+    rotated = torch.arange(len(plain)) < int(share * len(plain))
+    return torch.where(rotated, plain / _number(scaling, "factor", 1.0), 0.0)
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:

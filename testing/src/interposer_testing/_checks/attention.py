@@ -6,9 +6,8 @@ Dimensions: T tokens, N heads, K kv heads, D head size, C latent size, P pages, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,99 +18,15 @@ from interposer_testing._checks.comparison import compare_form, compare_value
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.naming import naming_faults
 from interposer_testing._checks.operand import Operand, poisoned_memory
-from interposer_testing._checks.scenario import chunked_steps, occupying_step, pages_needed
-from interposer_testing.workload import moved_batch, random_arguments, random_scales, random_sinks
+from interposer_testing._checks.scenario import (
+    chunked_steps,
+    occupying_step,
+    pages_needed,
+    trimmed,
+)
+from interposer_testing.workload import moved_batch, random_projections, random_scales, random_sinks
 
-_HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (3, 1)}
-_MASKS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "window": {"window_tokens": 6},
-    "softcap": {"softcap": 2.0},
-    "window+softcap": {"window_tokens": 3, "softcap": 2.0},
-}
-_EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "e4m3": {"cache_dtype": torch.float8_e4m3fn},
-    "e4m3 per head": {"cache_dtype": torch.float8_e4m3fn, "head_scales": True},
-    "e5m2": {"cache_dtype": torch.float8_e5m2},
-    "int8": {"cache_dtype": torch.int8},
-    "int8 per head": {"cache_dtype": torch.int8, "head_scales": True},
-    "sinks": {"sinks": True},
-    "ALiBi": {"alibi": True},
-    "e4m3 with sinks": {"cache_dtype": torch.float8_e4m3fn, "sinks": True},
-}
-# Heads, latent and rotary size; the second is that of DeepSeek's models.
-_LATENT = {"latent 32+16": (4, 32, 16), "latent 512+64": (2, 512, 64), "latent 20+12": (3, 20, 12)}
-_INDEXERS = {"indexer 4x32": (4, 32, 5), "indexer 3x20": (3, 20, 1), "indexer 8x64": (8, 64, 12)}
-_NAMED_TOKENS = 6
-_PAGE_SIZES = (4, 16)
-_DTYPES = (torch.float32, torch.bfloat16)
 _NUM_LAYERS = 2
-
-
-def attention_specs(
-    *, quick: bool = False, page_sizes: Sequence[int] = ()
-) -> Iterator[tuple[str, AttentionSpec]]:
-    """Yield labelled specs: heads, masks, head sizes, page sizes and dtypes in all combinations.
-
-    A quantized cache, sinks or ALiBi are combined with heads and masks only; latent vectors, all of
-    them or those that an indexer names, and indexers are in pages of all sizes. Only those that
-    differ from the first of their dtype in one axis are there if ``quick``.
-
-    Args:
-        page_sizes: of the backend's record, which go before the usual ones.
-    """
-    pages = tuple(dict.fromkeys((*page_sizes, *_PAGE_SIZES)))
-    axes = (tuple(_HEADS), tuple(_MASKS), (32, 64, 80, 128), pages, tuple(_EXTRAS))
-    for heads, mask, head_size, page_size, extra, dtype in product(*axes, _DTYPES):
-        point = (heads, mask, head_size, page_size, extra)
-        is_other = [value != axis[0] for value, axis in zip(point, axes, strict=True)]
-        is_crossed = is_other[4] and (is_other[2] or is_other[3])
-        if not is_crossed and not (quick and sum(is_other) > 1):
-            yield _spec(heads, mask, head_size, page_size, extra, dtype)
-    for make, named in ((_latent, _LATENT), (_sparse, _LATENT), (_indexer, _INDEXERS)):
-        for (label, sizes), page_size, dtype in product(named.items(), pages, _DTYPES):
-            if not (quick and label != next(iter(named)) and page_size != pages[0]):
-                label, facts = make(label, *sizes)
-                facts |= {"dtype": dtype, "cache_dtype": dtype, "page_size": page_size}
-                yield f"{label} page {page_size}", AttentionSpec(num_kv_heads=1, **facts)
-
-
-def _latent(
-    label: str, num_heads: int, latent_size: int, rotary_size: int
-) -> tuple[str, dict[str, Any]]:
-    head_size = latent_size + rotary_size
-    facts = {"num_heads": num_heads, "head_size": head_size, "scale": 3 * head_size**-0.5}
-    return label, {**facts, "latent": True, "latent_size": latent_size}
-
-
-def _sparse(label: str, *sizes: int) -> tuple[str, dict[str, Any]]:
-    label, facts = _latent(label, *sizes)
-    return f"sparse {label}", {**facts, "sparse": True, "top_k": _NAMED_TOKENS}
-
-
-def _indexer(label: str, num_heads: int, head_size: int, top_k: int) -> tuple[str, dict[str, Any]]:
-    facts = {"num_heads": num_heads, "head_size": head_size, "scale": head_size**-0.5}
-    return label, {**facts, "type": "indexer", "top_k": top_k}
-
-
-def _spec(
-    heads: str, mask: str, head_size: int, page_size: int, extra: str, dtype: torch.dtype
-) -> tuple[str, AttentionSpec]:
-    num_heads, num_kv_heads = _HEADS[heads]
-    facts = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_size": head_size,
-        "dtype": dtype,
-        "cache_dtype": dtype,
-        "page_size": page_size,
-        # Three times the usual, so that random scores differ enough to matter.
-        "scale": 3 * head_size**-0.5,
-    }
-    spec = AttentionSpec(**{**facts, **_MASKS[mask], **_EXTRAS[extra]})
-    label = f"{heads} {mask} head {head_size} page {page_size}"
-    return f"{label} {extra}" if _EXTRAS[extra] else label, spec
 
 
 def check_attention(
@@ -120,8 +35,9 @@ def check_attention(
     """Return the departures of ``backend`` from the ops that define paged attention.
 
     Several steps run over the same cache: chunked prefill and decoding mixed, pages scattered and
-    occupied before by NaN. The cache belongs to the backend, so only results are compared. One
-    plan serves two layers, as in a model. What the backend raises is passed on.
+    occupied before by NaN, and those that a window has left replaced by one of zeros. The cache
+    belongs to the backend, so only results are compared. One plan serves two layers, as in a model.
+    What the backend raises is passed on.
 
     Args:
         site: of the layer; its registry must have ``paged_attention``, or for latent vectors
@@ -139,11 +55,13 @@ def _run_steps(
     """Run all steps on all layers; the first that is wrong ends it, as the rest would follow."""
     device = site.resolver.device.torch_device
     layout, num_pages = backend.kv_layout(), pages_needed(spec.page_size)
-    caches = layout.allocate(_NUM_LAYERS, num_pages, device)
+    caches = layout.allocate(_NUM_LAYERS, num_pages + 1, device)
+    for cache in caches:
+        cache.select(layout.page_axis, num_pages).zero_()
     layers = [_Layer(spec, cache, site, generator) for cache in caches]
     _occupy(backend, layers)
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
-        plan = backend.plan(moved_batch(batch, device))
+        plan = backend.plan(moved_batch(trimmed(batch, spec, num_pages), device))
         for number, layer in enumerate(layers):
             faults = list(layer.step(backend, batch, plan, generator, fused=number == 1))
             if faults:
@@ -208,7 +126,9 @@ class _Layer:
 
         ``fused`` gives query, key and value as slices of one product.
         """
-        given = random_arguments(self.spec, batch, generator, fused=fused)
+        given = tuple(
+            random_projections(self.spec, len(batch.slots), generator, fused=fused, batch=batch)
+        )
         operands = [Operand(tensor, self.device) for tensor in given]
         query, key, value = (operand.tensor for operand in operands)
         output = self.forward(backend, query, key, value, plan)
@@ -216,20 +136,49 @@ class _Layer:
         if self.spec.type == "indexer":
             yield from naming_faults(output, expected, _score_error(self.spec), self.spec.top_k)
         else:
-            yield from self._output_faults(output, query, expected, batch)
+            yield from self._compared("output", output, query, expected, batch)
+        if self.spec.shared:
+            yield from self._stored(backend, batch, plan, query, given)
         for name, operand in zip(("query", "key", "value"), operands, strict=True):
             if operand.is_changed():
                 yield Fault("mutation", f"argument {name!r}", "it is written")
 
-    def _output_faults(
-        self, output: Any, query: torch.Tensor, expected: torch.Tensor, batch: AttentionBatch
+    def _stored(
+        self,
+        backend: AttentionBackend,
+        batch: AttentionBatch,
+        plan: Any,
+        query: torch.Tensor,
+        given: tuple[torch.Tensor, ...],
     ) -> Iterator[Fault]:
+        """Attend to what the step stored by a query of another layer; yield what is wrong."""
+        before = self.cache.clone()
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        scales = None
+        if self.scales:
+            scales = backend.prepare_scales(*(scale.to(self.device) for scale in self.scales))
+        output = backend.forward_stored(-query, self.cache, plan, scales, sinks)
+        expected = self._expected(batch, -given[0], *given[1:])
+        yield from self._compared("output of stored", output, query, expected, batch)
+        bits = [cache.contiguous().view(torch.uint8) for cache in (before, self.cache)]
+        if not torch.equal(*bits):
+            yield Fault("mutation", "forward_stored", "it writes the cache")
+
+    def _compared(
+        self,
+        where: str,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        expected: torch.Tensor,
+        batch: AttentionBatch,
+    ) -> Iterator[Fault]:
+        """Yield where an output has another form than the query, or other numbers."""
         # The contract leaves the stride of the output to the backend.
         form = torch.empty_like(query)[..., : expected.shape[-1]]
         faults = [f for f in compare_form(output, form) if f.check != "stride"]
         yield from faults
         if not any(fault.check in ("structure", "shape") for fault in faults):
-            yield from compare_value("output", output, expected, self._bound(expected, batch))
+            yield from compare_value(where, output, expected, self._bound(expected, batch))
 
     def _expected(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -347,7 +296,7 @@ def _occupy(backend: AttentionBackend, layers: list[_Layer]) -> None:
     spec, device = layers[0].spec, layers[0].device
     batch = occupying_step(spec.page_size)
     plan = backend.plan(moved_batch(batch, device))
-    given = random_arguments(spec, batch, torch.Generator(), fused=False)
+    given = random_projections(spec, len(batch.slots), torch.Generator(), fused=False, batch=batch)
     for layer in layers:
         query, key, value = (
             torch.full_like(x, torch.nan if x.is_floating_point() else -1, device=device)

@@ -12,7 +12,7 @@ from interposer import AttentionBackend, AttentionBatch, AttentionSpec, Site
 from interposer_testing._checks.call import differences
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.scenario import chunked_steps, pages_needed
-from interposer_testing.workload import moved_batch, random_arguments, random_sinks
+from interposer_testing.workload import moved_batch, random_projections, random_sinks
 
 
 def check_attention_determinism(
@@ -46,7 +46,7 @@ def _outputs(
     found = {}
     for step, batch in enumerate(chunked_steps(spec.page_size, generator)):
         num_tokens = int(batch.query_starts[-1])
-        given = random_arguments(spec, batch, generator, fused=False)
+        given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)
         query, key, value = (tensor.to(device) for tensor in given)
         outputs = []
         for start, end, part in _single(batch, spec) if alone else [(0, num_tokens, batch)]:

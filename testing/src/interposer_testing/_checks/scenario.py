@@ -6,10 +6,11 @@ Dimensions: T tokens, B sequences, M pages of the longest sequence, P pages, S p
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from interposer import AttentionBatch
+from interposer import AttentionBatch, AttentionSpec
 from interposer_testing.workload import paged_batch
 
 # Tokens per step of each sequence, in pages and tokens; none while it waits. The steps are: one
@@ -48,6 +49,20 @@ def chunked_steps(page_size: int, generator: torch.Generator) -> Iterator[Attent
         )
         for b in running:
             done[b] += lengths[b]
+
+
+def trimmed(batch: AttentionBatch, spec: AttentionSpec, zero_page: int) -> AttentionBatch:
+    """Return the batch with a page of zeros for those that no new token sees, as the engine does.
+
+    Args:
+        batch: in host memory.
+    """
+    if spec.window_tokens is None:
+        return batch
+    firsts = batch.seq_lens - batch.query_starts.diff() - spec.window_tokens + 1
+    num_unseen = firsts.clamp(min=0) // spec.page_size
+    is_unseen = torch.arange(batch.page_table.shape[1]) < num_unseen[:, None]
+    return replace(batch, page_table=batch.page_table.masked_fill(is_unseen, zero_page))
 
 
 def occupying_step(page_size: int) -> AttentionBatch:

@@ -25,7 +25,7 @@ from interposer.records import (
     resource_path,
 )
 from interposer.tooling import Plugin, acceptance_of
-from interposer_testing._checks.attention import attention_specs
+from interposer_testing._checks.attention_specs import attention_specs
 from interposer_testing._checks.record import check_record
 from interposer_testing._plan.plan_report import PlannedRecord, PlanReport
 from interposer_testing._plan.vocabulary import Asked, Vocabulary, watched

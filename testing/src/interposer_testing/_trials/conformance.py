@@ -24,11 +24,12 @@ from interposer import (
 )
 from interposer.errors import foreign_errors
 from interposer.records import AttentionEntry, Kernel, load_target
-from interposer_testing._checks.attention import attention_specs, check_attention
+from interposer_testing._checks.attention import check_attention
 from interposer_testing._checks.attention_claims import (
     check_attention_batches,
     check_attention_determinism,
 )
+from interposer_testing._checks.attention_specs import attention_specs
 from interposer_testing._checks.call import Given, Subject
 from interposer_testing._checks.exemplar import Exemplar, exemplar_of, exemplars
 from interposer_testing._checks.expectation import Expectation

@@ -22,7 +22,7 @@ from interposer import (
 )
 from interposer_testing.workload import (
     moved_batch,
-    random_arguments,
+    random_projections,
     random_scales,
     random_sinks,
     typical_step,
@@ -110,7 +110,7 @@ class TimedAttention(TimedRequest):
             batch, num_pages = typical_step(count, spec.page_size)
             (cache,) = layout.allocate(1, num_pages, self.device)
             cache.zero_()
-            given = random_arguments(spec, batch, generator, fused=False)
+            given = random_projections(spec, len(batch.slots), generator, fused=False, batch=batch)
             plan = backend.plan(moved_batch(batch, self.device))
             query, key, value = (part.to(self.device) for part in given)
             arguments = (query, key, value, cache, plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,13 @@ from interposer_cpu._kernels.interface import CACHE_TYPES, TYPES, float64_bits
 
 
 class NativePagedBackend(AttentionBackend):
-    """Writes, then attends, by one method for caches with and without sinks and scales."""
+    """Writes, then attends, by one method for caches with and without sinks and scales.
+
+    Attributes:
+        reads_stored: it has a ``forward_stored``.
+    """
+
+    reads_stored: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
@@ -55,7 +61,8 @@ class NativePagedBackend(AttentionBackend):
                 f"stores the cache as {spec.dtype}, float8_e4m3fn, float8_e5m2 or int8, "
                 f"asked for {spec.cache_dtype}"
             )
-        plain = replace(spec, cache_dtype=spec.dtype, sinks=False)
+        shared = spec.shared and not cls.reads_stored
+        plain = replace(spec, cache_dtype=spec.dtype, sinks=False, shared=shared)
         verdict = plain.judge_plain_decoder()
         return native.judge_device(capability) if verdict else verdict
 

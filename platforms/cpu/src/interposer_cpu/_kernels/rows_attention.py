@@ -18,6 +18,8 @@ from interposer_cpu._kernels.paged import NativePagedBackend
 class NativeRowsBackend(NativePagedBackend):
     """Blocks of queries over rows of keys, transposed where they are used."""
 
+    reads_stored = True
+
     def __init__(self, spec: AttentionSpec, site: Site) -> None:
         super().__init__(spec, site)
         self._attend = native.library().page_attention
@@ -34,6 +36,20 @@ class NativeRowsBackend(NativePagedBackend):
         """Return the batch, in memory without gaps."""
         pages = batch.page_table
         return batch if pages.stride(-1) == 1 else replace(batch, page_table=pages.contiguous())
+
+    def forward_stored(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionBatch,
+        scales: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to what is stored; see ``AttentionBackend.forward_stored``."""
+        # Without slots, no key and no value is read: they give the number of heads alone.
+        unread = query[:, : self.spec.num_kv_heads]
+        unwritten = replace(plan, slots=plan.slots[:0])
+        return self._forward(query, unread, unread, cache, unwritten, sinks, scales)
 
     def _forward(
         self,

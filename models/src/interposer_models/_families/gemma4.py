@@ -1,0 +1,192 @@
+"""Gemma 4: layers that attend to the cache of an earlier one, and an embedding of each layer's own.
+
+The text model without experts. Layers that see everything have larger heads than those with a
+window. Source: transformers 5.23, models/gemma4.
+
+Dimensions: T tokens, H hidden size, L layers, E size of the embedding of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+from torch import Tensor, nn
+
+from interposer import AttentionSpec, Site
+from interposer_models._decoder.decoder import CausalLM, Decoder
+from interposer_models._decoder.family import DecoderFamily
+from interposer_models._decoder.settings import Positive, WindowTokens
+from interposer_models._decoder.stored_attention import find_sources
+from interposer_models._families.gemma2 import Cap, CappedLM
+from interposer_models._families.gemma4_layers import Gemma4Attention, Gemma4Block
+from interposer_ops.layers.embedding import Embedding
+from interposer_ops.layers.linear import Linear
+from interposer_ops.layers.mlp import GatedMLP
+from interposer_ops.layers.norm import RMSNorm
+from interposer_ops.layers.self_attention import SelfAttention
+
+Count = Annotated[int, Field(ge=0, le=10_000)]
+Heads = dict[Literal["head_dim", "num_key_value_heads"], Positive]
+
+
+class Gemma4Decoder(Decoder):
+    """A decoder whose layers get embeddings of their own, and that share caches."""
+
+    config: Gemma4
+
+    def __init__(self, site: Site, config: Gemma4, *parts: Any) -> None:
+        super().__init__(site, config, *parts)
+        find_sources(self.layers.modules())
+        self.size = size = config.hidden_size_per_layer_input
+        self.one_by_one = not (size or config.num_kv_shared_layers)
+        if size:
+            width, name = config.num_hidden_layers * size, "per_layer_projection_norm"
+            table = site.at("embed_tokens_per_layer")
+            self.embed_tokens_per_layer = Embedding(table, config.vocab_size_per_layer_input, width)
+            product = site.at("per_layer_model_projection")
+            self.per_layer_model_projection = Linear(product, config.hidden_size, width)
+            self.per_layer_projection_norm = RMSNorm(site.at(name), size, config.rms_norm_eps)
+
+    def further_inputs(self, token_ids: Tensor, x: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the embeddings ``[T, E]`` of each layer: looked up, and a projection of ``x``."""
+        if not self.size:
+            return [()] * len(self.layers)
+        looked_up = self.embed_tokens_per_layer(token_ids) * self.size**0.5
+        product = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
+        projected = self.per_layer_projection_norm(product.unflatten(-1, (-1, self.size)))
+        both = (projected + looked_up.view_as(projected)) * 2**-0.5  # [T, L, E]
+        return [(both[:, number].contiguous(),) for number in self.numbers]
+
+
+class Gemma4LM(CappedLM):
+    """A ``Gemma4Decoder`` with its head."""
+
+    decoder_type = Gemma4Decoder
+
+
+class Gemma4(DecoderFamily):
+    """The text model of Gemma 4."""
+
+    num_key_value_heads: Positive | None = 4
+    head_dim: Positive | None = 256
+    global_head_dim: Positive = 512
+    num_global_key_value_heads: Positive | None = None
+    per_layer_config: dict[int, Heads] | None = None
+    attention_k_eq_v: bool = False
+    hidden_act: str = Field(
+        default="gelu_pytorch_tanh",
+        validation_alias=AliasChoices("hidden_activation", "hidden_act"),
+    )
+    tie_word_embeddings: bool = True
+    sliding_window: WindowTokens | None = 512
+    final_logit_softcapping: Cap | None = None
+    hidden_size_per_layer_input: Count = 256
+    vocab_size_per_layer_input: Positive = 262144
+    num_kv_shared_layers: Count = 0
+    use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+    use_bidirectional_attention: str | None = None
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings."""
+        return float(self.hidden_size**0.5)
+
+    def slides(self, index: int) -> bool:
+        """Say that all layers but every sixth have the window, and the last one has none."""
+        return (index + 1) % 6 != 0 and index + 1 < self.num_hidden_layers
+
+    def is_reader(self, index: int) -> bool:
+        """Say whether layer ``index`` attends to what an earlier one stored."""
+        return index >= self.num_hidden_layers - self.num_kv_shared_layers
+
+    def heads(self, index: int) -> Heads:
+        """Return size and number of the kv heads of layer ``index``."""
+        heads: Heads = {"head_dim": self.head_size, "num_key_value_heads": self.num_kv_heads}
+        if self.per_layer_config is not None:
+            return {**heads, **self.per_layer_config.get(index, {})}
+        if self.windows[index] is None:
+            heads["head_dim"] = self.global_head_dim
+            if self.attention_k_eq_v and self.num_global_key_value_heads:
+                heads["num_key_value_heads"] = self.num_global_key_value_heads
+        return heads
+
+    def rotary_size_at(self, index: int) -> int:
+        """Return the size of the heads of layer ``index``."""
+        return self.heads(index)["head_dim"]
+
+    def rotation(self, index: int) -> tuple[float, dict[str, Any]]:
+        """Return base and scaling of the angles of a layer, as released unless they are stated."""
+        if self.rope_parameters:
+            return super().rotation(index)
+        if self.windows[index] is None:
+            return 1000000.0, {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+        return 10000.0, {}
+
+    def attention_spec(self, site: Site, index: int, page_size: int) -> AttentionSpec:
+        """Return what attention has to do: heads are normed, so that scores have no scale."""
+        heads = self.heads(index)
+        return replace(
+            super().attention_spec(site, index, page_size),
+            head_size=heads["head_dim"],
+            num_kv_heads=heads["num_key_value_heads"],
+            scale=1.0,
+            shared=self.num_kv_shared_layers > 0,
+        )
+
+    def self_attention(self, site: Site, index: int, spec: AttentionSpec) -> SelfAttention:
+        """Return attention with norms of all heads."""
+        sees_all = spec.window_tokens is None
+        return Gemma4Attention(
+            site,
+            spec,
+            self.hidden_size,
+            self.rms_norm_eps,
+            self.attention_bias,
+            stored=self.is_reader(index),
+            valued=not (self.attention_k_eq_v and sees_all),
+        )
+
+    def mlp(self, block: Site, index: int) -> nn.Module:
+        """Return the MLP, which may have twice the size where no keys are computed."""
+        wider = 2 if self.use_double_wide_mlp and self.is_reader(index) else 1
+        sizes = self.hidden_size, wider * self.intermediate_size
+        return GatedMLP(block.at("mlp"), *sizes, self.hidden_act)
+
+    def block(self, site: Site, index: int, page_size: int) -> nn.Module:
+        """Return block ``index`` at a site."""
+        at = site.at("self_attn")
+        spec = self.attention_spec(at, index, page_size)
+        attention = self.self_attention(at, index, spec)
+        sizes = self.hidden_size, self.hidden_size_per_layer_input
+        mlp = self.mlp(site, index)
+        return Gemma4Block(site, self.norm, attention, mlp, sizes, self.hidden_act)
+
+    def renamed(self, name: str) -> str | None:
+        """Return None for keys and values of layers that compute none."""
+        parts = name.split(".")
+        if "self_attn" in parts and parts[-2][:2] in ("k_", "v_"):
+            return None if self.is_reader(int(parts[parts.index("self_attn") - 1])) else name
+        return name
+
+    def build(self, site: Site, page_size: int) -> CausalLM:
+        """Return the decoder with its head."""
+        return Gemma4LM(site, self, page_size, self.final_logit_softcapping)
+
+    @model_validator(mode="after")
+    def _is_computed(self) -> Self:
+        if self.enable_moe_block:
+            raise ValueError("enable_moe_block is true: experts of Gemma 4 are not computed")
+        if self.use_bidirectional_attention not in (None, "vision"):
+            mode = self.use_bidirectional_attention
+            raise ValueError(f"use_bidirectional_attention is {mode!r}, which is not computed")
+        numbers = range(self.num_hidden_layers)
+        kinds = {(self.is_reader(i), self.windows[i], *self.heads(i).values()) for i in numbers}
+        if not all((False, *kind) in kinds for is_reader, *kind in kinds if is_reader):
+            raise ValueError(
+                f"num_kv_shared_layers is {self.num_kv_shared_layers}: none of the other layers is "
+                "of the kind of each of them"
+            )
+        return self
