@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,10 +12,10 @@ from interposer import Planned, Site
 from interposer.errors import ConfigError, RequestError, UnknownNameError
 from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
 from interposer_models._adapters.low_rank import LowRank, LowRankTable
-from interposer_models._adapters.places import Adaptable, AdapterPlace, adapter_places
+from interposer_models._adapters.places import Adaptable, AdapterPlaces
 from interposer_models._adapters.step import StepAdapters
 from interposer_models._engine.engine import Engine
-from interposer_ops.devices.graphs import judge_graphs
+from interposer_ops.devices.graphs import judge_choices
 
 
 class Adapters:
@@ -34,7 +34,7 @@ class Adapters:
         """
         self._engine, self._plan, self._takes_none = engine, plan, takes_none
         self._loaded: dict[str, Adapter] = {}
-        self._places: dict[str, AdapterPlace] = {}
+        self._places: AdapterPlaces | None = None
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -50,7 +50,7 @@ class Adapters:
     def load(self, name: str, path: str | Path) -> None:
         """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"The name of an adapter is {name!r}, must be a text that is not empty")
+            raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
         if self._takes_none:
             raise ConfigError(
                 "An adapted model takes adapters where it was made. "
@@ -66,11 +66,10 @@ class Adapters:
                 "A compiled model takes no adapters: its graphs were made without them. "
                 "Try: Config(compile='off')"
             )
-        model, dtype = self._engine.model, self._dtype
-        renamed: Callable[[str], str | None] = getattr(model, "renamed", str)
-        places = self._places = self._places or adapter_places(model)
-        folder = adapter_folder(path)
-        adapter = read_adapter(folder, places, renamed, dtype, self._engine.device)
+        if self._places is None:
+            self._places = AdapterPlaces(self._engine.model)
+        kind = self._dtype, self._engine.device
+        adapter = read_adapter(adapter_folder(path), self._places, *kind)
         self._set({**self._loaded, name: adapter})
 
     def remove(self, name: str) -> None:
@@ -95,10 +94,13 @@ class Adapters:
         step = StepAdapters(names, most, engine.device, graphs is not None)
         layers = {place.layer: None for adapter in adapters.values() for place in adapter}
         hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
-        if hooks and graphs is not None:
-            verdict = judge_graphs(self._plan.resolver, self._plan.placement, frozenset({"sampler"}))
-            if verdict is not None and not verdict:
-                raise ConfigError(f"With adapters a step {verdict.reason}, or Config(graphs='off')")
+        if graphs is not None:
+            choices = [choice for hook in hooks.values() for choice in hook.choices]
+            verdict = judge_choices(choices, self._plan.resolver.accepted)
+            if not verdict:
+                raise ConfigError(
+                    f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
+                )
         # Nothing that can fail comes from here on.
         for handle in self._hooks:
             handle.remove()

@@ -6,7 +6,7 @@ Dimensions: R rank, I inputs, O outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from interposer.errors import CheckpointError, nearest_first
-from interposer_models._adapters.places import AdapterPlace
+from interposer.errors import CheckpointError
+from interposer_models._adapters.places import AdapterPlace, AdapterPlaces
 from interposer_models._adapters.settings import AdapterSettings
 from interposer_models._checkpoint.checkpoint import reading
 from interposer_models._checkpoint.hub import HubModel
@@ -62,8 +62,7 @@ def adapter_folder(path: str | Path) -> Path:
 
 def read_adapter(
     folder: Path,
-    places: Mapping[str, AdapterPlace],
-    renamed: Callable[[str], str | None],
+    places: AdapterPlaces,
     dtype: torch.dtype,
     device: str,
 ) -> Adapter:
@@ -71,9 +70,6 @@ def read_adapter(
 
     The scale is applied in float32, before both are rounded to ``dtype``.
 
-    Args:
-        places: of the model, by the names of their modules.
-        renamed: returns the name that a tensor of a checkpoint has here.
     Raises: CheckpointError: it is incomplete, of another model, or asks for what is not computed.
     """
     settings = AdapterSettings.read(folder)
@@ -95,7 +91,7 @@ def read_adapter(
             tensor = tensors.get_tensor(key)
             table = matched["table"] is not None
             found.setdefault(matched["module"], {})[matched["side"]] = tensor
-            _check_table(file, key, table, _place(file, matched["module"], places, renamed))
+            _check_table(file, key, table, _place(file, matched["module"], places))
     if not found:
         raise CheckpointError(file, "holds no matrix", "copy it again")
     adapter: dict[AdapterPlace, Matrices] = {}
@@ -103,23 +99,17 @@ def read_adapter(
         if missing := {"A", "B"} - sides.keys():
             reason = f"lacks the matrix {missing.pop()} of {module!r}"
             raise CheckpointError(file, reason, "copy it again")
-        place = _place(file, module, places, renamed)
+        place = _place(file, module, places)
         _check_shapes(file, module, sides, place, settings)
         a, b = sides["A"].float(), sides["B"].float() * settings.scale_of(module)
         adapter[place] = Matrices(a.to(device, dtype), b.to(device, dtype))
     return adapter
 
 
-def _place(
-    file: Path,
-    module: str,
-    places: Mapping[str, AdapterPlace],
-    renamed: Callable[[str], str | None],
-) -> AdapterPlace:
-    name = (renamed(f"{module}.weight") or "").removesuffix(".weight")
-    place = places.get(name)
+def _place(file: Path, module: str, places: AdapterPlaces) -> AdapterPlace:
+    place = places.find(module)
     if place is None:
-        near = ", ".join(nearest_first(module, places)[:_NAMED])
+        near = ", ".join(places.nearest(module)[:_NAMED])
         raise CheckpointError(
             file,
             f"adapts {module!r}, which is no linear, embedding or head of this model that takes "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interposer import LinearMethod, Site
+from interposer import Choice, LinearMethod, Site
 from interposer_models._adapters.files import Matrices
 from interposer_models._adapters.places import AdapterPlace
 from interposer_models._adapters.step import StepAdapters
@@ -30,6 +30,7 @@ class LowRank:
 
     Attributes:
         held: the members, whose matrices are views of what the products read.
+        choices: of the kernels.
     """
 
     def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
@@ -39,6 +40,7 @@ class LowRank:
         self._rank = max(len(m.a) for member in members for m in member.values())
         self._dtype, self._device = site.dtype, device
         whole = self._stacked(members)
+        self.choices: list[Choice] = []
         self.held = [
             {
                 place: Matrices(
@@ -55,7 +57,7 @@ class LowRank:
     def _stacked(self, members: Members) -> tuple[Tensor, list[Tensor]]:
         """Return the first matrices ``[A, P R, I]``, and the second ones ``[A, O, R]`` by part."""
         count, rank, places = len(members), self._rank, self.places
-        kind = {"dtype": self._dtype, "device": self._device}
+        kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
         first = torch.zeros(count, len(places) * rank, places[0].inputs, **kind)
         second = [torch.zeros(count, place.outputs, rank, **kind) for place in places]
         for number, member in enumerate(members):
@@ -71,6 +73,7 @@ class LowRank:
     def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
         sizes = {"rank": first.shape[1], "num_adapters": len(first)}
         shrinks = site.bind_kernel(lora_shrink, in_features=first.shape[2], **sizes)
+        self.choices.append(shrinks.choice)
         self._shrinks = shrinks.function
         self._first: Any = shrinks.prepared(lora_a=first)["lora_a"]
         self._bind_expansions(site, second)
@@ -81,6 +84,7 @@ class LowRank:
             count, outputs, rank = matrices.shape
             sizes = {"out_features": outputs, "rank": rank, "num_adapters": count}
             expands = site.bind_kernel(lora_expand, **sizes)
+            self.choices.append(expands.choice)
             prepared = expands.prepared(lora_b=matrices)["lora_b"]
             self._expansions.append((expands.function, prepared, place.offset))
 
@@ -101,7 +105,7 @@ class LowRank:
         method = getattr(layer, "method", None)
         if isinstance(method, LinearMethod) and method.takes_codes:
             # As the base reads its inputs.
-            x = x.to(dtype) * layer.operands[0]  # type: ignore[operator,index]
+            x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
         return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)
 
 
@@ -114,5 +118,5 @@ class LowRankTable(LowRank):
 
     def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         # What rows without an adapter look up is added to nothing.
-        rows = self._first[ids.clamp(min=0), :, x.flatten()]
+        rows: Tensor = self._first[ids.clamp(min=0), :, x.flatten()]
         return rows.to(torch.promote_types(dtype, torch.float32))

@@ -23,7 +23,7 @@ _OF_TRAINING = frozenset({
 _READ = frozenset({
     "alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "use_rslora",
 })  # fmt: skip
-_NEUTRAL = (None, False, "none", [], {})
+_NEUTRAL: tuple[Any, ...] = (None, False, "none", [], {})
 # Others change the weights of the base model, to which an adapter then belongs.
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 _HINTS = {
@@ -95,12 +95,12 @@ class AdapterSettings:
 
     def rank_of(self, module: str) -> int:
         """Return the rank that the matrices of a module have."""
-        return _matching(self.ranks, module, self.rank)
+        return int(_matching(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """Return the factor of the product of a module's matrices."""
         rank, alpha = self.rank_of(module), _matching(self.alphas, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.by_root else rank)
+        return float(alpha / (math.sqrt(rank) if self.by_root else rank))
 
 
 def _check_kind(path: Path, said: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def _check_number(path: Path, name: str, value: Any, whole: bool = False) -> Non
         raise CheckpointError(path, f"{name} is {value!r:.100}, must be {allowed}")
 
 
-def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     """Return the value of the first key that matches the end of a name, as PEFT finds it."""
     for key, value in patterns.items():
         if re.match(rf"(.*\.)?({key})$", module):

@@ -70,8 +70,8 @@ class StepAdapters:
         if self._graphs and len(self._tokens) < count <= len(self._held):
             return self._held[:count]
         raise ConfigError(
-            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that their "
-            "adapters are not known. Try: an adapter without this module"
+            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that the "
+            "adapters of these are not known. Try: an adapter without this module"
         )
 
     def _placed(self, numbers: list[int]) -> Tensor:
