@@ -85,6 +85,9 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--api-keys={keys}",), "holds no key"),
         (("--api-keys=nothing",), "'nothing' does not exist"),
         (("--dtype=float1",), "Unknown dtype 'float1'"),
+        (("--adapter=one",), "--adapter 'one' is not NAME=FOLDER. Try: --adapter sql=./sql"),
+        (("--adapter=a=x", "--adapter=a=y"), "--adapter names 'a' twice. Try: another name"),
+        (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
     ],
 )
 def test_what_cannot_be_served_is_told(

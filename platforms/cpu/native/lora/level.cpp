@@ -1,13 +1,20 @@
 // Products of adapters, compiled once for each level with its own flags.
 
-#include "../vectors.h"
+#include "../elementwise/functions.h"
 #include "lora.h"
 
 namespace {
 
-// Rows of a and vectors of outputs that are taken together, so that sums need not wait for each
-// other.
-constexpr int kTogether = 4;
+// Tokens of one adapter that are taken together, as many as registers hold sums of.
+#if defined(__AVX512F__)
+constexpr int kMostTokens = 4;
+#else
+constexpr int kMostTokens = 2;
+#endif
+// Of outputs, so that sums need not wait for each other.
+constexpr int kVectors = 4;
+
+INTERPOSER_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 template <int32_t kType>
 INTERPOSER_INLINE const char* element(const void* from, int64_t index) {
@@ -20,23 +27,38 @@ INTERPOSER_INLINE float total_of(Floats sum) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// How many tokens from `token` on have its adapter, at most two.
-INTERPOSER_INLINE int alike(const int64_t* ids, int64_t token, int64_t last) {
-  return token + 1 < last && ids[token + 1] == ids[token] ? 2 : 1;
+// Call `take(tokens, count)` for up to kMostTokens tokens of a block that have one adapter, wherever
+// they stand in it: a batch has its requests in any order.
+template <class F>
+INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t last, const F& take) {
+  const int count = int(last - first);
+  uint64_t waiting = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+  while (waiting) {
+    const int64_t adapter = ids[first + __builtin_ctzll(waiting)];
+    int64_t tokens[kMostTokens];
+    int found = 0;
+    for (uint64_t left = waiting; left && found < kMostTokens; left &= left - 1) {
+      const int place = __builtin_ctzll(left);
+      if (ids[first + place] != adapter) continue;
+      tokens[found++] = first + place;
+      waiting &= ~(uint64_t(1) << place);
+    }
+    take(tokens, found);
+  }
 }
 
 // `kTokens` tokens by `kRows` rows of a.
 template <int32_t kType, int kTokens, int kRows>
-INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, int64_t token,
-                                   const char* a, int64_t row) {
+INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int64_t* tokens,
+                                   int64_t row) {
   const int64_t inputs = call.inputs;
-  const char* x = element<kType>(call.x, token * call.x_stride);
+  const char* a = element<kType>(call.a, (call.ids[tokens[0]] * call.rank + row) * inputs);
+  const char* x[kTokens];
+  for (int t = 0; t < kTokens; ++t) x[t] = element<kType>(call.x, tokens[t] * call.x_stride);
   Floats sums[kTokens][kRows] = {};
-  const auto take = [&](int64_t i, int count) {
+  const auto take = [&](int64_t i, int count) INTERPOSER_LAMBDA {
     Floats given[kTokens];
-    for (int t = 0; t < kTokens; ++t) {
-      given[t] = load_some(element<kType>(x, t * call.x_stride + i), kType, count);
-    }
+    for (int t = 0; t < kTokens; ++t) given[t] = load_some(element<kType>(x[t], i), kType, count);
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = load_some(element<kType>(a, r * inputs + i), kType, count);
       for (int t = 0; t < kTokens; ++t) sums[t][r] += given[t] * weight;
@@ -46,37 +68,40 @@ INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, int64_t t
   for (; i + kLanes <= inputs; i += kLanes) take(i, kLanes);
   if (i < inputs) take(i, int(inputs - i));
   for (int t = 0; t < kTokens; ++t) {
-    float* y = call.y + (token + t) * call.rank + row;
+    float* y = call.y + tokens[t] * call.rank + row;
     for (int r = 0; r < kRows; ++r) y[r] = call.scale * total_of(sums[t][r]);
   }
 }
 
 template <int32_t kType, int kTokens>
-void shrink_tokens(const interposer_lora_shrink& call, int64_t token) {
-  const char* a = element<kType>(call.a, call.ids[token] * call.rank * call.inputs);
-  int64_t row = 0;
-  for (; row + kTogether <= call.rank; row += kTogether) {
-    const char* rows = element<kType>(a, row * call.inputs);
-    shrink_tile<kType, kTokens, kTogether>(call, token, rows, row);
-  }
-  for (; row < call.rank; ++row) {
-    shrink_tile<kType, kTokens, 1>(call, token, element<kType>(a, row * call.inputs), row);
-  }
+void shrink_tokens(const interposer_lora_shrink& call, const int64_t* tokens, int64_t row,
+                   int64_t end) {
+  if (end - row == kLoraRanks) return shrink_tile<kType, kTokens, kLoraRanks>(call, tokens, row);
+  for (; row < end; ++row) shrink_tile<kType, kTokens, 1>(call, tokens, row);
 }
 
 template <int32_t kType>
 void shrink_type(const interposer_lora_shrink& call, int64_t first, int64_t last) {
-  for (int64_t token = first; token < last;) {
-    const int count = alike(call.ids, token, last);
-    if (call.ids[token] < 0) {
-      float* y = call.y + token * call.rank;
-      for (int64_t i = 0; i < count * call.rank; ++i) y[i] = 0;
-    } else if (count == 2) {
-      shrink_tokens<kType, 2>(call, token);
-    } else {
-      shrink_tokens<kType, 1>(call, token);
-    }
-    token += count;
+  for (int64_t part = first; part < last; ++part) {
+    const int64_t row = part % blocks_of(call) * kLoraRanks;
+    const int64_t end = least(row + kLoraRanks, call.rank);
+    const int64_t token = part / blocks_of(call) * kLoraTokens;
+    by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
+               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
+                 if (call.ids[tokens[0]] < 0) {
+                   for (int t = 0; t < count; ++t) {
+                     float* y = call.y + tokens[t] * call.rank;
+                     for (int64_t r = row; r < end; ++r) y[r] = 0;
+                   }
+                   return;
+                 }
+                 if (kMostTokens == count) {
+                   return shrink_tokens<kType, kMostTokens>(call, tokens, row, end);
+                 }
+                 int t = 0;
+                 for (; t + 2 <= count; t += 2) shrink_tokens<kType, 2>(call, tokens + t, row, end);
+                 if (t < count) shrink_tokens<kType, 1>(call, tokens + t, row, end);
+               });
   }
 }
 
@@ -88,22 +113,21 @@ void shrink(const interposer_lora_shrink& call, int64_t first, int64_t last) {
 
 // `kTokens` tokens by `kVectors` vectors of outputs, of which the last may hold fewer.
 template <int32_t kType, int kTokens, int kVectors>
-INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, int64_t token,
+INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, const int64_t* tokens,
                                    int64_t output, int count) {
-  const float* x = call.x + token * call.x_stride;
-  const char* b =
-      element<kType>(call.b, call.ids[token] * call.rank * call.outputs + output);
+  const int64_t adapter = call.ids[tokens[0]];
+  const char* b = element<kType>(call.b, adapter * call.rank * call.outputs + output);
   Floats sums[kTokens][kVectors] = {};
   for (int64_t r = 0; r < call.rank; ++r) {
     const char* row = element<kType>(b, r * call.outputs);
     for (int v = 0; v < kVectors; ++v) {
       const Floats weight = load_some(element<kType>(row, v * kLanes), kType, count);
-      for (int t = 0; t < kTokens; ++t) sums[t][v] += weight * x[t * call.x_stride + r];
+      for (int t = 0; t < kTokens; ++t) sums[t][v] += weight * call.x[tokens[t] * call.x_stride + r];
     }
   }
   for (int t = 0; t < kTokens; ++t) {
     char* y = static_cast<char*>(call.y) +
-              ((token + t) * call.y_stride + output) * int64_t(size_of(kType));
+              (tokens[t] * call.y_stride + output) * int64_t(size_of(kType));
     for (int v = 0; v < kVectors; ++v, y += kLanes * size_of(kType)) {
       store_some(y, load_some(y, kType, count) + sums[t][v], kType, count);
     }
@@ -111,32 +135,35 @@ INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, int64_t t
 }
 
 template <int32_t kType, int kTokens>
-void expand_tokens(const interposer_lora_expand& call, int64_t token, int64_t first,
-                   int64_t last) {
-  int64_t output = first;
-  for (; output + kTogether * kLanes <= last; output += kTogether * kLanes) {
-    expand_tile<kType, kTokens, kTogether>(call, token, output, kLanes);
+void expand_tokens(const interposer_lora_expand& call, const int64_t* tokens, int64_t output,
+                   int64_t end) {
+  for (; output + kVectors * kLanes <= end; output += kVectors * kLanes) {
+    expand_tile<kType, kTokens, kVectors>(call, tokens, output, kLanes);
   }
-  for (; output < last; output += kLanes) {
-    const int64_t rest = last - output;
-    expand_tile<kType, kTokens, 1>(call, token, output, int(rest < kLanes ? rest : kLanes));
+  for (; output < end; output += kLanes) {
+    const int count = int(least(end - output, kLanes));
+    expand_tile<kType, kTokens, 1>(call, tokens, output, count);
   }
 }
 
 template <int32_t kType>
 void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last) {
-  const int64_t begin = first * kLoraOutputs;
-  const int64_t end = last * kLoraOutputs < call.outputs ? last * kLoraOutputs : call.outputs;
-  for (int64_t token = 0; token < call.tokens;) {
-    const int count = alike(call.ids, token, call.tokens);
-    if (call.ids[token] >= 0) {
-      if (count == 2) {
-        expand_tokens<kType, 2>(call, token, begin, end);
-      } else {
-        expand_tokens<kType, 1>(call, token, begin, end);
-      }
-    }
-    token += count;
+  for (int64_t part = first; part < last; ++part) {
+    const int64_t output = part % blocks_of(call) * kLoraOutputs;
+    const int64_t end = least(output + kLoraOutputs, call.outputs);
+    const int64_t token = part / blocks_of(call) * kLoraTokens;
+    by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
+               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
+                 if (call.ids[tokens[0]] < 0) return;
+                 if (kMostTokens == count) {
+                   return expand_tokens<kType, kMostTokens>(call, tokens, output, end);
+                 }
+                 int t = 0;
+                 for (; t + 2 <= count; t += 2) {
+                   expand_tokens<kType, 2>(call, tokens + t, output, end);
+                 }
+                 if (t < count) expand_tokens<kType, 1>(call, tokens + t, output, end);
+               });
   }
 }
 

@@ -33,12 +33,18 @@ int32_t interposer_lora_shrink_rows(const interposer_lora_shrink* call);
 int32_t interposer_lora_expand_rows(const interposer_lora_expand* call);
 }
 
-// Parts that a call is shared out by: tokens, and blocks of outputs, so that a single token of a
-// wide layer keeps all threads at work.
-constexpr int64_t kLoraOutputs = 256;
-inline int64_t parts_of(const interposer_lora_shrink& call) { return call.tokens; }
-inline int64_t parts_of(const interposer_lora_expand& call) {
+// Parts that a call is shared out by: blocks of tokens, and of each of them blocks of ranks or of
+// outputs, so that few tokens keep all threads at work.
+constexpr int64_t kLoraTokens = 64, kLoraRanks = 4, kLoraOutputs = 256;
+inline int64_t blocks_of(const interposer_lora_shrink& call) {
+  return (call.rank + kLoraRanks - 1) / kLoraRanks;
+}
+inline int64_t blocks_of(const interposer_lora_expand& call) {
   return (call.outputs + kLoraOutputs - 1) / kLoraOutputs;
+}
+template <class Call>
+int64_t parts_of(const Call& call) {
+  return (call.tokens + kLoraTokens - 1) / kLoraTokens * blocks_of(call);
 }
 
 struct LoraKernels {
