@@ -23,6 +23,7 @@ from interposer.errors import CheckpointError, ConfigError, RequestError, Unknow
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry
 from interposer_models import LanguageModel, SamplingParams, adapt, language_model, load
+from interposer_ops.layers.linear import Linear
 
 # peft reads an attribute that transformers is about to rename, and advises on tied embeddings.
 pytestmark = [
@@ -32,6 +33,7 @@ pytestmark = [
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+METHOD = {"quant_method": "int8", "activations": "none", "head": "plain"}
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 PROMPTS = [IDS, [2, 7, 1], [8] * 17, [4, 4]]
 KINDS: dict[str, dict[str, Any]] = {
@@ -230,16 +232,18 @@ def test_new_weights_of_the_base_keep_adapters(llama: Path, adapters: dict[str, 
     close(lm.logits(IDS, adapter="all"), expected)
 
 
-def test_a_quantized_base_takes_adapters(tmp_path: Path) -> None:
-    """Weights that 8 bits hold exactly: what is left is the adapter."""
-    model = write_checkpoint(CONFIGS["llama"](), tmp_path)
-    for name, parameter in model.named_parameters():
-        if name.endswith("_proj.weight"):
-            scales = parameter.data.abs().amax(1, keepdim=True) / 127
-            parameter.data = (parameter.data / scales).round() * scales
-    model.save_pretrained(tmp_path)
-    quantization = {"quant_method": "int8", "activations": "none", "head": "plain"}
-    lm = load(tmp_path, cache_tokens=512, quantization=quantization)
+@torch.no_grad()
+def test_a_quantized_base_takes_adapters(llama: Path, tmp_path: Path) -> None:
+    """PEFT adapts a model whose weights are those that the quantized layers multiply by."""
+    lm = load(llama, cache_tokens=512, quantization=METHOD)
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    for layer in lm.engine.model.modules():
+        if isinstance(layer, Linear):
+            weights = layer(torch.eye(layer.in_features)).T.split([*layer.parts.values()])
+            for part, weight in zip(layer.parts, weights, strict=True):
+                place = f"{layer.prefix.rpartition('.')[0]}.{part}"
+                assert not torch.equal(model.get_submodule(place).weight, weight)
+                model.get_submodule(place).weight.copy_(weight)
     wrapped = tuned(model, tmp_path / "adapter", r=4, target_modules=["all"])
     lm.load_adapter("x", tmp_path / "adapter")
     close(lm.logits(IDS, adapter="x"), logits_of(wrapped))
@@ -407,7 +411,6 @@ def test_models_that_take_no_adapters_say_so(llama: Path, adapters: dict[str, Pa
     compiled = load(llama, cache_tokens=512, config=Config(compile="eager"))
     with pytest.raises(ConfigError, match="A compiled model takes no adapters"):
         compiled.load_adapter("all", adapters["all"])
-    model = AutoModelForCausalLM.from_pretrained(llama)
-    adapt(model)
+    adapted = adapt(AutoModelForCausalLM.from_pretrained(llama))
     with pytest.raises(ConfigError, match="An adapted model takes adapters where it was made"):
-        language_model(model, cache_tokens=512).load_adapter("all", adapters["all"])
+        language_model(adapted, cache_tokens=512).load_adapter("all", adapters["all"])
