@@ -31,7 +31,6 @@ UNBOUND = {
     "sampling in separate stages": """apply_temperature gumbel_argmax logits_softcap mask_min_p
         mask_top_k_top_p""",
     "speculative decoding": "greedy_verify rejection_sample",
-    "LoRA": "lora_expand lora_shrink",
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
     "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
     "families with other norms": "qk_norm",
