@@ -22,7 +22,7 @@ from interposer import Config, explain, register
 from interposer.errors import CheckpointError, ConfigError, RequestError, UnknownNameError
 from interposer.hookspecs import hookimpl
 from interposer.records import PlatformEntry
-from interposer_models import LanguageModel, SamplingParams, adapt, language_model, load
+from interposer_models import LanguageModel, SamplingParams, Stream, adapt, language_model, load
 from interposer_ops.layers.linear import Linear
 
 # peft reads an attribute that transformers is about to rename, and advises on tied embeddings.
@@ -47,24 +47,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "root": {"r": 5, "lora_alpha": 2, "use_rslora": True, "target_modules": ["k_proj", "up_proj"]},
 }
 # Not the projections of heads: peft takes experts by the names of an MLP, and no Mamba's outputs.
-PLACES = ("q_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "q_a_proj", "in_proj", "o_proj")
+PLACES = frozenset(
+    ("q_proj", "qkv_proj", "c_attn", "c_proj", "query_key_value", "q_a_proj", "in_proj", "o_proj")
+)
 
 
-def tuned(model: Any, folder: Path, seed: int = 0, **given: Any) -> Any:
+def tuned(model: Any, folder: Path, seed: int = 0, **how: Any) -> Any:
     """Save an adapter of random numbers, and return the model of peft that has it."""
     names = [
         name
         for name, module in model.named_modules()
         if hasattr(module, "weight") and module.weight.ndim == 2 and "positions" not in name
     ]
-    if "all" in given["target_modules"]:
-        given["target_modules"] = names
-    wrapped = get_peft_model(model, LoraConfig(init_lora_weights=False, **given)).eval()
+    if "all" in how["target_modules"]:
+        how["target_modules"] = names
+    wrapped = get_peft_model(model, LoraConfig(init_lora_weights=False, **how)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             parameter.data.normal_(0, 0.15, generator=generator)
-    wrapped.save_pretrained(folder, save_embedding_layers=False)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
     return wrapped
 
 
@@ -82,9 +84,9 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def adapters(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each of ``KINDS`` for the tiny Llama."""
     root = tmp_path_factory.mktemp("adapters")
-    for seed, (name, given) in enumerate(KINDS.items()):
+    for seed, (name, how) in enumerate(KINDS.items()):
         model = AutoModelForCausalLM.from_pretrained(llama)
-        torch.save(logits_of(tuned(model, root / name, seed, **given)), root / f"{name}.pt")
+        torch.save(logits_of(tuned(model, root / name, seed, **how)), root / f"{name}.pt")
     return {name: root / name for name in KINDS}
 
 
@@ -153,8 +155,8 @@ def test_families_agree_with_peft(family: str, tmp_path: Path) -> None:
     lm = load(tmp_path, cache_tokens=512)
     plain = logits_of(model)
     has = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    given = {"target_modules": [*(has & {*PLACES})], "fan_in_fan_out": "c_attn" in has}
-    wrapped = tuned(model, tmp_path / "adapter", r=3, **given)
+    how: dict[str, Any] = {"target_modules": [*(has & PLACES)], "fan_in_fan_out": "c_attn" in has}
+    wrapped = tuned(model, tmp_path / "adapter", r=3, **how)
     lm.load_adapter("x", tmp_path / "adapter")
     expected = logits_of(wrapped)
     assert (plain - expected).abs().max() > 1e-3
@@ -182,13 +184,13 @@ def test_adapters_come_and_go_while_requests_run(
     llama: Path, adapters: dict[str, Path], alone: Callable[[list[int], str | None], Any]
 ) -> None:
     lm = load(llama, cache_tokens=512, max_sequences=4)
-    streams = {None: lm.start(IDS, SamplingParams())}
+    streams: dict[str | None, Stream] = {None: lm.start(IDS, SamplingParams())}
     for name in ("root", "patterns"):
         lm.load_adapter(name, adapters[name])
         streams[name] = lm.start(IDS, SamplingParams(adapter=name))
         for _ in range(3):
             lm.engine.step()
-    with pytest.raises(RequestError, match="'root' is in use by 1 unfinished requests. Try"):
+    with pytest.raises(RequestError, match=r"'root' is in use by 1 unfinished requests\. Try"):
         lm.remove_adapter("root")
     while not streams["root"].sequence.finish_reason:
         lm.engine.step()
@@ -199,8 +201,8 @@ def test_adapters_come_and_go_while_requests_run(
     swapped = lm.start(IDS, SamplingParams(adapter="root"))
     while lm.engine.busy:
         lm.engine.step()
-    for name, stream in streams.items():
-        assert tuple(stream.sequence.output) == alone(IDS, name)
+    for asked, stream in streams.items():
+        assert tuple(stream.sequence.output) == alone(IDS, asked)
     assert tuple(swapped.sequence.output) == alone(IDS, "all")
     assert tuple(swapped.sequence.output) != alone(IDS, "root")
 
@@ -217,7 +219,8 @@ def test_nothing_is_left_of_the_last_adapter(llama: Path, adapters: dict[str, Pa
     lm.remove_adapter("all")
     assert not any(module._forward_hooks for module in lm.engine.model.modules())
     assert [type(module) for module in lm.engine.model.modules()] == kinds
-    assert lm.adapters == () and lm.engine.adapters is None
+    assert lm.adapters == ()
+    assert lm.engine.adapters is None
     assert torch.equal(lm.logits(IDS), before)
 
 
@@ -241,9 +244,9 @@ def test_a_quantized_base_takes_adapters(llama: Path, tmp_path: Path) -> None:
         if isinstance(layer, Linear):
             weights = layer(torch.eye(layer.in_features)).T.split([*layer.parts.values()])
             for part, weight in zip(layer.parts, weights, strict=True):
-                place = f"{layer.prefix.rpartition('.')[0]}.{part}"
-                assert not torch.equal(model.get_submodule(place).weight, weight)
-                model.get_submodule(place).weight.copy_(weight)
+                held = model.get_parameter(f"{layer.prefix.rpartition('.')[0]}.{part}.weight")
+                assert not torch.equal(held, weight)
+                held.copy_(weight)
     wrapped = tuned(model, tmp_path / "adapter", r=4, target_modules=["all"])
     lm.load_adapter("x", tmp_path / "adapter")
     close(lm.logits(IDS, adapter="x"), logits_of(wrapped))
@@ -273,8 +276,8 @@ def test_captured_steps_have_adapters(
     names = [None, "root", "patterns", "root", None]
     plain = lm.generate([IDS, IDS])
     captured = TapePlatform.captured
-    for name in ("root", "patterns"):
-        lm.load_adapter(name, adapters[name])
+    for each in ("root", "patterns"):
+        lm.load_adapter(each, adapters[each])
     assert len(lm.engine.graphs or ()) == 0  # those without adapters are of no use
     params = [SamplingParams(adapter=n, max_new_tokens=16 - 2 * i) for i, n in enumerate(names)]
     for name, one, found in zip(names, params, lm.generate([IDS] * 5, params), strict=True):
@@ -282,8 +285,8 @@ def test_captured_steps_have_adapters(
     assert TapePlatform.captured > captured
     # Padding of a graph has no adapter, whatever the rows had before.
     assert lm.generate([IDS, IDS]) == plain
-    for name in ("root", "patterns"):
-        lm.remove_adapter(name)
+    for each in ("root", "patterns"):
+        lm.remove_adapter(each)
     assert lm.generate([IDS, IDS]) == plain
 
 
@@ -382,24 +385,24 @@ def test_folders_that_are_no_adapters_are_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match="does not exist\nTry: give the folder of an adapter"):
         bare.load_adapter("x", tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="adapter_config.json: is missing"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: is missing"):
         bare.load_adapter("x", tmp_path)
     (copied_adapter / WEIGHTS).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match="is truncated or not a safetensors file"):
         bare.load_adapter("x", copied_adapter)
     (copied_adapter / WEIGHTS).rename(copied_adapter / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match="adapter_model.bin is pickled"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin is pickled"):
         bare.load_adapter("x", copied_adapter)
 
 
 def test_names_are_checked(lm: LanguageModel, bare: LanguageModel, adapters: Any) -> None:
-    with pytest.raises(ConfigError, match="'all' already. Try: remove_adapter"):
+    with pytest.raises(ConfigError, match=r"'all' already\. Try: remove_adapter"):
         lm.load_adapter("all", adapters["root"])
     with pytest.raises(ConfigError, match="is '', must be a text"):
         lm.load_adapter("", adapters["root"])
-    with pytest.raises(UnknownNameError, match="adapter 'rot'. Known, nearest first: 'root'"):
+    with pytest.raises(UnknownNameError, match=r"adapter 'rot'\. Known, nearest first: 'root'"):
         lm.remove_adapter("rot")
-    with pytest.raises(UnknownNameError, match="adapter 'rot'. Known, nearest first: 'root'"):
+    with pytest.raises(UnknownNameError, match=r"adapter 'rot'\. Known, nearest first: 'root'"):
         lm.generate([IDS], adapter="rot")
     with pytest.raises(UnknownNameError, match=r"adapter 'all'. Known, nearest first: \(none\)"):
         bare.logits(IDS, adapter="all")
