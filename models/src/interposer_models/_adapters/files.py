@@ -21,7 +21,6 @@ from interposer_models._checkpoint.checkpoint import reading
 from interposer_models._checkpoint.hub import HubModel
 
 WEIGHTS = "adapter_model.safetensors"
-_PICKLED = "adapter_model.bin"
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\.lora_(?P<table>embedding_)?(?P<side>[AB])(?(table)|\.weight)"
 )
@@ -75,9 +74,8 @@ def read_adapter(
     settings = AdapterSettings.read(folder)
     file = folder / WEIGHTS
     if not file.is_file():
-        mend = "save it as safetensors: adapter_model.bin is pickled, which runs code"
-        is_pickled = (folder / _PICKLED).is_file()
-        raise CheckpointError(file, "is missing", mend if is_pickled else "copy it again")
+        mend = "save it as safetensors, as PEFT does; adapter_model.bin is pickled, which runs code"
+        raise CheckpointError(file, "is missing", mend)
     found: dict[str, dict[str, Tensor]] = {}
     with reading(file), safe_open(file, framework="pt") as tensors:
         for key in tensors.keys():  # noqa: SIM118 - it is no mapping
