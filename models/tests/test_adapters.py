@@ -144,8 +144,8 @@ def test_logits_are_those_of_peft(
     "family",
     [
         "phi3",
-        "qwen3-moe",
         "GPT2",
+        pytest.param("qwen3-moe", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(OF_EXAMPLES)),
     ],
 )

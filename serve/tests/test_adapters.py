@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from serve.tests.conftest import NAME, events, serving
-from serve.tests.test_serve_command import ask, started
 from tests.adapter_files import write_adapter
 
 from interposer.errors import ConfigError
-from interposer_models import LanguageModel, load
+from interposer_models import LanguageModel
 from interposer_serve import application
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -28,11 +28,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapted(chat_folder: Path, folders: dict[str, Path]) -> LanguageModel:
-    lm = load(chat_folder, "float32", cache_tokens=2048, max_sequences=8)
+def adapted(offline: LanguageModel, folders: dict[str, Path]) -> Iterator[LanguageModel]:
     for name, folder in folders.items():
-        lm.load_adapter(name, folder)
-    return lm
+        offline.load_adapter(name, folder)
+    yield offline
+    for name in folders:
+        offline.remove_adapter(name)
 
 
 def test_the_name_of_an_adapter_is_that_of_a_model(adapted: LanguageModel) -> None:
@@ -65,14 +66,3 @@ def test_the_name_of_an_adapter_is_that_of_a_model(adapted: LanguageModel) -> No
 def test_a_model_is_not_called_as_its_adapter(adapted: LanguageModel) -> None:
     with pytest.raises(ConfigError, match="The model and an adapter are both called 'one'"):
         application(adapted, "one")
-
-
-def test_the_command_takes_adapters(
-    chat_folder: Path, folders: dict[str, Path], adapted: LanguageModel
-) -> None:
-    options = (f"--adapter=one={folders['one']}", "--dtype=float32")
-    with started(chat_folder, *options) as (url, _):
-        body = {"model": "one", "prompt": "import os", "max_tokens": 4}
-        answer = ask(f"{url}/v1/completions", body)
-    found = adapted.generate("import os", adapter="one", max_new_tokens=4)[0].text
-    assert answer["choices"][0]["text"] == found

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.adapter_files import write_adapter
 from tests.forks import forks
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -54,11 +55,14 @@ def ask(url: str, body: Any = None, key: str = "") -> Any:
 def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\n\n  open \n")
-    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50")
+    folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
+    adapter = f"--adapter=own={folder}"
+    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50", adapter)
     with started(chat_folder, *options) as (url, process):
         assert ask(f"{url}/ready") == {"status": "ok"}
         body = {"model": "mine", "prompt": "import os", "max_tokens": 3}
         assert ask(f"{url}/v1/completions", body, "open")["usage"]["completion_tokens"] == 3
+        assert ask(f"{url}/v1/completions", {**body, "model": "own"}, "open")["model"] == "own"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask(f"{url}/v1/completions", body)
         with pytest.raises(urllib.error.HTTPError, match="400"):
