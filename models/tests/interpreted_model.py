@@ -2,7 +2,7 @@
 
 In a process of its own with TRITON_INTERPRET=1: triton decides when it is imported.
 
-python models/tests/interpreted_model.py CHECKPOINT CACHE
+python models/tests/interpreted_model.py CHECKPOINT CACHE ADAPTER
 """
 
 from __future__ import annotations
@@ -21,16 +21,22 @@ OWN = ("interposer-models", "interposer-ops", "interposer-quantization")
 PROMPTS = [[3, 1, 4], [2, 7]]
 
 
-def computed(path: Path, cache: Path, compile: str, **kernels: Any) -> dict[str, Any]:
+def computed(
+    path: Path, cache: Path, adapter: Path, compile: str, **kernels: Any
+) -> dict[str, Any]:
     config = Config(
         platform="interpreter", plugins=OWN, cache_dir=cache, compile=compile, kernels=kernels
     )
     lm = load(path, "float32", config=config, cache_tokens=256, max_sequences=4)
     batch = lm.generate(PROMPTS, max_new_tokens=2, ignore_eos=True)
+    logits = [] if lm.engine.compiled else lm.logits(PROMPTS[0]).tolist()
+    if not lm.engine.compiled:
+        lm.load_adapter("own", adapter)
     blocks: Any = lm.engine.model.model.layers
     return {
         "tokens": [completion.token_ids for completion in batch],
-        "logits": [] if lm.engine.compiled else lm.logits(PROMPTS[0]).tolist(),
+        "logits": logits,
+        "adapted": lm.logits(PROMPTS[0], adapter="own").tolist() if lm.adapters else [],
         "graphs": lm.engine.compiled.graphs if lm.engine.compiled else 0,
         "kernels": sorted(
             choice.chosen.name
@@ -43,12 +49,15 @@ def computed(path: Path, cache: Path, compile: str, **kernels: Any) -> dict[str,
 
 
 def main() -> None:
-    path, cache = Path(sys.argv[1]), Path(sys.argv[2])
-    found = {"plain": computed(path, cache, "off"), "compiled": computed(path, cache, "aot_eager")}
+    path, cache, adapter = map(Path, sys.argv[1:4])
+    found = {
+        way: computed(path, cache, adapter, compile)
+        for way, compile in (("plain", "off"), ("compiled", "aot_eager"))
+    }
     if "quantization_config" in json.loads((path / "config.json").read_text(encoding="utf-8")):
         fused = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
         apart = {f"{op}_quantize_fp8": "reference" for op in fused}
-        found["apart"] = computed(path, cache, "off", **apart)
+        found["apart"] = computed(path, cache, adapter, "off", **apart)
     found["ops"] = sorted(vars(torch.ops.interposer_kernels))  # type: ignore[assignment]
     json.dump(found, sys.stdout)
 

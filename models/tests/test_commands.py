@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.adapter_files import write_adapter
 
 from interposer import explain
 from interposer.errors import ConfigError
@@ -61,6 +62,16 @@ def test_run_streams_the_text_and_ends_with_the_figures(command: Command, llama:
 def test_run_with_a_temperature_is_repeatable_by_seed(command: Command, llama: Path) -> None:
     options = ("run", llama, "--prompt", "x", "--temperature", "1.5", "--seed", "3")
     assert facts(command, *options)["token_ids"] == facts(command, *options)["token_ids"]
+
+
+def test_run_takes_an_adapter(command: Command, llama: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", {"model.layers.0.mlp.up_proj": (96, 64)})
+    options = ("run", llama, "--prompt", "x", "--max-new-tokens", "8")
+    found = facts(command, *options, "--adapter", folder)["token_ids"]
+    lm = load(llama, cache_tokens=512)
+    lm.load_adapter("own", folder)
+    expected = lm.generate("x", adapter="own", max_new_tokens=8)[0].token_ids
+    assert tuple(found) == expected != tuple(facts(command, *options)["token_ids"])
 
 
 def test_run_takes_dtype_platform_and_kernel(command: Command, llama: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from models.tests.conftest import SIZES, write_checkpoint
 from safetensors.torch import load_file, save_file
+from tests.adapter_files import write_adapter
 from tests.forks import forks
 from tests.tape import TapePlatform
 from transformers import LlamaConfig
@@ -292,7 +293,11 @@ def quantized(source: Path, target: Path) -> Path:
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
 def test_triton_kernels_are_ops_of_the_graph(tiny: Path, tmp_path: Path) -> None:
     """Of 8-bit floats, where norms and activations quantize for the projections behind them."""
-    found = interpreted(quantized(tiny, tmp_path / "fp8"), tmp_path / "cache")
+    sizes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 96)}
+    adapter = write_adapter(
+        tmp_path / "adapter", {f"model.layers.0.{name}": size for name, size in sizes.items()}
+    )
+    found = interpreted(quantized(tiny, tmp_path / "fp8"), tmp_path / "cache", adapter)
     plain, compiled, apart = (found[way] for way in ("plain", "compiled", "apart"))
     assert compiled["tokens"] == plain["tokens"] == apart["tokens"]
     assert (plain["graphs"], plain["bound"]) == (0, compiled["bound"])
@@ -309,3 +314,8 @@ def test_triton_kernels_are_ops_of_the_graph(tiny: Path, tmp_path: Path) -> None
     one, other = (torch.tensor(way["logits"]) for way in (plain, apart))
     assert not torch.equal(one, torch.zeros_like(one))
     torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
+    # Adapters read the inputs that the base reads: codes of three bits behind the point, or not.
+    assert {"lora_shrink_triton", "lora_expand_triton"} <= {*plain["kernels"]}
+    added = torch.tensor(plain["adapted"]) - one
+    added_apart = torch.tensor(apart["adapted"]) - other
+    assert (added - added_apart).norm() < 0.1 * added_apart.norm()

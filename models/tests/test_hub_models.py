@@ -17,8 +17,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tests.adapter_files import write_adapter
 from torch import Tensor
 
 import interposer
@@ -312,6 +314,25 @@ def test_weights_that_are_pickled_are_refused_with_a_way_out(hub: Hub) -> None:
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors\nTry: choose a reposit"):
         load(NAME)
     assert "pytorch_model.bin" not in {name for name, _ in hub.fetched}
+
+
+def test_an_adapter_by_name_is_its_two_files(hub: Hub, tmp_path: Path) -> None:
+    sizes = {"model.layers.0.self_attn.q_proj": (256, 256)}
+    folder = write_adapter(tmp_path / "adapter", sizes)
+    (folder / "optimizer.pt").write_bytes(b"not for us")
+    hub.repositories["team/adapter"] = Repository(folder)
+    lm = load(STDLIB, cache_tokens=512)
+    lm.load_adapter("named", "team/adapter@main")
+    lm.load_adapter("own", folder)
+    assert [name for name, _ in hub.fetched] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert torch.equal(lm.logits([1, 2], adapter="named"), lm.logits([1, 2], adapter="own"))
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    hub.repositories["team/pickled"] = Repository(folder)
+    with pytest.raises(CheckpointError, match=r"is missing\nTry: save it as safetensors"):
+        lm.load_adapter("pickled", "team/pickled")
 
 
 def test_a_missing_model_a_gated_one_and_no_network(

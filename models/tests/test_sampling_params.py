@@ -29,6 +29,7 @@ RANGES = {
     "logit_bias": "token ids with numbers from -100 to 100",
     "constraint": "None or a Constraint, such as Constraint.regex('[0-9]+')",
     "top_logprobs": "an integer from 0 to 20",
+    "adapter": "None or the name of a loaded adapter",
 }
 INTEGERS = ("max_new_tokens", "top_k", "seed", "min_tokens", "top_logprobs")
 NUMBERS = (
@@ -65,6 +66,7 @@ def test_defaults_are_greedy_and_neutral() -> None:
         "logit_bias": {},
         "constraint": None,
         "top_logprobs": 0,
+        "adapter": None,
     }
 
 

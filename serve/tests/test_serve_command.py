@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.adapter_files import write_adapter
 from tests.forks import forks
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -54,11 +55,14 @@ def ask(url: str, body: Any = None, key: str = "") -> Any:
 def test_the_command_serves_until_it_is_told_to_end(chat_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# of the team\n\n  open \n")
-    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50")
+    folder = write_adapter(tmp_path / "own", {"model.layers.0.mlp.down_proj": (256, 688)})
+    adapter = f"--adapter=own={folder}"
+    options = ("--name=mine", "--api-keys", str(keys), "--max-prompt=50", adapter)
     with started(chat_folder, *options) as (url, process):
         assert ask(f"{url}/ready") == {"status": "ok"}
         body = {"model": "mine", "prompt": "import os", "max_tokens": 3}
         assert ask(f"{url}/v1/completions", body, "open")["usage"]["completion_tokens"] == 3
+        assert ask(f"{url}/v1/completions", {**body, "model": "own"}, "open")["model"] == "own"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask(f"{url}/v1/completions", body)
         with pytest.raises(urllib.error.HTTPError, match="400"):
@@ -85,6 +89,9 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(chat_folder
         (("--api-keys={keys}",), "holds no key"),
         (("--api-keys=nothing",), "'nothing' does not exist"),
         (("--dtype=float1",), "Unknown dtype 'float1'"),
+        (("--adapter=one",), "--adapter 'one' is not NAME=FOLDER. Try: --adapter sql=./sql"),
+        (("--adapter=a=x", "--adapter=a=y"), "--adapter names 'a' twice. Try: another name"),
+        (("--adapter=a=x", "--embed"), "--adapter 'a=x' is given with --embed. Try: one of them"),
     ],
 )
 def test_what_cannot_be_served_is_told(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from interposer import Planned, Verdict
 from interposer.errors import ConfigError, RequestError
+from interposer_models._adapters.adapters import Adapters
 from interposer_models._chat import Message
 from interposer_models._checkpoint.checkpoint import read_json
 from interposer_models._checkpoint.weights import Weights
@@ -73,6 +75,7 @@ class LanguageModel:
         self.quantization = getattr(plan, "quantization", None)  # to be planned elsewhere with
         self._graphs: Verdict | None = getattr(plan, "graphs", None)
         self.compiled: Verdict | None = getattr(plan, "compiled", None)
+        self._adapters = Adapters(engine, plan, takes_none=weights is None)
 
     @property
     def suggested(self) -> dict[str, Any]:
@@ -169,11 +172,13 @@ class LanguageModel:
         """
         return self.tokenizer.chat.token_ids(messages, tools, template, options or {})
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, token_ids: Sequence[int], *, adapter: str | None = None) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32."""
-        return self.engine.logits(token_ids)
+        return self.engine.logits(token_ids, adapter)
 
-    def score(self, prompt: Prompt, continuations: Sequence[Prompt]) -> list[tuple[float, ...]]:
+    def score(
+        self, prompt: Prompt, continuations: Sequence[Prompt], *, adapter: str | None = None
+    ) -> list[tuple[float, ...]]:
         """Return the natural-log probability of each token of each continuation of a prompt.
 
         A text is split into tokens together with the prompt; as many of these as the prompt has
@@ -199,10 +204,38 @@ class LanguageModel:
                     f"{continuation!r:.100} adds no token to the prompt {prompt!r:.100}. "
                     "Try: a prompt and a continuation of at least one token each"
                 )
-            after = self.logits(tokens)[len(front) - 1 : -1].log_softmax(-1)
+            after = self.logits(tokens, adapter=adapter)[len(front) - 1 : -1].log_softmax(-1)
             chosen = torch.tensor([*map(int, tokens[len(front) :])], device=after.device)
             scores.append(tuple(after.gather(1, chosen[:, None])[:, 0].tolist()))
         return scores
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that are loaded."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, which requests name by ``SamplingParams(adapter=name)``.
+
+        It joins between two steps; requests that run keep what they have.
+
+        Args:
+            path: a folder that PEFT saved, or ``"namespace/name"`` on the hub.
+        Raises:
+            CheckpointError: it is incomplete, of another model, or asks for what is not computed.
+            ConfigError: the name is taken, or the model is compiled or an adapted one, or what
+                computes adapters cannot be captured.
+        """
+        self._adapters.load(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter and free its memory.
+
+        Raises:
+            UnknownNameError: no adapter has the name.
+            RequestError: unfinished requests use it.
+        """
+        self._adapters.remove(name)
 
     def update_weights(
         self, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

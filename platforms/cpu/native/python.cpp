@@ -13,6 +13,7 @@ extern PyMethodDef interposer_dense_methods[];
 extern PyMethodDef interposer_elementwise_methods[];
 extern PyMethodDef interposer_experts_methods[];
 extern PyMethodDef interposer_linear_methods[];
+extern PyMethodDef interposer_lora_methods[];
 extern PyMethodDef interposer_recurrence_methods[];
 extern PyMethodDef interposer_rounding_methods[];
 extern PyMethodDef interposer_sampling_methods[];
@@ -82,8 +83,8 @@ PyMODINIT_FUNC PyInit__native() {
   for (PyMethodDef* family : {interposer_linear_methods, interposer_elementwise_methods,
                               interposer_attention_methods, interposer_block_methods,
                               interposer_dense_methods, interposer_experts_methods,
-                              interposer_recurrence_methods, interposer_rounding_methods,
-                              interposer_sampling_methods}) {
+                              interposer_lora_methods, interposer_recurrence_methods,
+                              interposer_rounding_methods, interposer_sampling_methods}) {
     if (made && PyModule_AddFunctions(made, family)) Py_CLEAR(made);
   }
   return made;

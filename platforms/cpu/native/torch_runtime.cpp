@@ -12,6 +12,7 @@ extern const TorchOp interposer_dense_ops[];
 extern const TorchOp interposer_elementwise_ops[];
 extern const TorchOp interposer_experts_ops[];
 extern const TorchOp interposer_linear_ops[];
+extern const TorchOp interposer_lora_ops[];
 extern const TorchOp interposer_recurrence_ops[];
 extern const TorchOp interposer_rounding_ops[];
 extern const TorchOp interposer_sampling_ops[];
@@ -122,8 +123,9 @@ const char* interposer_register_ops() {
   }
   for (const TorchOp* family : {interposer_linear_ops, interposer_elementwise_ops,
                                 interposer_attention_ops, interposer_dense_ops,
-                                interposer_experts_ops, interposer_recurrence_ops,
-                                interposer_rounding_ops, interposer_sampling_ops}) {
+                                interposer_experts_ops, interposer_lora_ops,
+                                interposer_recurrence_ops, interposer_rounding_ops,
+                                interposer_sampling_ops}) {
     for (const TorchOp* op = family; op->name; ++op) {
       if (torch.define(definitions, op->schema) ||
           torch.implement(implementations, op->name, op->run, kVersion)) {

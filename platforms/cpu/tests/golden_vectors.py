@@ -35,6 +35,7 @@ from interposer_ops.experts import (
 )
 from interposer_ops.latent_attention import latent_attention_decode
 from interposer_ops.linear import linear
+from interposer_ops.lora import lora_expand, lora_shrink
 from interposer_ops.norms import (
     fused_add_gemma_rms_norm,
     fused_add_rms_norm,
@@ -228,6 +229,8 @@ OPS = (
     Covered(ragged_attention, strided=()),
     Covered(ragged_attention_with_lse, strided=()),
     Covered(latent_attention_decode, strided=()),
+    Covered(lora_shrink),
+    Covered(lora_expand, strided=("shrunk", "y")),
     Covered(causal_convolution),
     Covered(state_space_scan, strided=()),
     Covered(gated_delta_rule, strided=()),

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from interposer.errors import ConfigError, InterposerError
 from interposer_models import Encoder, LanguageModel
-from interposer_serve._errors import ApiError, respond
+from interposer_serve._errors import ApiError, check_model, respond
 from interposer_serve._guard import LOOPBACK, Guard
 from interposer_serve._limits import Limits
 from interposer_serve._metrics import Metrics
@@ -47,11 +47,11 @@ def application(
 
     Args:
         model: writes text, or makes vectors; endpoints differ accordingly.
-        name: by which clients ask for it.
+        name: by which clients ask for it. They ask for an adapter of it by the adapter's name.
         limits: bounds on requests.
         keys: one of which every request has to bear; none asks for none.
         hosts: names by which clients may call the server; None allows all.
-    Raises: ConfigError: a key is empty.
+    Raises: ConfigError: a key is empty, or an adapter has the name of the model.
     """
     if not all(key.strip() for key in keys):
         raise ConfigError("An API key is empty. Try: leave it out")
@@ -60,14 +60,23 @@ def application(
     if isinstance(model, Encoder):
         endpoints = VectorEndpoints(model, name, limits)
     else:
+        if name in model.adapters:
+            raise ConfigError(
+                f"The model and an adapter are both called {name!r}. Try: another name of the model"
+            )
         endpoints = TextEndpoints(model, name, limits, metrics)
-    entry: dict[str, Any] = {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "interposer",
-        "max_model_len": endpoints.context,
-    }
+
+    def entry(of: str) -> dict[str, Any]:
+        base = {} if of == name else {"parent": name}
+        return {
+            "id": of,
+            "object": "model",
+            "created": created,
+            "owned_by": "interposer",
+            "max_model_len": endpoints.context,
+            **base,
+        }
+
     running = False
 
     @asynccontextmanager
@@ -92,14 +101,13 @@ def application(
         return metrics.response()
 
     async def models(_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [entry]})
+        entries = [entry(each) for each in endpoints.names]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def one_model(request: Request) -> Response:
         asked = request.path_params["name"]
-        if asked != name:
-            message = f"model is {asked!r}; allowed is {name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return JSONResponse(entry)
+        check_model(asked, endpoints.names)
+        return JSONResponse(entry(asked))
 
     async def explanation(_request: Request) -> Response:
         return JSONResponse(await asyncio.to_thread(endpoints.explanation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -70,6 +70,13 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, InterposerError):
         return ApiError(400, str(error))
     return ApiError(500, "The server failed at this request; its log says why", code="failed")
+
+
+def check_model(asked: str, names: Collection[str]) -> None:
+    """Raise ApiError where nothing that is served has the name that a client asks for."""
+    if asked not in names:
+        message = f"model is {asked!r}; allowed is {' or '.join(map(repr, names))}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def respond(_request: Request, error: Exception) -> Response:

@@ -18,7 +18,7 @@ import interposer
 from interposer.errors import InterposerError, RequestError
 from interposer_models import Constraint, LanguageModel, SamplingParams
 from interposer_serve._engine_thread import EngineThread
-from interposer_serve._errors import ApiError
+from interposer_serve._errors import ApiError, check_model
 from interposer_serve._formats import Answer, ChatFormat, CompletionFormat, Format, usage
 from interposer_serve._generation import Generation, Gone
 from interposer_serve._limits import Limits
@@ -94,6 +94,11 @@ class TextEndpoints:
         """Return what the model was built from, and why."""
         return interposer.explain(self._lm).to_dict()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests can have for the model, with each of its adapters."""
+        return self.name, *self._lm.adapters
+
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body = await self._read(request, ChatBody)
@@ -108,7 +113,7 @@ class TextEndpoints:
         if tools is not None:
             chat = self._tokenizer.chat
             parse = partial(chat.parsed, prompt=prompt, tools=tools)
-        told = ChatFormat(self.name, body.logprobs, parse)
+        told = ChatFormat(body.model, body.logprobs, parse)
         return await self._answer(request, body, [prompt], self.context, told, constraint)
 
     async def complete(self, request: Request) -> Response:
@@ -122,7 +127,7 @@ class TextEndpoints:
             await self._compile(body.constraint, body.form_field)
             echoed = [await self._echoed(prompt) for prompt in body.prompts] if body.echo else []
         fronts = [front for front in echoed for _ in range(body.n)]
-        told = CompletionFormat(self.name, body.logprobs is not None, fronts)
+        told = CompletionFormat(body.model, body.logprobs is not None, fronts)
         return await self._answer(request, body, prompts, _SHORT, told, body.constraint)
 
     async def tokenize(self, request: Request) -> Response:
@@ -149,13 +154,8 @@ class TextEndpoints:
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         body = kind.read(await read_object(request, self._limits.body_bytes))
-        if body.model and body.model != self.name:
-            raise ApiError(
-                404,
-                f"model is {body.model!r}; allowed is {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if body.model:
+            check_model(body.model, self.names)
         if isinstance(body, SampledBody):
             body.check()
         return body
@@ -235,7 +235,7 @@ class TextEndpoints:
 
         def on_end(generation: Generation) -> None:
             self._metrics.ended(generation)
-            record(request, self.name, num_prompt_tokens, generation)
+            record(request, body.model, num_prompt_tokens, generation)
 
         generation = self._thread.open(
             rows,
@@ -272,7 +272,9 @@ class TextEndpoints:
             message = f"The prompt has {len(prompt)} tokens; allowed are {allowed}"
             raise ApiError(400, message, code="context_length_exceeded")
         room = self._lm.engine.longest - len(prompt)
-        return body.params(self._suggested, max(1, min(most_new_tokens, room)), constraint)
+        adapter = None if body.model == self.name else body.model
+        suggested = {**self._suggested, "adapter": adapter}
+        return body.params(suggested, max(1, min(most_new_tokens, room)), constraint)
 
     async def _choice(self, told: Format, answer: Answer) -> dict[str, Any]:
         return await self._prepared(lambda: told.choice(answer))

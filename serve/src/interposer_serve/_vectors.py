@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 import interposer
 from interposer_models import Encoder
-from interposer_serve._errors import ApiError
+from interposer_serve._errors import ApiError, check_model
 from interposer_serve._limits import Limits
 from interposer_serve._reading import read_object
 from interposer_serve._requests import EmbeddingBody
@@ -24,7 +24,7 @@ class VectorEndpoints:
     """Embeddings by one model, one call of it after the other."""
 
     def __init__(self, encoder: Encoder, name: str, limits: Limits) -> None:
-        self.name = name
+        self.name, self.names = name, (name,)
         sizes = (encoder.pooling.max_tokens, encoder.tokenizer.model_max_length)
         self.context = min(size for size in sizes if size is not None)
         self._encoder = encoder
@@ -56,9 +56,7 @@ class VectorEndpoints:
     async def embed(self, request: Request) -> Response:
         """``/v1/embeddings``."""
         body = EmbeddingBody.read(await read_object(request, self._limits.body_bytes))
-        if body.model != self.name:
-            message = f"model is {body.model!r}; allowed is {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(body.model, self.names)
         texts = [body.input] if isinstance(body.input, str) else body.input
         if self._waiting > self._limits.queue:
             raise ApiError(

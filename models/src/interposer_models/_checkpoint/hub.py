@@ -36,6 +36,7 @@ _DESCRIPTION = (
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
 )
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -81,6 +82,13 @@ class HubModel(NamedTuple):
         if missing := sorted(name for name in files if not (folder / name).is_file()):
             mend = "choose a repository that stores them as safetensors; pickled ones run code"
             raise self._error(f"has no {', '.join(missing)}", mend)
+
+    def adapter(self) -> Path:
+        """Return the folder with the adapter of low rank that is stored under this name.
+
+        Raises: CheckpointError: as ``description``.
+        """
+        return self._fetched(_ADAPTER, self.revision)
 
     def _fetched(self, names: Collection[str], revision: str | None) -> Path:
         """Return the folder in the library's cache, once it holds all of ``names`` that exist."""

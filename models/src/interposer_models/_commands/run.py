@@ -39,6 +39,9 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(help="Where to end at the latest.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes a warm temperature repeatable.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="A LoRA adapter, or its name on the hub.")
+    ] = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     platform: PlatformName = None,
@@ -49,9 +52,13 @@ def run(
     """Continue a prompt with the model, and say how fast it went."""
     from interposer_models._engine.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, adapter=adapter
+    )
     started = time.perf_counter()
     lm = load_with_progress(model_dir, dtype, quantization, policy(kernel, platform, locked))
+    if adapter is not None:
+        lm.load_adapter(adapter, adapter)
     load_s = time.perf_counter() - started
 
     text: list[str] = []

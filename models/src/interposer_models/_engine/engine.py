@@ -11,13 +11,13 @@ from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from interposer import AttentionBackend
-from interposer.errors import RequestError
+from interposer.errors import RequestError, UnknownNameError
 from interposer_models._engine.batch import StepBatch
 from interposer_models._engine.cache_shape import CacheShape
 from interposer_models._engine.compiled_model import CompiledModel
@@ -33,6 +33,9 @@ from interposer_models._engine.sequence import Sequence
 from interposer_ops.devices.host_memory import cache_memory
 from interposer_ops.layers.sampler import Sampler, SamplingBatch
 from interposer_ops.layers.states import StateBatch
+
+if TYPE_CHECKING:
+    from interposer_models._adapters.step import StepAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,11 @@ class Engine:
         numerics: the block in which weights are prepared and steps compute.
         pools: of pages; that of the layers that see farthest is the first one, ``pool``.
         constraints: compiles those of requests; None where there is no tokenizer to do so with.
+        adapters: tells layers the adapter of each token; None where no adapter is loaded.
     """
 
     constraints: Constraints | None = None
+    adapters: StepAdapters | None = None
 
     def __init__(
         self,
@@ -187,8 +192,10 @@ class Engine:
         Raises: RequestError: the prompt is empty, holds an unknown token, or leaves no room for
             a new token in the model's context or in the cache; or a parameter names an unknown
             token, or a constraint that cannot be held.
+            UnknownNameError: no adapter of the name is loaded.
         """
         tokens = self.checked_tokens(prompt)
+        self._check_adapter(params)
         context = self.model.config.max_position_embeddings
         if len(tokens) >= context:
             raise RequestError(
@@ -199,6 +206,12 @@ class Engine:
             pool.check(min(len(tokens) + params.max_new_tokens, context))
         self._edits.check(params, self.constraints)
         return tokens
+
+    def _check_adapter(self, params: SamplingParams) -> None:
+        known = () if self.adapters is None else self.adapters.names
+        if params.adapter is not None and params.adapter not in known:
+            hint = "Try: load_adapter(name, folder) of the model"
+            raise UnknownNameError("adapter", params.adapter, known, hint)
 
     @property
     def longest(self) -> int:
@@ -240,18 +253,19 @@ class Engine:
         return self._sample(sampled, logits) if sampled else []
 
     @torch.inference_mode()
-    def logits(self, token_ids: Items[int]) -> torch.Tensor:
+    def logits(self, token_ids: Items[int], adapter: str | None = None) -> torch.Tensor:
         """Return the logits after every token, ``[T, V]`` float32.
 
-        Raises: RequestError: as ``add``, though a full context is allowed.
+        Raises: RequestError, UnknownNameError: as ``add``, though a full context is allowed.
         """
-        tokens = self.checked_tokens(token_ids)
+        tokens, params = self.checked_tokens(token_ids), SamplingParams(adapter=adapter)
+        self._check_adapter(params)
         context = self.model.config.max_position_embeddings
         if len(tokens) > context:
             raise RequestError(f"{len(tokens)} tokens exceed the model's context of {context}")
         for pool in self.pools:
             pool.check(len(tokens))
-        sequence = self._sequence(tokens, SamplingParams(), seed=0)
+        sequence = self._sequence(tokens, params, seed=0)
         sequence.state_slot = self.pool.take_slot()
         parts = []
         try:
@@ -272,6 +286,8 @@ class Engine:
         return Sequence(next(self._ids), tokens, params, seed, pages=pages)
 
     def _batch(self, chunks: list[Chunk]) -> StepBatch:
+        if self.adapters is not None:
+            self.adapters.assign(chunks)
         page_size, has_states = self.pool.page_size, bool(self._states)
         return StepBatch.build(chunks, page_size, self.device, self._min_pages, has_states)
 

@@ -54,6 +54,8 @@ class SamplingParams(BaseModel):
         constraint: the form of the text. Tokens that end the request can come where the text is
             complete, and it ends by itself where nothing else can follow.
         top_logprobs: how many of the likeliest tokens are told at each position.
+        adapter: the name of a loaded adapter, see ``LanguageModel.load_adapter``; None is the model
+            as it is.
     Raises:
         RequestError: a value has the wrong type or is out of range, or contradicts another.
         UnknownNameError: a field of that name does not exist.
@@ -96,6 +98,7 @@ class SamplingParams(BaseModel):
         default=None, description="None or a Constraint, such as Constraint.regex('[0-9]+')"
     )
     top_logprobs: _Count = Field(default=0, description=f"an integer from 0 to {MOST_LIKELY}")
+    adapter: str | None = Field(default=None, description="None or the name of a loaded adapter")
 
     @cached_property
     def takes_likeliest(self) -> bool:

@@ -64,6 +64,7 @@ class Embedding(PluggableLayer):
         method = scheme.embedding_method(site.prefix, shared_by) if scheme else None
         self.method = method or PlainEmbedding()
         self.method.create_weights(self, site, vocab_size, hidden_size, head)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.is_tied = head is not None
         self.lookup: Callable[..., Tensor] | None = None
         self.constants: tuple[Any, ...] = ()
@@ -90,6 +91,7 @@ class LMHead(PluggableLayer):
         self, site: Site, vocab_size: int, hidden_size: int, tied: Embedding | None = None
     ) -> None:
         super().__init__(site)
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._kernel: Callable[..., Tensor] | None = None
         self._operands: tuple[Any, ...] = ()
         # In a tuple, so that it is no module of its own.

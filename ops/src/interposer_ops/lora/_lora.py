@@ -55,7 +55,7 @@ def lora_expand(
     columns, and rows without an adapter, stay as they are.
 
     Args:
-        shrunk: ``[T, R]``, float32 or wider, of ``lora_shrink``.
+        shrunk: ``[T, R]``, float32 or wider, of ``lora_shrink``; rows may skip memory.
         lora_b: ``[A, O, R]``, dtype of ``y``.
         adapter_ids: ``[T]`` int64, below A, -1 for none.
         y: ``[T, at least offset + O]``, any float dtype, written in place; rows may skip memory.

@@ -81,7 +81,7 @@ lora_expand_cases = CaseSpace(
     Axis("rank", _RANKS),
     Axis("width", _WIDTHS),
     Axis("columns", {"": (0, 0), "columns before": (48, 0), "columns on both sides": (7, 33)}),
-    strided={"shrunk": "offset", "lora_b": "offset", "adapter_ids": "offset", "y": "rows"},
+    strided={"shrunk": "rows", "lora_b": "offset", "adapter_ids": "offset", "y": "rows"},
     special={"y": ("NaN", "infinities", "subnormals", "negative zeros")},
     crossed={
         "tokens": ("adapters in turn",),

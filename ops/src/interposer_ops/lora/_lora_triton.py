@@ -58,8 +58,8 @@ def lora_expand_triton(
         num_adapters,
     )
     _expand[grid](
-        shrunk, lora_b, adapter_ids, y[:, offset : offset + out_features], num_tokens, y.stride(0),
-        OUTPUTS=out_features, RANK=rank, **tile.options,
+        shrunk, lora_b, adapter_ids, y[:, offset : offset + out_features], num_tokens,
+        shrunk.stride(0), y.stride(0), OUTPUTS=out_features, RANK=rank, **tile.options,
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    shrunk, lora_b, adapter_ids, y, num_tokens, y_stride,
+    shrunk, lora_b, adapter_ids, y, num_tokens, shrunk_stride, y_stride,
     OUTPUTS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def _expand(
             element = first + tl.arange(0, INPUTS)
             inside = element < RANK
             inputs = tl.load(
-                shrunk + token[:, None] * RANK + element[None, :],
+                shrunk + token[:, None] * shrunk_stride + element[None, :],
                 mask=own[:, None] & inside[None, :],
                 other=0.0,
             )

@@ -83,6 +83,8 @@ _WRITERS = (
     "convolve_out",
     "scan_states_out",
     "apply_delta_out",
+    "lora_shrink_out",
+    "lora_expand_out",
 )
 
 

@@ -52,6 +52,7 @@ def interposer_records() -> list[Record]:
         *_weight_quantizers(),
         *_dense_attention(),
         *_recurrences(),
+        *_adapters(),
         *_fused_layers(),
         *(DeviceEntry(name, "cpu", f"interposer_cpu:devices/{name}.json") for name in _DESCRIBED),
     ]
@@ -260,6 +261,14 @@ def _recurrences() -> list[Kernel]:
     """Return what keeps a state of one size for each sequence."""
     ops = ("causal_convolution", "state_space_scan", "gated_delta_rule")
     return [_native(op, "recurrence") for op in ops]
+
+
+def _adapters() -> list[Kernel]:
+    """Return both products of low-rank adapters."""
+    return [
+        _native("lora_shrink", "lora", prepare="prepare_shrink"),
+        _native("lora_expand", "lora", prepare="prepare_expand"),
+    ]
 
 
 def _fused_layers() -> list[LayerEntry]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
@@ -55,6 +56,12 @@ def serve(
         int | None, typer.Option(min=1, help="Tokens of a prompt; else the model's context.")
     ] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Answers that run at once.")] = 64,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A LoRA adapter, which clients ask for by NAME; repeatable."
+        ),
+    ] = None,
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the cache holds; else what fits.")
     ] = None,
@@ -75,6 +82,7 @@ def serve(
             "Try: --api-keys FILE, or --without-keys where that is meant"
         )
 
+    adapters = _adapters(adapter or (), embed)
     listening = _bound(host, port)  # before minutes are spent on loading
 
     import uvicorn
@@ -97,6 +105,8 @@ def serve(
             cache_tokens=cache_tokens,
             max_sequences=max_sequences,
         )
+        for each, folder in adapters.items():
+            model.load_adapter(each, folder)
     named = name or model_dir.resolve().name
     hosts = {*_LOOPBACK, host} if is_local and not keys else None
     app = application(model, named, limits=limits, keys=keys, hosts=hosts)
@@ -147,6 +157,26 @@ def _bound(host: str, port: int) -> socket:
             "Try: --port 0, which takes a free one"
         ) from None
     return found
+
+
+def _adapters(options: Iterable[str], embed: bool) -> dict[str, str]:
+    """Return the folders of adapters by name.
+
+    Raises: ConfigError: an option is malformed, names an adapter again, or is given to an encoder.
+    """
+    from interposer.errors import ConfigError
+
+    adapters: dict[str, str] = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not (name and folder):
+            raise ConfigError(f"--adapter {option!r} is not NAME=FOLDER. Try: --adapter sql=./sql")
+        if name in adapters:
+            raise ConfigError(f"--adapter names {name!r} twice. Try: another name for one of them")
+        if embed:
+            raise ConfigError(f"--adapter {option!r} is given with --embed. Try: one of them")
+        adapters[name] = folder
+    return adapters
 
 
 def _keys(file: Path | None) -> frozenset[str]:

@@ -1,0 +1,127 @@
+"""The adapters of a loaded model: attached to its layers with the first, gone with the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from interposer import Planned, Site
+from interposer.errors import ConfigError, RequestError, UnknownNameError
+from interposer_models._adapters.files import Adapter, adapter_folder, read_adapter
+from interposer_models._adapters.low_rank import LowRank, LowRankTable
+from interposer_models._adapters.places import Adaptable, AdapterPlaces
+from interposer_models._adapters.step import StepAdapters
+from interposer_models._engine.engine import Engine
+from interposer_ops.devices.graphs import judge_choices
+
+
+class Adapters:
+    """Loads and removes adapters between the steps of an engine.
+
+    Layers are as they were built while there are none. All layers change together or none does:
+    what an adapter adds is settled before the first one is touched.
+    """
+
+    def __init__(self, engine: Engine, plan: Planned, *, takes_none: bool) -> None:
+        """Look at nothing yet.
+
+        Args:
+            plan: of the model.
+            takes_none: the model is an adapted one, which takes adapters elsewhere.
+        """
+        self._engine, self._plan, self._takes_none = engine, plan, takes_none
+        self._loaded: dict[str, Adapter] = {}
+        self._places: AdapterPlaces | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters that requests can name."""
+        return tuple(self._loaded)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._plan.dtype  # type: ignore[attr-defined]  # of a loaded model
+        return dtype
+
+    def load(self, name: str, path: str | Path) -> None:
+        """Add the adapter in a folder; see ``LanguageModel.load_adapter``."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"The name of an adapter is {name!r}, must be a text, not empty")
+        if self._takes_none:
+            raise ConfigError(
+                "An adapted model takes adapters where it was made. "
+                "Try: PeftModel.from_pretrained(model, folder) of PEFT, then adapt()"
+            )
+        if name in self._loaded:
+            raise ConfigError(
+                f"There is an adapter {name!r} already. Try: remove_adapter({name!r}) first, or "
+                "another name"
+            )
+        if self._engine.compiled is not None:
+            raise ConfigError(
+                "A compiled model takes no adapters: its graphs were made without them. "
+                "Try: Config(compile='off')"
+            )
+        if self._places is None:
+            self._places = AdapterPlaces(self._engine.model)
+        kind = self._dtype, self._engine.device
+        adapter = read_adapter(adapter_folder(path), self._places, *kind)
+        self._set({**self._loaded, name: adapter})
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; see ``LanguageModel.remove_adapter``."""
+        if name not in self._loaded:
+            raise UnknownNameError("adapter", name, self._loaded)
+        scheduler = self._engine.scheduler
+        users = [s for s in (*scheduler.running, *scheduler.waiting) if s.params.adapter == name]
+        if users:
+            raise RequestError(
+                f"The adapter {name!r} is in use by {len(users)} unfinished requests. "
+                "Try: finish or cancel them first"
+            )
+        self._set({other: held for other, held in self._loaded.items() if other != name})
+
+    def _set(self, adapters: Mapping[str, Adapter]) -> None:
+        engine, names = self._engine, tuple(adapters)
+        graphs = engine.graphs
+        most = engine.scheduler.max_step_tokens
+        if graphs is not None:
+            most = max(most, graphs.buckets.sizes[-1])
+        step = StepAdapters(names, most, engine.device, graphs is not None)
+        layers = {place.layer: None for adapter in adapters.values() for place in adapter}
+        hooks = {layer: self._hook(layer, adapters, step) for layer in layers}
+        if graphs is not None:
+            choices = [choice for hook in hooks.values() for choice in hook.choices]
+            verdict = judge_choices(choices, self._plan.resolver.accepted)
+            if not verdict:
+                raise ConfigError(
+                    f"With adapters, a step {verdict.reason}, or Config(graphs='off')"
+                )
+        # Nothing that can fail comes from here on.
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = [layer.register_forward_hook(hook) for layer, hook in hooks.items()]
+        held = [
+            {place: m for hook in hooks.values() for place, m in hook.held[number].items()}
+            for number in range(len(names))
+        ]
+        self._loaded = dict(zip(names, held, strict=True))
+        engine.adapters = step if names else None
+        if graphs is not None:
+            graphs.forget()
+
+    def _hook(
+        self, layer: Adaptable, adapters: Mapping[str, Adapter], step: StepAdapters
+    ) -> LowRank:
+        members = [
+            {place: m for place, m in adapter.items() if place.layer is layer}
+            for adapter in adapters.values()
+        ]
+        site = Site(self._plan.resolver, layer.prefix, self._dtype)
+        is_table = any(place.is_table for member in members for place in member)
+        kind = LowRankTable if is_table else LowRank
+        return kind(site, members, step, self._engine.device)

@@ -1,0 +1,122 @@
+"""The adapters of one layer, as one pair of products for all tokens of a step.
+
+Dimensions: T tokens, I inputs, O outputs of a part, A adapters, R the largest rank, P adapted parts
+of a merged layer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from interposer import Choice, LinearMethod, Site
+from interposer_models._adapters.files import Matrices
+from interposer_models._adapters.places import AdapterPlace
+from interposer_models._adapters.step import StepAdapters
+from interposer_ops.lora import lora_expand, lora_shrink
+
+Members = Sequence[Mapping[AdapterPlace, Matrices]]
+"""The matrices that each adapter has for a layer, by place; empty for one that has none."""
+
+
+class LowRank:
+    """A forward hook that adds what adapters say to the outputs of a layer.
+
+    The first matrices of all parts stand below each other, so that one product serves them.
+    Smaller ranks are filled up with zeros.
+
+    Attributes:
+        held: the members, whose matrices are views of what the products read.
+        choices: of the kernels.
+    """
+
+    def __init__(self, site: Site, members: Members, step: StepAdapters, device: str) -> None:
+        self.prefix, self._step = site.prefix, step
+        places = {place: None for member in members for place in member}
+        self.places = sorted(places, key=lambda place: place.part)
+        self._rank = max(len(m.a) for member in members for m in member.values())
+        self._dtype, self._device = site.dtype, device
+        whole = self._stacked(members)
+        self.choices: list[Choice] = []
+        self.held = [
+            {
+                place: Matrices(
+                    self._rows(whole[0][number], index)[: len(given.a)],
+                    whole[1][index][number][:, : len(given.a)],
+                )
+                for index, place in enumerate(self.places)
+                if (given := member.get(place)) is not None
+            }
+            for number, member in enumerate(members)
+        ]
+        self._bind(site, *whole)
+
+    def _stacked(self, members: Members) -> tuple[Tensor, list[Tensor]]:
+        """Return the first matrices ``[A, P R, I]``, and the second ones ``[A, O, R]`` by part."""
+        count, rank, places = len(members), self._rank, self.places
+        kind: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        first = torch.zeros(count, len(places) * rank, places[0].inputs, **kind)
+        second = [torch.zeros(count, place.outputs, rank, **kind) for place in places]
+        for number, member in enumerate(members):
+            for index, place in enumerate(places):
+                if (given := member.get(place)) is not None:
+                    self._rows(first[number], index)[: len(given.a)] = given.a
+                    second[index][number, :, : len(given.a)] = given.b
+        return first, second
+
+    def _rows(self, first: Tensor, index: int) -> Tensor:
+        return first[index * self._rank : (index + 1) * self._rank]
+
+    def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
+        sizes = {"rank": first.shape[1], "num_adapters": len(first)}
+        shrinks = site.bind_kernel(lora_shrink, in_features=first.shape[2], **sizes)
+        self.choices.append(shrinks.choice)
+        self._shrinks = shrinks.function
+        self._first: Any = shrinks.prepared(lora_a=first)["lora_a"]
+        self._bind_expansions(site, second)
+
+    def _bind_expansions(self, site: Site, second: list[Tensor]) -> None:
+        self._expansions = []
+        for place, matrices in zip(self.places, second, strict=True):
+            count, outputs, rank = matrices.shape
+            sizes = {"out_features": outputs, "rank": rank, "num_adapters": count}
+            expands = site.bind_kernel(lora_expand, **sizes)
+            self.choices.append(expands.choice)
+            prepared = expands.prepared(lora_b=matrices)["lora_b"]
+            self._expansions.append((expands.function, prepared, place.offset))
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        """Add to ``y`` in place, if a token of the step has an adapter."""
+        if not self._step.engaged:
+            return
+        rows = y.view(-1, y.shape[-1])
+        ids = self._step.of_rows(len(rows), self.prefix)
+        shrunk = self._shrunk(layer, inputs[0], ids, y.dtype)
+        rank = self._rank
+        for index, (expand, matrices, offset) in enumerate(self._expansions):
+            part = shrunk[:, index * rank : (index + 1) * rank]
+            expand(part, matrices, ids, rows, offset)
+
+    def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``[T, P R]``, float32 or wider."""
+        method = getattr(layer, "method", None)
+        if isinstance(method, LinearMethod) and method.takes_codes:
+            # As the base reads its inputs.
+            x = x.to(dtype) * layer.operands[0]  # type: ignore[index]
+        return self._shrinks(x.reshape(-1, x.shape[-1]), self._first, ids, 1.0)
+
+
+class LowRankTable(LowRank):
+    """The same for an embedding, whose first matrices are looked up."""
+
+    def _bind(self, site: Site, first: Tensor, second: list[Tensor]) -> None:
+        self._first = first
+        self._bind_expansions(site, second)
+
+    def _shrunk(self, layer: nn.Module, x: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        # What rows without an adapter look up is added to nothing.
+        rows: Tensor = self._first[ids.clamp(min=0), :, x.flatten()]
+        return rows.to(torch.promote_types(dtype, torch.float32))

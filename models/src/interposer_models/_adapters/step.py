@@ -1,0 +1,85 @@
+"""The adapter of each token of the step that runs, which layers with adapters read.
+
+Dimensions: T tokens of the step, R tokens whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, repeat
+
+import torch
+from torch import Tensor
+
+from interposer.errors import ConfigError
+from interposer_models._engine.scheduler import Chunk
+
+NONE = -1
+"""The number of no adapter."""
+
+
+class StepAdapters:
+    """Numbers of adapters by token, at one address for all steps, so that graphs can read them.
+
+    Attributes:
+        names: of the adapters that are loaded; the number of one is its index.
+        engaged: whether layers have anything to add in this step.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_tokens: int, device: str, graphs: bool) -> None:
+        """Take memory.
+
+        Args:
+            num_tokens: of the largest step, and of the largest graph.
+            graphs: steps may be captured. What a graph does not compute when it is captured, it
+                never does.
+        """
+        self.names = names
+        self.engaged = graphs
+        self._graphs = graphs
+        self._held = torch.full((num_tokens,), NONE, device=device)
+        self._tokens = self._rows = self._held
+
+    def assign(self, chunks: Iterable[Chunk]) -> None:
+        """Set the adapters of the tokens of the next step."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        chosen = [
+            (NONE if (name := chunk.sequence.params.adapter) is None else numbers[name], chunk)
+            for chunk in chunks
+        ]
+        self.engaged = self._graphs or any(number != NONE for number, _ in chosen)
+        if not self.engaged:
+            return
+        by_token = chain.from_iterable(repeat(number, chunk.num_tokens) for number, chunk in chosen)
+        self._tokens = self._placed([*by_token])
+        wanted = [number for number, chunk in chosen if chunk.is_last]
+        self._rows = torch.tensor(wanted, dtype=torch.int64, device=self._held.device)
+
+    def of_rows(self, count: int, prefix: str) -> Tensor:
+        """Return the adapters of the rows that a layer computes, ``[count]`` int64.
+
+        These are all tokens, with the padding of a graph behind them, or those whose logits are
+        wanted.
+
+        Raises: ConfigError: it computes other rows.
+        """
+        if count == len(self._tokens):
+            return self._tokens
+        if count == len(self._rows):
+            return self._rows
+        if self._graphs and len(self._tokens) < count <= len(self._held):
+            return self._held[:count]
+        raise ConfigError(
+            f"{prefix} computes {count} rows in a step of {len(self._tokens)} tokens, so that the "
+            "adapters of these are not known. Try: an adapter without this module"
+        )
+
+    def _placed(self, numbers: list[int]) -> Tensor:
+        count, held = len(numbers), self._held
+        given = torch.tensor(numbers, dtype=torch.int64)
+        if count > len(held):  # as of a call for all logits of a long text, which is no graph
+            return given.to(held.device)
+        if self._graphs:
+            held[count:] = NONE
+        held[:count].copy_(given, non_blocking=True)
+        return held[:count]

@@ -1,0 +1,179 @@
+// Products of adapters, compiled once for each level with its own flags.
+
+#include "../elementwise/functions.h"
+#include "lora.h"
+
+namespace {
+
+// Tokens of one adapter that are taken together, as many as registers hold sums of.
+#if defined(__AVX512F__)
+constexpr int kMostTokens = 4;
+#else
+constexpr int kMostTokens = 2;
+#endif
+// Of outputs, so that sums need not wait for each other.
+constexpr int kVectors = 4;
+
+INTERPOSER_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int32_t kType>
+INTERPOSER_INLINE const char* element(const void* from, int64_t index) {
+  return static_cast<const char*>(from) + index * size_of(kType);
+}
+
+INTERPOSER_INLINE float total_of(Floats sum) {
+  sum += __builtin_shuffle(sum, Ints{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+  sum += __builtin_shuffle(sum, Ints{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// Call `take(tokens, count)` for up to kMostTokens tokens of a block that have one adapter, wherever
+// they stand in it: a batch has its requests in any order.
+template <class F>
+INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t last, const F& take) {
+  const int count = int(last - first);
+  uint64_t waiting = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
+  while (waiting) {
+    const int64_t adapter = ids[first + __builtin_ctzll(waiting)];
+    int64_t tokens[kMostTokens];
+    int found = 0;
+    for (uint64_t left = waiting; left && found < kMostTokens; left &= left - 1) {
+      const int place = __builtin_ctzll(left);
+      if (ids[first + place] != adapter) continue;
+      tokens[found++] = first + place;
+      waiting &= ~(uint64_t(1) << place);
+    }
+    take(tokens, found);
+  }
+}
+
+// `kTokens` tokens by `kRows` rows of a.
+template <int32_t kType, int kTokens, int kRows>
+INTERPOSER_INLINE void shrink_tile(const interposer_lora_shrink& call, const int64_t* tokens,
+                                   int64_t row) {
+  const int64_t inputs = call.inputs;
+  const char* a = element<kType>(call.a, (call.ids[tokens[0]] * call.rank + row) * inputs);
+  const char* x[kTokens];
+  for (int t = 0; t < kTokens; ++t) x[t] = element<kType>(call.x, tokens[t] * call.x_stride);
+  Floats sums[kTokens][kRows] = {};
+  const auto take = [&](int64_t i, int count) INTERPOSER_LAMBDA {
+    Floats given[kTokens];
+    for (int t = 0; t < kTokens; ++t) given[t] = load_some(element<kType>(x[t], i), kType, count);
+    for (int r = 0; r < kRows; ++r) {
+      const Floats weight = load_some(element<kType>(a, r * inputs + i), kType, count);
+      for (int t = 0; t < kTokens; ++t) sums[t][r] += given[t] * weight;
+    }
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= inputs; i += kLanes) take(i, kLanes);
+  if (i < inputs) take(i, int(inputs - i));
+  for (int t = 0; t < kTokens; ++t) {
+    float* y = call.y + tokens[t] * call.rank + row;
+    for (int r = 0; r < kRows; ++r) y[r] = call.scale * total_of(sums[t][r]);
+  }
+}
+
+template <int32_t kType, int kTokens>
+void shrink_tokens(const interposer_lora_shrink& call, const int64_t* tokens, int64_t row,
+                   int64_t end) {
+  if (end - row == kLoraRanks) return shrink_tile<kType, kTokens, kLoraRanks>(call, tokens, row);
+  for (; row < end; ++row) shrink_tile<kType, kTokens, 1>(call, tokens, row);
+}
+
+template <int32_t kType>
+void shrink_type(const interposer_lora_shrink& call, int64_t first, int64_t last) {
+  for (int64_t part = first; part < last; ++part) {
+    const int64_t row = part % blocks_of(call) * kLoraRanks;
+    const int64_t end = least(row + kLoraRanks, call.rank);
+    const int64_t token = part / blocks_of(call) * kLoraTokens;
+    by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
+               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
+                 if (call.ids[tokens[0]] < 0) {
+                   for (int t = 0; t < count; ++t) {
+                     float* y = call.y + tokens[t] * call.rank;
+                     for (int64_t r = row; r < end; ++r) y[r] = 0;
+                   }
+                   return;
+                 }
+                 if (kMostTokens == count) {
+                   return shrink_tokens<kType, kMostTokens>(call, tokens, row, end);
+                 }
+                 int t = 0;
+                 for (; t + 2 <= count; t += 2) shrink_tokens<kType, 2>(call, tokens + t, row, end);
+                 if (t < count) shrink_tokens<kType, 1>(call, tokens + t, row, end);
+               });
+  }
+}
+
+void shrink(const interposer_lora_shrink& call, int64_t first, int64_t last) {
+  if (call.type == kFloat32) return shrink_type<kFloat32>(call, first, last);
+  if (call.type == kBFloat16) return shrink_type<kBFloat16>(call, first, last);
+  return shrink_type<kFloat16>(call, first, last);
+}
+
+// `kTokens` tokens by `kVectors` vectors of outputs, of which the last may hold fewer.
+template <int32_t kType, int kTokens, int kVectors>
+INTERPOSER_INLINE void expand_tile(const interposer_lora_expand& call, const int64_t* tokens,
+                                   int64_t output, int count) {
+  const int64_t adapter = call.ids[tokens[0]];
+  const char* b = element<kType>(call.b, adapter * call.rank * call.outputs + output);
+  Floats sums[kTokens][kVectors] = {};
+  for (int64_t r = 0; r < call.rank; ++r) {
+    const char* row = element<kType>(b, r * call.outputs);
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats weight = load_some(element<kType>(row, v * kLanes), kType, count);
+      for (int t = 0; t < kTokens; ++t) sums[t][v] += weight * call.x[tokens[t] * call.x_stride + r];
+    }
+  }
+  for (int t = 0; t < kTokens; ++t) {
+    char* y = static_cast<char*>(call.y) +
+              (tokens[t] * call.y_stride + output) * int64_t(size_of(kType));
+    for (int v = 0; v < kVectors; ++v, y += kLanes * size_of(kType)) {
+      store_some(y, load_some(y, kType, count) + sums[t][v], kType, count);
+    }
+  }
+}
+
+template <int32_t kType, int kTokens>
+void expand_tokens(const interposer_lora_expand& call, const int64_t* tokens, int64_t output,
+                   int64_t end) {
+  for (; output + kVectors * kLanes <= end; output += kVectors * kLanes) {
+    expand_tile<kType, kTokens, kVectors>(call, tokens, output, kLanes);
+  }
+  for (; output < end; output += kLanes) {
+    const int count = int(least(end - output, kLanes));
+    expand_tile<kType, kTokens, 1>(call, tokens, output, count);
+  }
+}
+
+template <int32_t kType>
+void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last) {
+  for (int64_t part = first; part < last; ++part) {
+    const int64_t output = part % blocks_of(call) * kLoraOutputs;
+    const int64_t end = least(output + kLoraOutputs, call.outputs);
+    const int64_t token = part / blocks_of(call) * kLoraTokens;
+    by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
+               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
+                 if (call.ids[tokens[0]] < 0) return;
+                 if (kMostTokens == count) {
+                   return expand_tokens<kType, kMostTokens>(call, tokens, output, end);
+                 }
+                 int t = 0;
+                 for (; t + 2 <= count; t += 2) {
+                   expand_tokens<kType, 2>(call, tokens + t, output, end);
+                 }
+                 if (t < count) expand_tokens<kType, 1>(call, tokens + t, output, end);
+               });
+  }
+}
+
+void expand(const interposer_lora_expand& call, int64_t first, int64_t last) {
+  if (call.type == kFloat32) return expand_type<kFloat32>(call, first, last);
+  if (call.type == kBFloat16) return expand_type<kBFloat16>(call, first, last);
+  return expand_type<kFloat16>(call, first, last);
+}
+
+}  // namespace
+
+extern "C" const LoraKernels INTERPOSER_OF_LEVEL(interposer_lora);
+extern "C" const LoraKernels INTERPOSER_OF_LEVEL(interposer_lora) = {shrink, expand};

@@ -1,0 +1,53 @@
+// Adapters of low rank: both products, each row by the matrices of its own adapter.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// y[t] = scale * a[ids[t]] x[t], zeros where the id is negative.
+struct interposer_lora_shrink {
+  const void* x;       // [T, inputs]
+  const void* a;       // [adapters, rank, inputs]
+  const int64_t* ids;  // [T]
+  float* y;            // [T, rank] without gaps
+  int32_t type;        // of x and a
+  float scale;
+  int64_t tokens, rank, inputs;
+  int64_t x_stride;  // elements between tokens
+};
+
+// y[t] += x[t] b[ids[t]], nothing where the id is negative.
+struct interposer_lora_expand {
+  const float* x;      // [T, rank]
+  const void* b;       // [adapters, rank, outputs]
+  const int64_t* ids;  // [T]
+  void* y;             // [T, outputs]
+  int32_t type;        // of b and y
+  int64_t tokens, rank, outputs;
+  int64_t x_stride, y_stride;  // elements between tokens
+};
+
+// Each returns 0, or kNoKernels where the processor has none of the levels.
+int32_t interposer_lora_shrink_rows(const interposer_lora_shrink* call);
+int32_t interposer_lora_expand_rows(const interposer_lora_expand* call);
+}
+
+// Parts that a call is shared out by: blocks of tokens, and of each of them blocks of ranks or of
+// outputs, so that few tokens keep all threads at work.
+constexpr int64_t kLoraTokens = 64, kLoraRanks = 4, kLoraOutputs = 256;
+inline int64_t blocks_of(const interposer_lora_shrink& call) {
+  return (call.rank + kLoraRanks - 1) / kLoraRanks;
+}
+inline int64_t blocks_of(const interposer_lora_expand& call) {
+  return (call.outputs + kLoraOutputs - 1) / kLoraOutputs;
+}
+template <class Call>
+int64_t parts_of(const Call& call) {
+  return (call.tokens + kLoraTokens - 1) / kLoraTokens * blocks_of(call);
+}
+
+struct LoraKernels {
+  void (*shrink)(const interposer_lora_shrink&, int64_t first, int64_t last);
+  void (*expand)(const interposer_lora_expand&, int64_t first, int64_t last);
+};

@@ -1,0 +1,69 @@
+// Adapters of low rank, by addresses.
+
+#include "../python.h"
+
+#include <cstring>
+
+#include "lora.h"
+
+namespace {
+
+template <class Call>
+PyObject* done(int32_t (*run)(const Call*), const Call& call) {
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = run(&call);
+  Py_END_ALLOW_THREADS;
+  if (failure) {
+    PyErr_Format(PyExc_RuntimeError, "native adapters failed with code %d", int(failure));
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// Addresses of x, a, ids and the result; type; tokens, rank, inputs; elements between tokens of x;
+// bits of the scale as a float64.
+PyObject* lora_shrink(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[10];
+  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
+  interposer_lora_shrink call = {};
+  call.x = address<const void>(values[0]);
+  call.a = address<const void>(values[1]);
+  call.ids = address<const int64_t>(values[2]);
+  call.y = address<float>(values[3]);
+  call.type = static_cast<int32_t>(values[4]);
+  call.tokens = values[5];
+  call.rank = values[6];
+  call.inputs = values[7];
+  call.x_stride = values[8];
+  double scale;
+  std::memcpy(&scale, &values[9], sizeof scale);
+  call.scale = static_cast<float>(scale);
+  return done(interposer_lora_shrink_rows, call);
+}
+
+// Addresses of x, b, ids and y; type; tokens, rank, outputs; elements between tokens of x and y.
+PyObject* lora_expand(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
+  int64_t values[10];
+  if (!interposer_numbers(arguments, given, 10, values)) return nullptr;
+  interposer_lora_expand call = {};
+  call.x = address<const float>(values[0]);
+  call.b = address<const void>(values[1]);
+  call.ids = address<const int64_t>(values[2]);
+  call.y = address<void>(values[3]);
+  call.type = static_cast<int32_t>(values[4]);
+  call.tokens = values[5];
+  call.rank = values[6];
+  call.outputs = values[7];
+  call.x_stride = values[8];
+  call.y_stride = values[9];
+  return done(interposer_lora_expand_rows, call);
+}
+
+}  // namespace
+
+PyMethodDef interposer_lora_methods[] = {
+    INTERPOSER_METHOD(lora_shrink),
+    INTERPOSER_METHOD(lora_expand),
+    {nullptr, nullptr, 0, nullptr},
+};
