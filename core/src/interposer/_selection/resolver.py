@@ -223,6 +223,18 @@ class Resolver:
         choice, prefixes = self.choices[key]
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
+    def annotate_place(self, prefix: str, note: str, *, waits: bool = False) -> None:
+        """Add a note to the choices of kernels that were last made for the place ``prefix``.
+
+        Args:
+            waits: the layer there reads results on the host between its calls.
+        """
+        for key, (choice, prefixes) in self.choices.items():
+            chosen_here = choice.request.kind == "kernel" and prefixes[-1:] == [prefix]
+            if chosen_here and note not in choice.notes:
+                told = replace(choice, notes=(*choice.notes, note), waits=waits or choice.waits)
+                self.choices[key] = (told, prefixes)
+
     def check_places(self) -> None:
         """Raise ConfigError for a rule whose glob matched no place, now that the model is built.
 

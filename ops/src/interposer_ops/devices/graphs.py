@@ -60,8 +60,11 @@ def judge_choices(
     unsafe: dict[str, str] = {}
     replaced: dict[str, str] = {}
     stuck: dict[str, None] = {}
+    waiting: dict[str, None] = {}
     for choice in choices:
         chosen, request = choice.chosen, choice.request
+        if choice.waits:
+            waiting[repr(request.name)] = None
         who = f"{chosen.name} of {chosen.provider}"
         if _SAFE in chosen.properties:
             continue
@@ -81,6 +84,9 @@ def judge_choices(
         own = "has code of its own, which does not promise to be graph_safe"
         parts.append(f"the layer {_listed(replaced)} {own}")
         settings.append(f"layers={{{rules}}}")
+    if waiting:
+        parts.append(f"layers that call {', '.join(waiting)} read numbers on the host in between")
+        settings.append("graphs='off'")
     if not parts:
         return Verdict.accept()
     mend = f"Config({', '.join(settings)})"
