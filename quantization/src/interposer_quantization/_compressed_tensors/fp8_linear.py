@@ -27,6 +27,8 @@ from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, check_block_rows, register
 
+_DEQUANTIZED = "weights of 8-bit floats are dequantized once, while loading: no op multiplies them"
+
 
 class Fp8WeightLinear(WeightLinear):
     """``weight`` ``[O, I]`` float8_e4m3fn and ``weight_scale``, in the shape of the strategy.
@@ -76,7 +78,10 @@ class Fp8WeightLinear(WeightLinear):
             columns = number_of_groups(site, in_features, size or in_features)
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
-        return site.bind_kernel(linear, **sizes, biased=bias)
+        bound = site.bind_kernel(linear, **sizes, biased=bias)
+        resolver: Any = site.resolver
+        resolver.annotate_place(site.prefix, _DEQUANTIZED, op=linear.name)
+        return bound
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]`` that is multiplied by, in the model's dtype."""
