@@ -222,6 +222,23 @@ def test_logits_are_those_of_what_the_library_decompresses(
         assert torch.equal(lm.logits(TOKENS), logits)
 
 
+@pytest.mark.parametrize(("method", "most"), [("int8", 0.1), ("fp8", 0.3)])
+def test_plain_experts_are_quantized_while_they_load(
+    method: str, most: float, tmp_path: Path
+) -> None:
+    _, plain = write(tmp_path, "packed int8", "mixtral")
+    exact, asked = load(plain, dtype="float32"), {"quant_method": method, "head": "plain"}
+    lm = load(plain, dtype="float32", quantization=asked)
+    expected = exact.logits(TOKENS)
+    errors = (lm.logits(TOKENS) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Some tokens are sent to other experts.
+    assert 0 < errors.median() < most
+    assert_computed_by(lm, f"{method}_linear")
+    written = {f"{EXPERT}.weight": torch.zeros(96, 64)}
+    with pytest.raises(CheckpointError, match="holds the tensor"):
+        lm.update_weights(written.items())
+
+
 class OfTheLibrary(Experts):
     """Plain experts whose inputs the library rounds, as ``KINDS[kind]`` has them."""
 
