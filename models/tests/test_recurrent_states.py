@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models.tests.conftest import write_checkpoint
-from safetensors.torch import save_file
 from transformers import Lfm2Config, Mamba2Config, NemotronHConfig
 
 from interposer import AttentionBatch, Config, current_registry, explain

@@ -237,9 +237,13 @@ class Resolver:
             request = choice.request
             is_meant = request.kind == "kernel" and op in ("", request.name)
             if is_meant and prefixes[-1:] == [prefix] and note not in choice.notes:
-                notes = (*choice.notes, note)
-                states = {"idle": idle or choice.idle, "waits": waits or choice.waits}
-                self.choices[key] = (replace(choice, notes=notes, **states), prefixes)
+                told = replace(
+                    choice,
+                    notes=(*choice.notes, note),
+                    idle=idle or choice.idle,
+                    waits=waits or choice.waits,
+                )
+                self.choices[key] = (told, prefixes)
 
     def check_places(self) -> None:
         """Raise ConfigError for a rule whose glob matched no place, now that the model is built.

@@ -15,7 +15,7 @@ from interposer import BoundKernel, ExpertsSpec, PluggableLayer, Site
 from interposer_models._decoder.grouped_mixture import GroupedRouter, Grouping
 from interposer_models._decoder.plain_mlp import PlainMLP
 from interposer_ops.activations import relu2
-from interposer_ops.layers.expert_loop import ExpertLoop
+from interposer_ops.layers.expert_loop import ExpertLoop, tell_in_turn
 from interposer_ops.layers.expert_stages import LocalDispatcher
 from interposer_ops.layers.linear import Linear
 from interposer_ops.linear import grouped_linear
@@ -59,7 +59,7 @@ class UngatedExperts(PluggableLayer):
             at = site.at(str(expert))
             first = Linear(at.at(_UP), spec.hidden_size, spec.intermediate_size)
             second = Linear(at.at(_DOWN), spec.intermediate_size, spec.hidden_size)
-            self.loop.tell(first, second)
+            tell_in_turn(site, first, second)
             self.add_module(str(expert), nn.ModuleList((first, second)))
             pairs.append((first, second))
         self.pairs = tuple(pairs)

@@ -17,12 +17,14 @@ from interposer.errors import ConfigError
 from interposer_ops.layers.expert_stages import GatedActivation, LocalDispatcher, interleaved
 from interposer_ops.layers.linear import Linear, MergedLinear
 
-__all__ = ["ExpertLoop", "LinearExperts", "Pair"]
+__all__ = ["ExpertLoop", "LinearExperts", "Pair", "tell_in_turn"]
 
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Both projections of an expert, each of rows ``[M, inputs]``."""
 
-_WAITS = "how many rows each expert gets is read on the host, as experts compute one after the other"
+_WAITS = (
+    "how many rows each expert gets is read on the host, as experts compute one after the other"
+)
 _IN_TURN = "called for one expert after the other: no op computes all of them in this format"
 
 
@@ -40,8 +42,7 @@ class ExpertLoop:
         self, site: Site, spec: ExpertsSpec, activate: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.dispatcher = LocalDispatcher(site, spec)
-        self.resolver: Any = site.resolver
-        self.resolver.annotate_place(site.prefix, _WAITS, waits=True)
+        site.resolver.annotate_place(site.prefix, _WAITS, waits=True)
         self.activate = activate or _gates_first(GatedActivation(site, spec))
 
     def __call__(
@@ -55,11 +56,6 @@ class ExpertLoop:
                 first, second = expert
                 returned[start:end] = second(self.activate(first(rows[start:end])))
         return self.dispatcher.finalize(returned, receipt)
-
-    def tell(self, *layers: Linear) -> None:
-        """Say of the kernels of these layers, which were just built, how they are called."""
-        for layer in layers:
-            self.resolver.annotate_place(layer.prefix, _IN_TURN)
 
 
 class LinearExperts(ExpertsMethod):
@@ -85,7 +81,7 @@ class LinearExperts(ExpertsMethod):
             at = site.at(str(expert))
             first = MergedLinear(at.at("gate_up_proj"), hidden, {gate: inner, up: inner})
             second = Linear(at.at(down), inner, hidden)
-            self.loop.tell(first, second)
+            tell_in_turn(site, first, second)
             layer.add_module(str(expert), nn.ModuleList((first, second)))
             pairs.append((first, second))
         self.pairs = tuple(pairs)
@@ -93,6 +89,12 @@ class LinearExperts(ExpertsMethod):
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the loop and the linear layers, which are finalized by themselves."""
         return self.loop, (self.pairs,)
+
+
+def tell_in_turn(site: Site, *layers: Linear) -> None:
+    """Say of the kernels of these layers of experts, which were just built, how they are called."""
+    for layer in layers:
+        site.resolver.annotate_place(layer.prefix, _IN_TURN)
 
 
 def _gates_first(activate: GatedActivation) -> Callable[[Tensor], Tensor]:

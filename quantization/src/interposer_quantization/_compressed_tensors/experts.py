@@ -23,8 +23,7 @@ def experts_at_once(stored: Stored) -> ExpertsMethod | None:
     if weights.kind == "float" and weights.bits == 8 and stored.form in _FLOATS:
         # The op takes inputs as they are; of blocks it does so whatever the checkpoint says.
         if weights.strategy == "block" and weights.size is not None:
-            if inputs is None or not inputs.static:
-                return Fp8Experts(weights.size, "weight_scale")
+            return Fp8Experts(weights.size, "weight_scale")
         for strategy in _STRATEGIES:
             if weights.strategy == strategy and inputs is None:
                 return Fp8Experts(strategy, "weight_scale")

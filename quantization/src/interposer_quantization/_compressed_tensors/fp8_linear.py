@@ -79,8 +79,7 @@ class Fp8WeightLinear(WeightLinear):
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
         bound = site.bind_kernel(linear, **sizes, biased=bias)
-        resolver: Any = site.resolver
-        resolver.annotate_place(site.prefix, _DEQUANTIZED, op=linear.name)
+        site.resolver.annotate_place(site.prefix, _DEQUANTIZED, op=linear.name)
         return bound
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

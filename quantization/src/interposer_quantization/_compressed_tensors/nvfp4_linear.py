@@ -137,15 +137,13 @@ class Nvfp4Linear(LinearMethod):
         sizes = {"in_features": in_features, "out_features": out_features}
         self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
         self.integers: BoundKernel[Any, Any] | None = None
-        choice = self.bound.choice
-        resolver: Any = site.resolver
-        if isinstance(choice.chosen.record, OpEntry) and not choice.wished:
-            if resolver.config.dequantize:
-                resolver.annotate_place(site.prefix, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
-                self.integers = bind_weight_only(
-                    site, 8, in_features, out_features, NVFP4_GROUP, biased=bias
-                )
-                self.numbers = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
+        choice, resolver = self.bound.choice, site.resolver
+        is_slow = isinstance(choice.chosen.record, OpEntry) and not choice.wished
+        if is_slow and resolver.config.dequantize:
+            resolver.annotate_place(site.prefix, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
+            width = in_features, out_features, NVFP4_GROUP
+            self.integers = bind_weight_only(site, 8, *width, biased=bias)
+            self.numbers = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""

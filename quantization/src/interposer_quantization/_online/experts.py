@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
-from interposer_ops.layers.expert_loop import ExpertLoop
+from interposer_ops.layers.expert_loop import ExpertLoop, tell_in_turn
 from interposer_ops.layers.experts import PlainExperts, register_matrices, taken_matrices
 from interposer_ops.layers.linear import Linear
 from interposer_quantization._experts.stored import StoredExperts
@@ -50,7 +50,7 @@ class SplitExperts(ExpertsMethod):
             Linear(first, hidden, 2 * inner, spec.biased),
             Linear(second, inner, hidden, spec.biased),
         )
-        self.loop.tell(*self.patterns)
+        tell_in_turn(site, *self.patterns)
         register_matrices(layer, site, spec)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
