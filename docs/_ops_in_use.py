@@ -35,7 +35,6 @@ UNBOUND = {
     "shared prefixes of the cache": "copy_pages merge_attention_states ragged_attention_with_lse",
     "sparse attention": "hadamard_transform indexer_scores indexer_topk sparse_latent_attention",
     "families with other norms": "qk_norm",
-    "checkpoints of such formats": "dequantize_nvfp4",
 }
 HEAD = """# Ops in use
 

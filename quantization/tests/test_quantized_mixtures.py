@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, models
 from torch.utils import _pytree
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from interposer import ExpertsSpec, Site, explain, register
+from interposer import Config, ExpertsSpec, Site, explain, register
 from interposer.errors import CheckpointError, ConfigError
 from interposer.hookspecs import hookimpl
 from interposer.records import LayerEntry
@@ -220,6 +220,21 @@ def test_logits_are_those_of_what_the_library_decompresses(
         logits = lm.logits(TOKENS)
         lm.update_weights(load_file(path / "model.safetensors").items())
         assert torch.equal(lm.logits(TOKENS), logits)
+
+
+def test_a_rule_takes_the_op_that_leaves_inputs_as_they_are(tmp_path: Path) -> None:
+    quantized, plain = write(tmp_path, "float8", "qwen3")
+    expected = load(plain, dtype="float32").logits(TOKENS)
+    config = Config(kernels={"fused_experts_fp8": "reference"})
+    lm = load(quantized, dtype="float32", config=config)
+    assert (lm.logits(TOKENS) - expected).abs().max() <= 1e-4
+    assert_computed_by(lm, "fused_experts_fp8")
+
+
+def test_experts_one_by_one_are_not_compiled(tmp_path: Path) -> None:
+    config = Config(compile="eager")
+    with pytest.raises(ConfigError, match="but they stop within.*one after the other"):
+        load(write(tmp_path, "int8", "qwen3")[0], dtype="float32", config=config)
 
 
 @pytest.mark.parametrize(("method", "most"), [("int8", 0.1), ("fp8", 0.3)])

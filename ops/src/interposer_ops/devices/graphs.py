@@ -86,12 +86,13 @@ def judge_choices(
         settings.append(f"layers={{{rules}}}")
     if waiting:
         parts.append(f"layers that call {', '.join(waiting)} read numbers on the host in between")
-        settings.append("graphs='off'")
     if not parts:
         return Verdict.accept()
     mend = f"Config({', '.join(settings)})"
     if stuck:
         mend = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
+    if waiting:
+        mend = "a format of weights that one op computes, or Config(graphs='off')"
     return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
 
 

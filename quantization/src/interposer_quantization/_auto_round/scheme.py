@@ -38,7 +38,7 @@ class AutoRound(StoredScheme):
         """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
         return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
 
-    def _experts_at_once(self, stored: Stored) -> ExpertsMethod | None:
+    def _experts_at_once(self, stored: Stored, site: Site) -> ExpertsMethod | None:
         if isinstance(stored, gptq_config.Weights):
             return gptq_experts(stored, self.settings.has_order)
         return awq_experts(stored)

@@ -22,12 +22,12 @@ class StoredExperts(ExpertsMethod):
 
     Args:
         stored: what settings say of a matrix, by its full name; None for plain.
-        at_once: the method of such an op for experts of which all matrices are stored so, None
-            where there is none.
+        at_once: the method of such an op for experts at a site of which all matrices are stored so,
+            None where there is none.
     """
 
     def __init__(
-        self, stored: Callable[[str], Any], at_once: Callable[[Any], ExpertsMethod | None]
+        self, stored: Callable[[str], Any], at_once: Callable[[Any, Site], ExpertsMethod | None]
     ) -> None:
         self.stored = stored
         self.at_once = at_once
@@ -57,4 +57,4 @@ class StoredExperts(ExpertsMethod):
         )
         if any(other != first for other in others):
             return LinearExperts()
-        return PlainExperts() if first is None else self.at_once(first) or LinearExperts()
+        return PlainExperts() if first is None else self.at_once(first, site) or LinearExperts()

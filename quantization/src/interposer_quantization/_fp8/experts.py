@@ -102,6 +102,12 @@ class Fp8Experts(ExpertsMethod):
         return weight * scales
 
 
+def is_asked_for(site: Site) -> bool:
+    """Say whether a rule names the op, which takes inputs as they are where they may be rounded."""
+    rules = site.resolver.config.kernels
+    return any(rule.partition("@")[0] == fused_experts_fp8.name for rule in rules)
+
+
 def _by_columns(scales: torch.Tensor) -> torch.Tensor:
     """Return ``[E, R, C]``, where one scale for a matrix has no columns."""
     return scales if scales.ndim == 3 else scales.unsqueeze(-1)

@@ -37,7 +37,7 @@ class GPTQ(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return GPTQLinear(stored)
 
-    def _experts_at_once(self, stored: Weights) -> ExpertsMethod | None:
+    def _experts_at_once(self, stored: Weights, site: Site) -> ExpertsMethod | None:
         return gptq_experts(stored)
 
 
