@@ -324,7 +324,7 @@ def test_docstrings_begin_with_a_statement() -> None:
 
 
 # The most modules and lines of the distributions that everybody reads.
-SIZES = {"core": (60, 8_670), "ops": (196, 26_600)}
+SIZES = {"core": (60, 8_680), "ops": (198, 26_600)}
 
 
 @pytest.mark.parametrize("folder", SIZES)

@@ -233,7 +233,7 @@ def test_a_rule_takes_the_op_that_leaves_inputs_as_they_are(tmp_path: Path) -> N
 
 def test_experts_one_by_one_are_not_compiled(tmp_path: Path) -> None:
     config = Config(compile="eager")
-    with pytest.raises(ConfigError, match="but they stop within.*one after the other"):
+    with pytest.raises(ConfigError, match=r"but they stop within.*one after the other"):
         load(write(tmp_path, "int8", "qwen3")[0], dtype="float32", config=config)
 
 

@@ -82,12 +82,6 @@ class Binder(Protocol):
         """Return the ``AttentionBackend`` for an ``AttentionSpec``."""
         ...
 
-    def annotate_place(
-        self, prefix: str, note: str, *, op: str = "", idle: bool = False, waits: bool = False
-    ) -> None:
-        """Add a note to the choices of kernels that were made last for the place ``prefix``."""
-        ...
-
     def choose_scheme(self, settings: Mapping[str, Any]) -> None:
         """Set ``scheme`` to the one for a checkpoint's ``quantization_config``."""
         ...

@@ -159,8 +159,7 @@ class ExpertsMethod(ABC):
         layers that are fused. Where checkpoints store every matrix by itself, ``expert_parts`` of a
         parameter ``[E, rows, ...]`` states the names of an expert's matrices that it holds, in
         order, with the rows of each, and ``expert_tensor`` which of their tensors, if that is not
-        ``weight``. Layers that are added to ``layer`` instead are loaded and finalized by
-        themselves, before or after it.
+        ``weight``. Layers that are added to ``layer`` instead are loaded and finalized apart.
 
         Raises: ConfigError: experts of these sizes cannot be stored that way.
         """

@@ -223,28 +223,6 @@ class Resolver:
         choice, prefixes = self.choices[key]
         self.choices[key] = (replace(choice, notes=(*choice.notes, note), idle=idle), prefixes)
 
-    def annotate_place(
-        self, prefix: str, note: str, *, op: str = "", idle: bool = False, waits: bool = False
-    ) -> None:
-        """Add a note to the choices of kernels that were made last for the place ``prefix``.
-
-        Args:
-            op: its alone; empty for all.
-            idle: its kernel is never called.
-            waits: the layer there reads results on the host between its calls.
-        """
-        for key, (choice, prefixes) in self.choices.items():
-            request = choice.request
-            is_meant = request.kind == "kernel" and op in ("", request.name)
-            if is_meant and prefixes[-1:] == [prefix] and note not in choice.notes:
-                told = replace(
-                    choice,
-                    notes=(*choice.notes, note),
-                    idle=idle or choice.idle,
-                    waits=waits or choice.waits,
-                )
-                self.choices[key] = (told, prefixes)
-
     def check_places(self) -> None:
         """Raise ConfigError for a rule whose glob matched no place, now that the model is built.
 

@@ -6,6 +6,7 @@ Dimensions: T tokens, K chosen experts, M rows, H hidden size, I intermediate si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
 from interposer.errors import ConfigError
+from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.layers.expert_stages import GatedActivation, LocalDispatcher, interleaved
 from interposer_ops.layers.linear import Linear, MergedLinear
 
@@ -42,7 +44,7 @@ class ExpertLoop:
         self, site: Site, spec: ExpertsSpec, activate: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self.dispatcher = LocalDispatcher(site, spec)
-        site.resolver.annotate_place(site.prefix, _WAITS, waits=True)
+        annotate_place(site, _WAITS, waits=True)
         self.activate = activate or _gates_first(GatedActivation(site, spec))
 
     def __call__(
@@ -94,7 +96,7 @@ class LinearExperts(ExpertsMethod):
 def tell_in_turn(site: Site, *layers: Linear) -> None:
     """Say of the kernels of these layers of experts, which were just built, how they are called."""
     for layer in layers:
-        site.resolver.annotate_place(layer.prefix, _IN_TURN)
+        annotate_place(replace(site, prefix=layer.prefix), _IN_TURN)
 
 
 def _gates_first(activate: GatedActivation) -> Callable[[Tensor], Tensor]:

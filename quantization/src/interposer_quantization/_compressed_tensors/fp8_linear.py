@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, Site
+from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.linear import linear
 from interposer_ops.quantizers import decode_e8m0
 from interposer_quantization._compressed_tensors.exponents import (
@@ -79,7 +80,7 @@ class Fp8WeightLinear(WeightLinear):
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
         bound = site.bind_kernel(linear, **sizes, biased=bias)
-        site.resolver.annotate_place(site.prefix, _DEQUANTIZED, op=linear.name)
+        annotate_place(site, _DEQUANTIZED, op=linear.name)
         return bound
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:

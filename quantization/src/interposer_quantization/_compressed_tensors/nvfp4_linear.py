@@ -15,6 +15,7 @@ from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
 from interposer.records import OpEntry
+from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.quantized_linear import nvfp4_linear
 from interposer_ops.quantizers import (
     decode_e2m1,
@@ -137,10 +138,10 @@ class Nvfp4Linear(LinearMethod):
         sizes = {"in_features": in_features, "out_features": out_features}
         self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
         self.integers: BoundKernel[Any, Any] | None = None
-        choice, resolver = self.bound.choice, site.resolver
+        choice = self.bound.choice
         is_slow = isinstance(choice.chosen.record, OpEntry) and not choice.wished
-        if is_slow and resolver.config.dequantize:
-            resolver.annotate_place(site.prefix, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
+        if is_slow and site.resolver.config.dequantize:
+            annotate_place(site, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
             width = in_features, out_features, NVFP4_GROUP
             self.integers = bind_weight_only(site, 8, *width, biased=bias)
             self.numbers = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
