@@ -208,3 +208,25 @@ def test_experts_that_are_left_out_stay_plain() -> None:
         names = [choice.request.name for choice, _ in resolver.choices.values()]
         assert "fused_experts" in names
         assert "int8_linear" not in names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_integers_multiply_nvfp4_as_the_reference_does(dtype: torch.dtype) -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    found = []
+    for config in (Config(canary="off"), Config(canary="off", dequantize=False)):
+        resolver = Resolver(current_registry(), place().device, config)
+        resolver.choose_scheme(settings)
+        linear = Linear(Site(resolver, "block.o_proj", dtype), 256, 96, bias=True)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in linear.parameters():
+            parameter.data.copy_(numbers(parameter, generator))
+        linear.finalize()
+        x = torch.randn(4, 256, generator=generator).to(dtype)
+        found.append(linear(x).double())
+        calls = {c.request.name: c for c, _ in resolver.choices.values()}
+        assert ("w8a16_linear" in calls) == config.dequantize
+        assert calls["nvfp4_linear"].idle == config.dequantize
+    # Of a sum of terms of either sign, rounded once.
+    bound = torch.finfo(dtype).eps * found[1].abs() + 1e-5 * found[1].abs().max()
+    assert ((found[0] - found[1]).abs() <= bound).all()

@@ -231,6 +231,20 @@ def test_a_rule_takes_the_op_that_leaves_inputs_as_they_are(tmp_path: Path) -> N
     assert_computed_by(lm, "fused_experts_fp8")
 
 
+def test_experts_that_only_a_reference_reads_are_dequantized_once(tmp_path: Path) -> None:
+    quantized, plain = write(tmp_path, "packed int8", "qwen3")
+    expected = load(plain, dtype="float32").logits(TOKENS)
+    config = Config(kernels={"w8a16_linear": {"forbid": ["w8a16_linear_*"]}})
+    lm = load(quantized, dtype="float32", config=config)
+    assert (lm.logits(TOKENS) - expected).abs().max() <= 1e-4
+    assert_computed_by(lm, "linear")
+    rows = [row.choice for row in explain(lm).rows if row.choice.request.name == "w8a16_linear"]
+    assert len(rows) == 2
+    for choice in rows:
+        assert choice.idle
+        assert "dequantized once, while loading" in choice.notes[-1]
+
+
 def test_experts_one_by_one_are_not_compiled(tmp_path: Path) -> None:
     config = Config(compile="eager")
     with pytest.raises(ConfigError, match=r"but they stop within.*one after the other"):
