@@ -41,7 +41,6 @@ SPEC = ExpertsSpec(
 # One op computes all experts of symmetric integers of 4 bits and of 8-bit floats whose inputs stay
 # as they are; the last setting is of other layers.
 AT_ONCE = {"fused_experts_w4a16": 8, "fused_experts_fp8": 6, "fused_experts": 1}
-PER_PART = 0.75
 
 
 def examples() -> Iterator[Any]:
@@ -70,11 +69,9 @@ def built(resolver: Resolver, spec: ExpertsSpec) -> Experts:
 
 
 def numbers(parameter: Any, generator: torch.Generator) -> torch.Tensor:
-    """Return what may stand in a parameter; layers that are fused share what they have to."""
+    """Return what may stand in a parameter, others for every layer of the checkpoint."""
     if hasattr(parameter, "sample"):
         return parameter.sample(generator)  # type: ignore[no-any-return]
-    if getattr(parameter, "per_part", False):
-        return torch.full(parameter.shape, PER_PART).to(parameter.dtype)
     if parameter.dtype.is_floating_point:
         return (torch.rand(parameter.shape, generator=generator) + 0.5).to(parameter.dtype)
     limits = torch.iinfo(parameter.dtype)
@@ -119,12 +116,12 @@ def test_experts_are_linear_layers(settings: Mapping[str, Any]) -> None:
     expected = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in (ids >= 0).nonzero().tolist():
         row, expert = x[token : token + 1], int(ids[token, choice])
-        projected = held[expert][0](row)
-        exact = product(pairs[expert][0], row)
+        projected = torch.cat([each(row) for each in held[expert][:-1]], -1)
+        exact = torch.cat([product(each, row) for each in pairs[expert][:-1]], -1)
         assert (projected - exact).abs().max() <= 1e-5 * exact.abs().max()
         # A number halfway between two may go either way, so the same ones are rounded.
         hidden = activated(projected, "silu")
-        expected[token] += weights[token, choice].double() * product(pairs[expert][1], hidden)[0]
+        expected[token] += weights[token, choice].double() * product(pairs[expert][-1], hidden)[0]
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert expected.abs().max() > 1, "nothing is compared"
     assert layer(*(each[:0] for each in (x, weights, ids))).shape == (0, SPEC.hidden_size)
@@ -142,8 +139,11 @@ def test_other_experts_are_few() -> None:
 
 def linear_pairs(layer: Experts) -> list[list[Linear]]:
     """Return the linear layers of each expert, as far as there are some."""
-    found = [each for each in layer.modules() if isinstance(each, Linear)]
-    return [found[start : start + 2] for start in range(0, len(found), 2)]
+    found: dict[str, list[Linear]] = {}
+    for each in layer.modules():
+        if isinstance(each, Linear):
+            found.setdefault(each.prefix.rpartition(".")[0], []).append(each)
+    return list(found.values())
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,12 @@ class LinearMethod(ABC):
             after ``create_weights``; None where they cannot.
         takes_codes: they come quantized, by the scale that is the first operand. The layer before
             sets it, before weights are loaded.
+        parts_agree: ``finalize`` wants numbers of fused layers to be equal, such as input scales.
     """
 
     input_codes: torch.dtype | None = None
     takes_codes: bool = False
+    parts_agree: bool = False
 
     @abstractmethod
     def create_weights(

@@ -19,7 +19,7 @@ from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.layers.expert_stages import GatedActivation, LocalDispatcher, interleaved
 from interposer_ops.layers.linear import Linear, MergedLinear
 
-__all__ = ["ExpertLoop", "LinearExperts", "Pair", "tell_in_turn"]
+__all__ = ["ExpertLoop", "LinearExperts", "Pair", "separate_projections", "tell_in_turn"]
 
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Both projections of an expert, each of rows ``[M, inputs]``."""
@@ -61,36 +61,60 @@ class ExpertLoop:
 
 
 class LinearExperts(ExpertsMethod):
-    """Two linear layers for every expert, as the scheme has them for those of such names.
+    """Two linear layers for every expert, or three, as the scheme has those of such names.
 
     So every format of linear layers is one of experts, and every kernel of them serves experts.
     """
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
-        """Add the linear layers to ``layer``; gates and what they act on are one.
+        """Add the linear layers to ``layer``.
+
+        Gates and what they act on are one product, unless these would have to agree on numbers:
+        calibration finds others where a mixture has no layer that shares their input.
 
         Raises: ConfigError: matrices are stored together, or have biases.
         """
-        if spec.projections is None or spec.biased or spec.alternating or spec.inputs_first:
-            raise ConfigError(
-                f"{site.prefix}: experts are read in this format where each matrix is stored by "
-                "itself and has no bias. Try: leave the experts plain"
-            )
-        gate, up, down = spec.projections
+        gate, up, down = separate_projections(site, spec)
         hidden, inner = spec.hidden_size, spec.intermediate_size
+        scheme = site.resolver.scheme
         self.loop, pairs = ExpertLoop(site, spec), []
         for expert in range(spec.num_experts):
             at = site.at(str(expert))
-            first = MergedLinear(at.at("gate_up_proj"), hidden, {gate: inner, up: inner})
+            first, parts = at.at("gate_up_proj"), {gate: inner, up: inner}
+            method = scheme.linear_method(first.prefix, tuple(parts)) if scheme else None
+            if method is not None and method.parts_agree:
+                projections = [Linear(at.at(name), hidden, inner) for name in parts]
+            else:
+                projections = [MergedLinear(first, hidden, parts)]
             second = Linear(at.at(down), inner, hidden)
-            tell_in_turn(site, first, second)
-            layer.add_module(str(expert), nn.ModuleList((first, second)))
-            pairs.append((first, second))
+            tell_in_turn(site, *projections, second)
+            layer.add_module(str(expert), nn.ModuleList((*projections, second)))
+            pairs.append((joined(projections), second))
         self.pairs = tuple(pairs)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the loop and the linear layers, which are finalized by themselves."""
         return self.loop, (self.pairs,)
+
+
+def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
+    """Return what checkpoints call the matrices of an expert, gates first.
+
+    Raises: ConfigError: they are stored together, or have biases.
+    """
+    if spec.projections is None or spec.biased or spec.alternating or spec.inputs_first:
+        raise ConfigError(
+            f"{site.prefix}: experts are read in this format where each matrix is stored by itself "
+            "and has no bias. Try: leave the experts plain"
+        )
+    return spec.projections
+
+
+def joined(layers: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
+    """Return what computes the outputs of several layers, one behind the other."""
+    if len(layers) == 1:
+        return layers[0]
+    return lambda rows: torch.cat([layer(rows) for layer in layers], -1)
 
 
 def tell_in_turn(site: Site, *layers: Linear) -> None:

@@ -118,6 +118,8 @@ class Nvfp4Linear(LinearMethod):
     by what the codes of inputs stand for. That is the same product: both represent all of them.
     """
 
+    parts_agree = True
+
     def __init__(self, storage: Nvfp4Storage = COMPRESSED) -> None:
         self.storage = storage
 
