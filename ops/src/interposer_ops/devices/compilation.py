@@ -32,18 +32,10 @@ def expose_kernels(resolver: Resolver) -> tuple[str, ...]:
     compiler is imported, which takes a second.
 
     Returns: the names of the ops, ``interposer_kernels::PROVIDER_KERNEL``.
-    Raises: ConfigError: a kernel cannot be one, as it prepares constants or is no function; or a
-        layer reads results on the host between its calls.
+    Raises: ConfigError: a kernel cannot be one, as it prepares constants or is no function.
     """
     if resolver.described:
         return ()
-    waiting = [choice for choice, _ in resolver.choices.values() if choice.waits]
-    if waiting:
-        what = ", ".join(f"{choice.request.name!r}: {choice.notes[-1]}" for choice in waiting)
-        raise ConfigError(
-            f"A compiled graph holds whole steps, but they stop within. {what}. Try: "
-            "Config(compile='off'), or a format of experts that one op computes"
-        )
     names: dict[str, None] = {}
     for choice, _ in resolver.choices.values():
         chosen = choice.chosen
