@@ -6,7 +6,7 @@ Dimensions: T tokens, K chosen experts, M rows, H hidden size, I intermediate si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,14 @@ from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.layers.expert_stages import GatedActivation, LocalDispatcher, interleaved
 from interposer_ops.layers.linear import Linear, MergedLinear
 
-__all__ = ["ExpertLoop", "LinearExperts", "Pair", "separate_projections", "tell_in_turn"]
+__all__ = [
+    "ExpertLoop",
+    "JoinedLayers",
+    "LinearExperts",
+    "Pair",
+    "separate_projections",
+    "tell_in_turn",
+]
 
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Both projections of an expert, each of rows ``[M, inputs]``."""
@@ -60,6 +67,17 @@ class ExpertLoop:
         return self.dispatcher.finalize(returned, receipt)
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedLayers:
+    """Several projections of one input, the outputs of each behind those of the one before."""
+
+    layers: tuple[Linear, ...]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return ``[M, outputs]`` of ``[M, inputs]``."""
+        return torch.cat([layer(rows) for layer in self.layers], -1)
+
+
 class LinearExperts(ExpertsMethod):
     """Two linear layers for every expert, or three, as the scheme has those of such names.
 
@@ -76,20 +94,21 @@ class LinearExperts(ExpertsMethod):
         """
         gate, up, down = separate_projections(site, spec)
         hidden, inner = spec.hidden_size, spec.intermediate_size
-        scheme = site.resolver.scheme
         self.loop, pairs = ExpertLoop(site, spec), []
         for expert in range(spec.num_experts):
             at = site.at(str(expert))
-            first, parts = at.at("gate_up_proj"), {gate: inner, up: inner}
-            method = scheme.linear_method(first.prefix, tuple(parts)) if scheme else None
+            whole, second = at.at("gate_up_proj"), Linear(at.at(down), inner, hidden)
+            first: Callable[[Tensor], Tensor]
+            method = site.resolver.scheme.linear_method(whole.prefix, (gate, up))
             if method is not None and method.parts_agree:
-                projections = [Linear(at.at(name), hidden, inner) for name in parts]
+                apart = tuple(Linear(at.at(name), hidden, inner) for name in (gate, up))
+                layers, first = (*apart, second), JoinedLayers(apart)
             else:
-                projections = [MergedLinear(first, hidden, parts)]
-            second = Linear(at.at(down), inner, hidden)
-            tell_in_turn(site, *projections, second)
-            layer.add_module(str(expert), nn.ModuleList((*projections, second)))
-            pairs.append((joined(projections), second))
+                first = MergedLinear(whole, hidden, {gate: inner, up: inner})
+                layers = first, second
+            tell_in_turn(site, *layers)
+            layer.add_module(str(expert), nn.ModuleList(layers))
+            pairs.append((first, second))
         self.pairs = tuple(pairs)
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
@@ -108,13 +127,6 @@ def separate_projections(site: Site, spec: ExpertsSpec) -> tuple[str, str, str]:
             "and has no bias. Try: leave the experts plain"
         )
     return spec.projections
-
-
-def joined(layers: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
-    """Return what computes the outputs of several layers, one behind the other."""
-    if len(layers) == 1:
-        return layers[0]
-    return lambda rows: torch.cat([layer(rows) for layer in layers], -1)
 
 
 def tell_in_turn(site: Site, *layers: Linear) -> None:
