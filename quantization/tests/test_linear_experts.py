@@ -5,7 +5,6 @@ Dimensions: T tokens, K chosen experts, H hidden size, I intermediate size, E ex
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -38,9 +37,26 @@ SPEC = ExpertsSpec(
     activation="silu",
     projections=("gate_proj", "up_proj", "down_proj"),
 )
-# One op computes all experts of symmetric integers of 4 bits and of 8-bit floats whose inputs stay
-# as they are; the last setting is of other layers.
-AT_ONCE = {"fused_experts_w4a16": 8, "fused_experts_fp8": 6, "fused_experts": 1}
+# One op computes all experts of these; the last one is of other layers.
+AT_ONCE = {
+    "auto-round: 4 bits",
+    "auto-round: 4 bits, words of AWQ",
+    "auto-round: 8 bits for some",
+    "awq: symmetric",
+    "compressed-tensors: float8 in blocks",
+    "compressed-tensors: float8 in blocks, inputs per token",
+    "compressed-tensors: float8, inputs not quantized",
+    "compressed-tensors: packed int4 per group",
+    "fp8: blocks",
+    "fp8: blocks of 64 by 32",
+    "fp8: blocks, powers of two",
+    "gptq: 4 bits",
+    "gptq: 8 bits for some",
+    "inc: 4 bits",
+    "modelopt: 8 bits per block, weights only",
+    "torchao: 8-bit floats, weights only",
+    "modelopt: mixed, in config.json",
+}
 
 
 def examples() -> Iterator[Any]:
@@ -49,7 +65,8 @@ def examples() -> Iterator[Any]:
         if isinstance(record, SchemeEntry) and record.method != "mxfp4":
             for label, settings in load_target(record.examples)().items():
                 asked = {"quant_method": record.method, **settings}
-                yield pytest.param(asked, id=f"{record.method}: {label}")
+                name = f"{record.method}: {label}"
+                yield pytest.param(asked, name in AT_ONCE, id=name)
 
 
 def resolver_of(settings: Mapping[str, Any]) -> Resolver:
@@ -102,17 +119,23 @@ def product(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     return layer.method.dequantized_input(layer, x) @ weight.T
 
 
-@pytest.mark.parametrize("settings", [*examples()])
-def test_experts_are_linear_layers(settings: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(("settings", "at_once"), [*examples()])
+def test_experts_are_linear_layers_where_no_op_computes_them(
+    settings: Mapping[str, Any], at_once: bool
+) -> None:
     resolver = resolver_of(settings)
     stored = built(resolver, SPEC)
     pairs = linear_pairs(stored)
-    if not pairs:
-        assert AT_ONCE.keys() & {choice.request.name for choice, _ in resolver.choices.values()}
-        return
     layer = finalized(built(resolver, SPEC))
     x, weights, ids = routing(3)
     found, held = layer(x, weights, ids), linear_pairs(layer)
+    assert at_once == (not pairs)
+    if at_once:
+        matrices = stored.method.dequantized(stored)
+        assert matrices is not None
+        expected = mixture(matrices, x, weights, ids)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        return
     expected = torch.zeros(x.shape, dtype=torch.float64)
     for token, choice in (ids >= 0).nonzero().tolist():
         row, expert = x[token : token + 1], int(ids[token, choice])
@@ -127,15 +150,26 @@ def test_experts_are_linear_layers(settings: Mapping[str, Any]) -> None:
     assert layer(*(each[:0] for each in (x, weights, ids))).shape == (0, SPEC.hidden_size)
 
 
-def test_other_experts_are_few() -> None:
-    found: Counter[str] = Counter()
-    for example in examples():
-        resolver = resolver_of(example.values[0])
-        with torch.device("meta"):
-            Experts(Site(resolver, PREFIX, torch.float32), SPEC)
-        names = {choice.request.name for choice, _ in resolver.choices.values()}
-        found.update(AT_ONCE.keys() & names)
-    assert found == AT_ONCE
+def mixture(
+    matrices: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return what float64 experts of silu make of the tokens."""
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for token, choice in (ids >= 0).nonzero().tolist():
+        first, second = (each[ids[token, choice]] for each in matrices)
+        hidden = activated(first @ x[token].double(), "silu")
+        result[token] += weights[token, choice].double() * (second @ hidden)
+    return result
+
+
+def test_blocks_that_do_not_divide_experts_are_those_of_linear_layers() -> None:
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    layer = built(resolver_of(blocks), replace(SPEC, hidden_size=192))
+    assert len(linear_pairs(layer)) == SPEC.num_experts
+    assert finalized(layer)(torch.randn(3, 192), *routing(3)[1:]).isfinite().all()
 
 
 def linear_pairs(layer: Experts) -> list[list[Linear]]:

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from interposer import ExpertsMethod, LinearMethod, QuantizationScheme, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, QuantizationScheme, Site
 from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._settings_model import SettingsModel
 from interposer_quantization._weights.fused_layers import stored_alike
@@ -61,7 +61,7 @@ class StoredScheme(ParsedScheme):
     def _method(self, stored: Any) -> LinearMethod:
         """Return the method for linear layers that are stored so."""
 
-    def _experts_at_once(self, stored: Any, site: Site) -> ExpertsMethod | None:
+    def _experts_at_once(self, stored: Any, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
         """Return the method of an op for all experts that are stored so; None: there is none."""
         return None
 

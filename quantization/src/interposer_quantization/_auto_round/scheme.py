@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._auto_round.config import Settings, Stored
 from interposer_quantization._awq import config as awq_config
 from interposer_quantization._awq.scheme import AWQLinear, awq_experts
@@ -38,7 +38,9 @@ class AutoRound(StoredScheme):
         """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
         return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
 
-    def _experts_at_once(self, stored: Stored, site: Site) -> ExpertsMethod | None:
+    def _experts_at_once(
+        self, stored: Stored, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
         if isinstance(stored, gptq_config.Weights):
             return gptq_experts(stored, self.settings.has_order)
         return awq_experts(stored)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._awq.config import Settings, Weights
 from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._scheme import HeadScheme
@@ -32,7 +32,9 @@ class AWQ(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return AWQLinear(stored)
 
-    def _experts_at_once(self, stored: Weights, site: Site) -> ExpertsMethod | None:
+    def _experts_at_once(
+        self, stored: Weights, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
         return awq_experts(stored)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interposer import CacheFormat, ExpertsMethod, LinearMethod, Site
+from interposer import CacheFormat, ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._compressed_tensors.config import Settings
 from interposer_quantization._compressed_tensors.experts import experts_at_once
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
@@ -35,8 +35,10 @@ class CompressedTensors(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return _method(stored)
 
-    def _experts_at_once(self, stored: Stored, site: Site) -> ExpertsMethod | None:
-        return experts_at_once(stored, site)
+    def _experts_at_once(
+        self, stored: Stored, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        return experts_at_once(stored, site, spec)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return the scheme of an 8-bit cache, None for keys as they are."""

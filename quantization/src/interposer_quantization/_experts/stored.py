@@ -27,7 +27,9 @@ class StoredExperts(ExpertsMethod):
     """
 
     def __init__(
-        self, stored: Callable[[str], Any], at_once: Callable[[Any, Site], ExpertsMethod | None]
+        self,
+        stored: Callable[[str], Any],
+        at_once: Callable[[Any, Site, ExpertsSpec], ExpertsMethod | None],
     ) -> None:
         self.stored = stored
         self.at_once = at_once
@@ -57,4 +59,6 @@ class StoredExperts(ExpertsMethod):
         )
         if any(other != first for other in others):
             return LinearExperts()
-        return PlainExperts() if first is None else self.at_once(first, site) or LinearExperts()
+        if first is None:
+            return PlainExperts()
+        return self.at_once(first, site, spec) or LinearExperts()

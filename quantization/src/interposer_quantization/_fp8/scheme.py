@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.config import FbgemmSettings, Fp8Settings
-from interposer_quantization._fp8.experts import Fp8Experts, is_asked_for
+from interposer_quantization._fp8.experts import Fp8Experts, fp8_blocks, is_asked_for
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._scheme import StoredScheme
 
@@ -31,12 +31,12 @@ class Fp8(StoredScheme):
         static = self.settings.activation_scheme == "static"
         return Fp8TensorLinear(weight_scale, input_scale if static else None, mend=_SAME_INPUT)
 
-    def _experts_at_once(self, stored: str, site: Site) -> ExpertsMethod | None:
+    def _experts_at_once(self, stored: str, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
         """Return the method for blocks, of which the op takes inputs as they are."""
         settings, scale_name = self.settings, self.settings.scale_names[0]
         block = settings.weight_block_size
         if block is not None:
-            return Fp8Experts((block[0], block[1]), scale_name)
+            return fp8_blocks(spec, (block[0], block[1]), scale_name)
         is_dynamic = settings.activation_scheme == "dynamic"
         return Fp8Experts("tensor", scale_name) if is_dynamic and is_asked_for(site) else None
 

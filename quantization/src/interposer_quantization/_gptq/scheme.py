@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization._experts.packed import packed_experts
 from interposer_quantization._gptq.config import Settings, Weights
@@ -37,7 +37,9 @@ class GPTQ(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return GPTQLinear(stored)
 
-    def _experts_at_once(self, stored: Weights, site: Site) -> ExpertsMethod | None:
+    def _experts_at_once(
+        self, stored: Weights, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
         return gptq_experts(stored)
 
 
