@@ -32,7 +32,6 @@ UNBOUND = {
         mask_top_k_top_p""",
     "speculative decoding": "greedy_verify rejection_sample",
     "shared prefixes of the cache": "copy_pages",
-    "checkpoints of such formats": "dequantize_nvfp4",
 }
 HEAD = """# Ops in use
 

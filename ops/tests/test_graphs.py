@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +100,14 @@ def test_what_it_takes_to_keep_graphs_is_said() -> None:
         "cannot be captured: linear_waiting of acme for 'linear', scan_waiting of acme for 'scan' "
         "do not promise to be graph_safe. Try: a plugin with a graph_safe candidate for 'scan': "
         "there is none here"
+    )
+
+
+def test_what_waits_for_the_host_is_not_captured() -> None:
+    verdict = judge_choices([replace(chosen(SAFE), waits=True), chosen(SAFE)], others)
+    assert verdict.reason == (
+        "cannot be captured: layers that call 'linear' read numbers on the host in between. "
+        "Try: a format of weights that one op computes, or Config(graphs='off')"
     )
 
 

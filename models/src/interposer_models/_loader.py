@@ -154,7 +154,7 @@ def plan(
         model,
         sampler,
         graphs,
-        judge_compiler(config, placement, graphs),
+        judge_compiler(config, placement, graphs, [c for c, _ in resolver.choices.values()]),
     )
 
 

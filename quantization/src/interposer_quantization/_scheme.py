@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from interposer import LinearMethod, QuantizationScheme
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, QuantizationScheme, Site
+from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._settings_model import SettingsModel
 from interposer_quantization._weights.fused_layers import stored_alike
 
@@ -52,9 +53,17 @@ class StoredScheme(ParsedScheme):
         stored = stored_alike(prefix, parts, self.settings.stored, self.mend)
         return None if stored is None else self._method(stored)
 
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``; it finds the storage of each."""
+        return StoredExperts(self.settings.stored, self._experts_at_once)
+
     @abstractmethod
     def _method(self, stored: Any) -> LinearMethod:
         """Return the method for linear layers that are stored so."""
+
+    def _experts_at_once(self, stored: Any, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
+        """Return the method of an op for all experts that are stored so; None: there is none."""
+        return None
 
 
 class HeadScheme(StoredScheme):

@@ -87,6 +87,7 @@ class Choice:
         notes: what else a user should know, such as a preference that could not be met.
         wished: a pin or a preference names the chosen one.
         idle: what was chosen is not called at any of its places, as a note says.
+        waits: the layers that call it read results on the host between the calls, as a note says.
     """
 
     request: Request
@@ -97,3 +98,4 @@ class Choice:
     notes: tuple[str, ...] = ()
     wished: bool = False
     idle: bool = False
+    waits: bool = False

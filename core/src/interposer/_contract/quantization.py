@@ -44,10 +44,12 @@ class LinearMethod(ABC):
             after ``create_weights``; None where they cannot.
         takes_codes: they come quantized, by the scale that is the first operand. The layer before
             sets it, before weights are loaded.
+        parts_agree: ``finalize`` wants numbers of fused layers to be equal, such as input scales.
     """
 
     input_codes: torch.dtype | None = None
     takes_codes: bool = False
+    parts_agree: bool = False
 
     @abstractmethod
     def create_weights(
@@ -159,7 +161,7 @@ class ExpertsMethod(ABC):
         layers that are fused. Where checkpoints store every matrix by itself, ``expert_parts`` of a
         parameter ``[E, rows, ...]`` states the names of an expert's matrices that it holds, in
         order, with the rows of each, and ``expert_tensor`` which of their tensors, if that is not
-        ``weight``.
+        ``weight``. Layers that are added to ``layer`` instead are loaded and finalized apart.
 
         Raises: ConfigError: experts of these sizes cannot be stored that way.
         """

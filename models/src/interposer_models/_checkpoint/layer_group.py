@@ -148,7 +148,8 @@ def groups_of(layers: Iterable[PluggableLayer], places: dict[str, TensorPlace]) 
         for other in others:
             members[first] += members.pop(other)
         owners |= dict.fromkeys(keys, first)
-        owners |= {key: first for key, owner in owners.items() if owner in others}
+        if others:  # seldom, and all owners are looked at
+            owners |= {key: first for key, owner in owners.items() if owner in others}
     listed: dict[int, list[tuple[str, TensorPlace]]] = {first: [] for first in members}
     for name, place in places.items():
         listed[owners[id(place.parameter)]].append((name, place))

@@ -102,7 +102,7 @@ def _places(model: CausalModel, site: Site) -> Iterator[_Place]:
     """
     by_prefix: dict[str, dict[tuple[object, ...], Choice]] = defaultdict(dict)
     for key, (choice, prefixes) in site.resolver.choices.items():
-        if choice.request.kind == "kernel":
+        if choice.request.kind == "kernel" and not choice.idle:
             for prefix in prefixes:
                 by_prefix[prefix][key] = choice
 

@@ -6,7 +6,7 @@ Dimensions: T tokens of the step, R tokens whose logits are wanted.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 from torch.utils import _pytree
 
-from interposer import Config, Placement, Resolver, Verdict
+from interposer import Choice, Config, Placement, Resolver, Verdict
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_models._engine.compiled_artifacts import CompiledArtifacts
 from interposer_ops.devices.compilation import expose_kernels
@@ -98,15 +98,26 @@ class CompiledModel:
 
 
 def judge_compiler(
-    config: Config, placement: Placement, graphs: Verdict | None = None
+    config: Config,
+    placement: Placement,
+    graphs: Verdict | None = None,
+    choices: Iterable[Choice] = (),
 ) -> Verdict | None:
     """Say by which backend the steps of a model are compiled; None where nobody asks for it.
 
     Args:
         graphs: whether decode steps are captured as well.
+        choices: of the model.
     """
     if config.compile == "off":
         return None
+    for choice in choices:
+        if choice.waits:
+            return Verdict.refuse(
+                f"a graph holds whole steps, and {choice.request.name!r} stops them: "
+                f"{choice.notes[-1]}. Try: Config(compile='off'), or a format of weights that one "
+                "op computes"
+            )
     name, said = config.compile, "as Config(compile=...) says"
     if name == "on":
         said = f"the backend of platform {placement.platform.name!r}"

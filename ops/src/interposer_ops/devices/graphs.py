@@ -60,8 +60,11 @@ def judge_choices(
     unsafe: dict[str, str] = {}
     replaced: dict[str, str] = {}
     stuck: dict[str, None] = {}
+    waiting: dict[str, None] = {}
     for choice in choices:
         chosen, request = choice.chosen, choice.request
+        if choice.waits:
+            waiting[repr(request.name)] = None
         who = f"{chosen.name} of {chosen.provider}"
         if _SAFE in chosen.properties:
             continue
@@ -81,11 +84,15 @@ def judge_choices(
         own = "has code of its own, which does not promise to be graph_safe"
         parts.append(f"the layer {_listed(replaced)} {own}")
         settings.append(f"layers={{{rules}}}")
+    if waiting:
+        parts.append(f"layers that call {', '.join(waiting)} read numbers on the host in between")
     if not parts:
         return Verdict.accept()
     mend = f"Config({', '.join(settings)})"
     if stuck:
         mend = f"a plugin with a {_SAFE} candidate for {', '.join(stuck)}: there is none here"
+    if waiting:
+        mend = "a format of weights that one op computes, or Config(graphs='off')"
     return Verdict.refuse(f"cannot be captured: {', and '.join(parts)}. Try: {mend}")
 
 

@@ -24,7 +24,15 @@ from interposer_ops.experts._expert_permutation import moe_permute, moe_unpermut
 from interposer_ops.experts._experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from interposer_ops.linear._linear import grouped_linear
 
-__all__ = ["Dispatched", "ExpertDispatcher", "GroupedProducts", "LocalDispatcher", "row_experts"]
+__all__ = [
+    "Dispatched",
+    "ExpertDispatcher",
+    "GatedActivation",
+    "GroupedProducts",
+    "LocalDispatcher",
+    "interleaved",
+    "row_experts",
+]
 
 
 class Dispatched(NamedTuple):
@@ -90,22 +98,17 @@ class LocalDispatcher(ExpertDispatcher):
         return self.unpermute(rows, *receipt)
 
 
-class GroupedProducts:
-    """Both projections of unquantized experts, as products of rows in groups.
+class GatedActivation:
+    """The activation between the projections of experts, as an op that rounds its result.
 
-    They compute what ``fused_experts`` does, with further roundings to the dtype of the rows: of
-    each projection, and of what its bias is added to.
+    Attributes:
+        interleaves: it takes a gate, then what that acts on, in turn; else all gates come first.
 
     Raises: RequestError: the activation is not one that ``fused_experts`` knows.
     """
 
     def __init__(self, site: Site, spec: ExpertsSpec) -> None:
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        first = {"in_features": hidden, "out_features": 2 * inner}
-        second = {"in_features": inner, "out_features": hidden}
-        held = spec.num_experts
-        self.first = site.bind_kernel(grouped_linear, **first, num_experts=held)
-        self.second = site.bind_kernel(grouped_linear, **second, num_experts=held)
+        inner = spec.intermediate_size
         self.interleaves = spec.activation == "swiglu_oai"
         self.options: tuple[Any, ...] = ()
         self.activate: Callable[..., Tensor]
@@ -123,13 +126,36 @@ class GroupedProducts:
                 known = "'silu', 'gelu' or 'swiglu_oai'"
                 raise RequestError(f"No activation {other!r} of experts; try {known}")
 
+    def __call__(self, projected: Tensor) -> Tensor:
+        """Return ``[M, I]`` of ``[M, 2 I]``."""
+        return self.activate(projected, *self.options)
+
+
+class GroupedProducts:
+    """Both projections of unquantized experts, as products of rows in groups.
+
+    They compute what ``fused_experts`` does, with further roundings to the dtype of the rows: of
+    each projection, and of what its bias is added to.
+
+    Raises: RequestError: the activation is not one that ``fused_experts`` knows.
+    """
+
+    def __init__(self, site: Site, spec: ExpertsSpec) -> None:
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        first = {"in_features": hidden, "out_features": 2 * inner}
+        second = {"in_features": inner, "out_features": hidden}
+        held = spec.num_experts
+        self.first = site.bind_kernel(grouped_linear, **first, num_experts=held)
+        self.second = site.bind_kernel(grouped_linear, **second, num_experts=held)
+        self.activate = GatedActivation(site, spec)
+
     def operands(
         self, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the constants of ``fused_experts`` as the call wants them."""
-        if self.interleaves:
-            gate_up = _interleaved(gate_up)
-            gate_up_bias = None if gate_up_bias is None else _interleaved(gate_up_bias)
+        if self.activate.interleaves:
+            gate_up = interleaved(gate_up)
+            gate_up_bias = None if gate_up_bias is None else interleaved(gate_up_bias)
         first = self.first.prepared(weight=gate_up)["weight"]
         return first, gate_up_bias, self.second.prepared(weight=down)["weight"], down_bias
 
@@ -148,7 +174,7 @@ class GroupedProducts:
         if gate_up_bias is not None:
             experts = row_experts(starts, len(rows)).clamp(min=0)
         projected = _offset(self.first.function(rows, gate_up, starts), gate_up_bias, experts)
-        hidden = self.activate(projected, *self.options)
+        hidden = self.activate(projected)
         return _offset(self.second.function(hidden, down, starts), down_bias, experts)
 
 
@@ -163,6 +189,6 @@ def _offset(rows: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor
     return rows if bias is None else rows + bias[experts]
 
 
-def _interleaved(halves: Tensor) -> Tensor:
+def interleaved(halves: Tensor) -> Tensor:
     """Return the outputs along dimension 1 in turn, one of the first half, one of the second."""
     return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)

@@ -18,7 +18,14 @@ from interposer_ops.experts._routing import topk_softmax
 from interposer_ops.layers.expert_stages import ExpertDispatcher, GroupedProducts, row_experts
 from interposer_ops.layers.wide_linear import WideLinear
 
-__all__ = ["Experts", "PlainExperts", "Router", "gates_first"]
+__all__ = [
+    "Experts",
+    "PlainExperts",
+    "Router",
+    "gates_first",
+    "register_matrices",
+    "taken_matrices",
+]
 
 _MATRICES = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
@@ -80,56 +87,20 @@ class PlainExperts(ExpertsMethod):
             self.products = GroupedProducts(site, spec)
         else:
             self.bound = site.bind_kernel(fused_experts, **spec.dims())
-        count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
-        shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-        for name, (outputs, inputs) in shapes.items():
-            shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
-            matrices = torch.empty(count, *shape, dtype=site.dtype)
-            parameter = nn.Parameter(matrices, requires_grad=False)
-            if spec.projections is not None:
-                gate, up, second = spec.projections
-                parts = {gate: inner, up: inner} if name == "gate_up_proj" else {second: hidden}
-                parameter.expert_parts = parts  # type: ignore[attr-defined]
-            layer.register_parameter(name, parameter)
-            offsets = torch.empty(count, outputs, dtype=site.dtype) if spec.biased else None
-            bias = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
-            layer.register_parameter(f"{name}_bias", bias)
+        register_matrices(layer, site, spec)
 
     def dequantized(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the float64 matrices ``[E, 2 I, H]``, gates first, and ``[E, H, I]``."""
-        gate_up, down = self._matrices(layer)
+        gate_up, down = _matrices(layer, self.spec)
         return gate_up.double(), down.double()
 
     def finalize(self, layer: nn.Module) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the bound kernel with its weights, prepared if it wants them so."""
-        gate_up, down = self._matrices(layer)
-        gate_up_bias, down_bias = (layer._parameters[f"{name}_bias"] for name in _MATRICES.values())
-        if gate_up_bias is not None and self.spec.alternating:
-            gate_up_bias = gates_first(gate_up_bias)  # type: ignore[assignment]
-        # Held twice they would double the memory.
-        for name in _MATRICES.values():
-            layer.register_parameter(name, None)
-            layer.register_parameter(f"{name}_bias", None)
-        constants = {
-            "gate_up": gate_up,
-            "gate_up_bias": gate_up_bias,
-            "down": down,
-            "down_bias": down_bias,
-        }
-        del gate_up, down
+        constants = taken_matrices(layer, self.spec)
         if self.is_staged:
-            return self.products, self.products.operands(**constants)  # type: ignore[arg-type]
+            return self.products, self.products.operands(**constants)
         prepared = self.bound.prepared(**constants)
         return self.bound.function, tuple(prepared[name] for name in constants)
-
-    def _matrices(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, contiguous."""
-        gate_up, down = (layer.get_parameter(name).data for name in _MATRICES.values())
-        if self.spec.inputs_first:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        if self.spec.alternating:
-            gate_up = gates_first(gate_up)
-        return gate_up.contiguous(), down.contiguous()
 
 
 class Experts(PluggableLayer):
@@ -188,3 +159,53 @@ class Experts(PluggableLayer):
 def gates_first(alternating: Tensor) -> Tensor:
     """Return outputs that alternate along dimension 1 with the even ones before the odd ones."""
     return torch.cat((alternating[:, ::2], alternating[:, 1::2]), 1)
+
+
+def register_matrices(layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
+    """Register what ``PlainExperts`` says, in the model's dtype."""
+    count, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    for name, (outputs, inputs) in shapes.items():
+        shape = (inputs, outputs) if spec.inputs_first else (outputs, inputs)
+        matrices = torch.empty(count, *shape, dtype=site.dtype)
+        parameter = nn.Parameter(matrices, requires_grad=False)
+        if spec.projections is not None:
+            gate, up, second = spec.projections
+            parts = {gate: inner, up: inner} if name == "gate_up_proj" else {second: hidden}
+            parameter.expert_parts = parts  # type: ignore[attr-defined]
+        layer.register_parameter(name, parameter)
+        offsets = torch.empty(count, outputs, dtype=site.dtype) if spec.biased else None
+        bias = None if offsets is None else nn.Parameter(offsets, requires_grad=False)
+        layer.register_parameter(f"{name}_bias", bias)
+
+
+def taken_matrices(layer: nn.Module, spec: ExpertsSpec) -> dict[str, Any]:
+    """Take away what ``register_matrices`` registered, and return the constants of the op.
+
+    Those are ``gate_up`` ``[E, 2 I, H]``, gates first, ``gate_up_bias``, ``down`` ``[E, H, I]`` and
+    ``down_bias``.
+    """
+    gate_up, down = _matrices(layer, spec)
+    gate_up_bias, down_bias = (layer._parameters[f"{name}_bias"] for name in _MATRICES.values())
+    if gate_up_bias is not None and spec.alternating:
+        gate_up_bias = gates_first(gate_up_bias)  # type: ignore[assignment]
+    # Held twice they would double the memory.
+    for name in _MATRICES.values():
+        layer.register_parameter(name, None)
+        layer.register_parameter(f"{name}_bias", None)
+    return {
+        "gate_up": gate_up,
+        "gate_up_bias": gate_up_bias,
+        "down": down,
+        "down_bias": down_bias,
+    }
+
+
+def _matrices(layer: nn.Module, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+    """Return ``[E, 2 I, H]``, gates first, and ``[E, H, I]``, contiguous."""
+    gate_up, down = (layer.get_parameter(name).data for name in _MATRICES.values())
+    if spec.inputs_first:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if spec.alternating:
+        gate_up = gates_first(gate_up)
+    return gate_up.contiguous(), down.contiguous()

@@ -36,8 +36,8 @@ _FACTORS = (ROPE_FACTORS, *LONG_FACTORS.values())
 class GGUFCheckpoint(CheckpointFile):
     """A model of one of ``ARCHITECTURES`` in one GGUF file.
 
-    Matrices of linear layers, the embedding and the output stay in blocks, for the scheme
-    ``gguf``. Other tensors in blocks are dequantized while they are read.
+    Matrices of linear layers and experts, the embedding and the output stay in blocks, for the
+    scheme ``gguf``. Other tensors in blocks are dequantized while they are read.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -56,9 +56,10 @@ class GGUFCheckpoint(CheckpointFile):
         self._joined = dict(_joined(file, self._names, self.form))
         self._seconds = {second for second, _ in self._joined.values()}
         in_blocks = {
-            name.removesuffix(".weight"): file.tensors[stored].stored_as
+            parameter.rpartition(".")[0]: file.tensors[stored].stored_as
             for stored, name in self._names.items()
             if _stays_in_blocks(file.tensors[stored], name)
+            for parameter in self._parameters(stored)
         }
         if in_blocks:
             config["quantization_config"] = {"quant_method": "gguf", "tensors": in_blocks}
@@ -96,9 +97,7 @@ class GGUFCheckpoint(CheckpointFile):
                 continue
             values = self._in_order(name, self.file.read(tensor))
             if _is_of_experts(name):
-                # Numbers of all experts at once would be several times as many as the blocks.
-                parts = self._parameters(stored)
-                yield from ((part, _floats(tensor, values[i])) for i, part in enumerate(parts))
+                yield from zip(self._parameters(stored), values, strict=True)
                 continue
             if not _stays_in_blocks(tensor, name):
                 values = _floats(tensor, values)
@@ -124,10 +123,10 @@ class GGUFCheckpoint(CheckpointFile):
     def _parameters(self, stored: str) -> tuple[str, ...]:
         """Return the names under which a tensor is yielded, one for each expert if it is theirs."""
         tensor, name = self.file.tensors[stored], self._names[stored]
+        if _stays_in_blocks(tensor, name):
+            name = f"{name.removesuffix('.weight')}.{tensor.stored_as}"
         if _is_of_experts(name):
             return tuple(name.format(expert) for expert in range(tensor.shape[0]))
-        if _stays_in_blocks(tensor, name):
-            return (f"{name.removesuffix('.weight')}.{tensor.stored_as}",)
         return (name,)
 
     def _floats(self, stored: str) -> torch.Tensor:
@@ -210,7 +209,9 @@ def _joined(
 
 def _stays_in_blocks(tensor: StoredTensor, name: str) -> bool:
     """Say whether a tensor is stored in blocks, for a layer that takes them."""
-    return tensor.in_blocks and len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS)
+    if not tensor.in_blocks:
+        return False
+    return _is_of_experts(name) or (len(tensor.shape) == 2 and name.endswith(_IN_BLOCKS))
 
 
 def _is_of_experts(name: str) -> bool:

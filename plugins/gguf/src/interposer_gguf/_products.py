@@ -37,8 +37,13 @@ def parameter(tensor: torch.Tensor, **attributes: object) -> nn.Parameter:
 
 def not_numbers(layer: str, product: Product) -> CheckpointError:
     """Return the error for rows of a layer that stand for no numbers."""
+    return not_numbers_of(f"{layer}.{product.name}")
+
+
+def not_numbers_of(tensor: str) -> CheckpointError:
+    """Return the same for a tensor."""
     return CheckpointError(
-        f"{layer}.{product.name}",
+        tensor,
         "holds a scale or an offset that is infinite or not a number",
         "copy the file again, or convert the model again",
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from interposer import EmbeddingMethod, LinearMethod, QuantizationScheme
+from interposer import EmbeddingMethod, ExpertsMethod, LinearMethod, QuantizationScheme
 from interposer.errors import ConfigError, UnknownNameError
 from interposer_gguf._block_formats import FORMATS, BlockFormat, format_named
 from interposer_gguf._blocks_embedding import BlocksEmbedding
 from interposer_gguf._blocks_linear import BlocksLinear
+from interposer_gguf._experts import BlocksExperts
 
 _SETTINGS = ("quant_method", "tensors")
 _PREFIX = "model.layers.0.self_attn.q_proj"
@@ -56,6 +57,11 @@ class GGUF(QuantizationScheme):
         parent = prefix.rpartition(".")[0]
         found = {part: self.formats.get(f"{parent}.{part}" if parent else part) for part in parts}
         return BlocksLinear(found) if any(found.values()) else None
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, or None where all of them are plain."""
+        quantized = any(name.startswith(f"{prefix}.") for name in self.formats)
+        return BlocksExperts(self.formats) if quantized else None
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head with a weight of its own, or None where that is plain."""

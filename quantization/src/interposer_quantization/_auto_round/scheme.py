@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._auto_round.config import Settings, Stored
 from interposer_quantization._awq import config as awq_config
 from interposer_quantization._awq.scheme import AWQLinear, awq_experts
-from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._gptq import config as gptq_config
 from interposer_quantization._gptq.scheme import GPTQLinear, gptq_experts
 from interposer_quantization._scheme import StoredScheme
@@ -35,18 +34,16 @@ class AutoRound(StoredScheme):
             return AWQLinear(stored)
         return GPTQLinear(stored) if self.settings.has_order else UnorderedGPTQLinear(stored)
 
-    def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each."""
-        return StoredExperts(self.settings.stored, self._experts, _MEND)
-
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head that ``extra_config`` names, or None to leave it plain."""
         return self.linear_method(prefix, (prefix,)) if self.settings.names(prefix) else None
 
-    def _experts(self, prefix: str, stored: Stored) -> ExpertsMethod:
+    def _experts_at_once(
+        self, stored: Stored, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
         if isinstance(stored, gptq_config.Weights):
-            return gptq_experts(prefix, stored, self.settings.has_order)
-        return awq_experts(prefix, stored)
+            return gptq_experts(stored, self.settings.has_order)
+        return awq_experts(stored)
 
 
 class INC(AutoRound):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import ExpertsMethod, LinearMethod
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._awq.config import Settings, Weights
 from interposer_quantization._experts.packed import packed_experts
-from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._scheme import HeadScheme
 from interposer_quantization._weights.int_packing import AWQ_ORDER, pack_words, unpack_words
 from interposer_quantization._weights.packed_linear import PackedLinear
@@ -33,9 +32,10 @@ class AWQ(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return AWQLinear(stored)
 
-    def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each."""
-        return StoredExperts(self.settings.stored, awq_experts, _MEND)
+    def _experts_at_once(
+        self, stored: Weights, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        return awq_experts(stored)
 
 
 class AWQLinear(PackedLinear):
@@ -61,9 +61,6 @@ class AWQLinear(PackedLinear):
         return pack_words(zero_points, _BITS, AWQ_ORDER)
 
 
-def awq_experts(prefix: str, weights: Weights) -> ExpertsMethod:
-    """Return the method for experts of which all matrices are stored so.
-
-    Raises: ConfigError: there is no op for them.
-    """
-    return packed_experts(prefix, AWQLinear(weights), weights, False)
+def awq_experts(weights: Weights) -> ExpertsMethod | None:
+    """Return the method for experts of which all matrices are stored so, None without an op."""
+    return packed_experts(AWQLinear(weights), False)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, Site
+from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.linear import linear
 from interposer_ops.quantizers import decode_e8m0
 from interposer_quantization._compressed_tensors.exponents import (
@@ -26,6 +27,8 @@ from interposer_quantization._compressed_tensors.parameters import (
 from interposer_quantization._compressed_tensors.stored import Inputs, Weights
 from interposer_quantization._compressed_tensors.weight_linear import WeightLinear
 from interposer_quantization._fp8.parameters import FORMAT, check_block_rows, register
+
+_DEQUANTIZED = "weights of 8-bit floats are dequantized once, while loading: no op multiplies them"
 
 
 class Fp8WeightLinear(WeightLinear):
@@ -76,7 +79,9 @@ class Fp8WeightLinear(WeightLinear):
             columns = number_of_groups(site, in_features, size or in_features)
             register_scales(layer, self.scale, self.members, columns)
         sizes = {"in_features": in_features, "out_features": out_features}
-        return site.bind_kernel(linear, **sizes, biased=bias)
+        bound = site.bind_kernel(linear, **sizes, biased=bias)
+        annotate_place(site, _DEQUANTIZED, op=linear.name)
+        return bound
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]`` that is multiplied by, in the model's dtype."""

@@ -27,6 +27,7 @@ class Int8Linear(LinearMethod):
     def __init__(self, weights: Weights, inputs: Inputs) -> None:
         self.weights = weights
         self.inputs = Int8Inputs(inputs)
+        self.parts_agree = self.inputs.static
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool

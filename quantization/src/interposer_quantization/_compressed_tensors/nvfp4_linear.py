@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 from interposer import BoundKernel, LinearMethod, Site
+from interposer.records import OpEntry
+from interposer_ops.layers.choice_notes import annotate_place
 from interposer_ops.quantized_linear import nvfp4_linear
-from interposer_ops.quantizers import decode_e2m1, quantize_nvfp4, unpack_nibbles
+from interposer_ops.quantizers import (
+    decode_e2m1,
+    dequantize_nvfp4,
+    quantize_nvfp4,
+    unpack_nibbles,
+)
 from interposer_quantization._compressed_tensors.parameters import (
     DIFFERENT,
     common_number,
@@ -28,6 +35,10 @@ from interposer_quantization._fp8.parameters import FORMAT, Members, register, r
 from interposer_quantization._weights.weight_only import bind_weight_only
 
 _SCALE = "weight_scale"
+_NOT_CALLED = (
+    "not called: weights are held in 8 bits, and multiplied by the numbers that the codes of "
+    "inputs stand for. Config(dequantize=False) keeps them in 4 bits"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,12 @@ class Nvfp4Linear(LinearMethod):
 
     Codes are ``[O, I / 2]``, ``weight_scale`` is ``[O, I / 16]`` float8_e4m3fn; the scales of a
     layer and of its input are ``[P]``, one number for layers that run as one product.
+
+    Where only the reference multiplies codes by codes, weights are held in 8 bits, and multiplied
+    by what the codes of inputs stand for. That is the same product: both represent all of them.
     """
+
+    parts_agree = True
 
     def __init__(self, storage: Nvfp4Storage = COMPRESSED) -> None:
         self.storage = storage
@@ -123,6 +139,14 @@ class Nvfp4Linear(LinearMethod):
         self.quantizer = site.bind_kernel(quantize_nvfp4, hidden_size=in_features)
         sizes = {"in_features": in_features, "out_features": out_features}
         self.bound = site.bind_kernel(nvfp4_linear, **sizes, biased=bias)
+        self.integers: BoundKernel[Any, Any] | None = None
+        choice = self.bound.choice
+        is_slow = isinstance(choice.chosen.record, OpEntry) and not choice.wished
+        if is_slow and site.resolver.config.dequantize:
+            annotate_place(site, _NOT_CALLED, op=nvfp4_linear.name, idle=True)
+            width = in_features, out_features, NVFP4_GROUP
+            self.integers = bind_weight_only(site, 8, *width, biased=bias)
+            self.numbers = site.bind_kernel(dequantize_nvfp4, hidden_size=in_features)
 
     def dequantized(self, layer: nn.Module) -> torch.Tensor:
         """Return the float64 weight ``[O, I]``: each number times both its scales."""
@@ -153,6 +177,16 @@ class Nvfp4Linear(LinearMethod):
         alpha = 1 / (scale * weights) if storage.divides else weights * scale
         scale = scale if storage.divides else scale.reciprocal()
         prepared = self.quantizer.prepared(global_scale=scale)["global_scale"]
+        if self.integers is not None:
+            one = self.numbers.prepared(global_scale=torch.ones_like(scale))["global_scale"]
+            constants = {
+                "weight": _doubled(layer.get_parameter(storage.packed)),
+                "scale": layer.get_parameter(_SCALE).float() * (alpha / 2),
+                "bias": layer._parameters["bias"],
+                "zero_points": None,
+            }
+            held = final_operands(layer, self.integers, constants)
+            return self._project_numbers, (*held, prepared, one)
         constants = {
             "weight": layer.get_parameter(storage.packed),
             "weight_scales": layer.get_parameter(_SCALE),
@@ -172,6 +206,14 @@ class Nvfp4Linear(LinearMethod):
     ) -> torch.Tensor:
         packed, scales = self.quantizer.function(x, global_scale)
         return self.bound.function(packed, scales, weight, weight_scales, alpha, bias, self.dtype)
+
+    def _project_numbers(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Return the product by weights in 8 bits; both global scales are among theirs."""
+        *held, global_scale, one = operands
+        codes = self.quantizer.function(x, global_scale)
+        # Six bits at most, so that no dtype rounds them.
+        numbers = self.numbers.function(*codes, one, x.dtype)
+        return self.integers.function(numbers, *held)  # type: ignore[union-attr, no-any-return]
 
 
 class Nvfp4WeightLinear(WeightLinear):
@@ -206,10 +248,14 @@ class Nvfp4WeightLinear(WeightLinear):
         Raises: CheckpointError: a scale is not a positive number.
         """
         self.storage.check(layer, self.members)
-        codes = unpack_nibbles(layer.get_parameter(self.storage.packed))
-        doubled = (2 * decode_e2m1(codes, torch.float32)).to(torch.int8)
+        doubled = _doubled(layer.get_parameter(self.storage.packed))
         scale = self.storage.scales(layer, self.members) / 2
         return {"weight": doubled, "scale": scale, "zero_points": None}
+
+
+def _doubled(packed: torch.Tensor) -> torch.Tensor:
+    """Return ``[O, I]`` int8: twice the e2m1 numbers."""
+    return (2 * decode_e2m1(unpack_nibbles(packed), torch.float32)).to(torch.int8)
 
 
 def _scaled(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from interposer import CacheFormat, ExpertsMethod, LinearMethod
+from interposer import CacheFormat, ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._compressed_tensors.config import Settings
-from interposer_quantization._compressed_tensors.experts import experts_of
+from interposer_quantization._compressed_tensors.experts import experts_at_once
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
 from interposer_quantization._compressed_tensors.int8_linear import Int8Linear
 from interposer_quantization._compressed_tensors.int_linear import IntLinear, PlainIntLinear
@@ -15,7 +15,6 @@ from interposer_quantization._compressed_tensors.nvfp4_linear import Nvfp4Linear
 from interposer_quantization._compressed_tensors.packed_linear import PackedIntLinear
 from interposer_quantization._compressed_tensors.stored import Inputs, Stored, Weights
 from interposer_quantization._compressed_tensors.w4a8_linear import W4A8Linear
-from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._fp8.parameters import FORMAT
@@ -36,9 +35,10 @@ class CompressedTensors(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return _method(stored)
 
-    def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each."""
-        return StoredExperts(self.settings.stored, experts_of, _MEND)
+    def _experts_at_once(
+        self, stored: Stored, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        return experts_at_once(stored, site, spec)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return the scheme of an 8-bit cache, None for keys as they are."""

@@ -32,6 +32,7 @@ class W4A8Linear(LinearMethod):
     def __init__(self, stored: IntLinear, inputs: Inputs) -> None:
         self.stored = stored
         self.inputs = Int8Inputs(inputs)
+        self.parts_agree = self.inputs.static
 
     def create_weights(
         self, layer: nn.Module, site: Site, in_features: int, out_features: int, bias: bool

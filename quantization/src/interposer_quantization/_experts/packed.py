@@ -162,23 +162,17 @@ class PackedExperts(ExpertsMethod):
                 projection.tensor_name(self.prefix, expert, place, groups.shape[1], "g_idx"),
                 f"holds the group {int(groups[expert, place])} for input "
                 f"{place % projection.inputs}: groups of experts have to follow each other",
-                "quantize the experts with desc_act=False, or leave them plain",
+                "state 'desc_act': true in quantization_config: then they are sorted",
             )
 
 
-def packed_experts(prefix: str, form: PackedLinear, stored: object, indexed: bool) -> ExpertsMethod:
-    """Return the method for experts of which all matrices are stored so.
+def packed_experts(form: PackedLinear, indexed: bool) -> ExpertsMethod | None:
+    """Return the method for experts of which all matrices are stored so, None without an op.
 
     Args:
         form: what reads the words of one matrix.
-        stored: what errors call that.
         indexed: groups of inputs may be stored.
-    Raises: ConfigError: there is no op for them.
     """
     if form.bits != _BITS or not form.symmetric or form.group_size is None:
-        raise ConfigError(
-            f"{prefix}: no op multiplies by experts of {stored}. Supported: symmetric integers of "
-            "4 bits in groups that follow each other. Try: quantize the experts that way, or leave "
-            "them plain"
-        )
+        return None
     return PackedExperts(form, form.group_size, indexed)

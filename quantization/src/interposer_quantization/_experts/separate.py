@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from interposer import ExpertsSpec, Site
-from interposer.errors import CheckpointError, ConfigError
+from interposer.errors import CheckpointError
+from interposer_ops.layers.expert_loop import separate_projections
 from interposer_quantization._weights.packed_linear import register_stored
 
 
@@ -69,12 +70,7 @@ def projections_of(site: Site, spec: ExpertsSpec) -> tuple[Projection, Projectio
 
     Raises: ConfigError: they are stored together, or have biases.
     """
-    if spec.projections is None or spec.biased or spec.alternating or spec.inputs_first:
-        raise ConfigError(
-            f"{site.prefix}: experts are read in this format where each matrix is stored by itself "
-            "and has no bias. Try: leave the experts plain"
-        )
-    gate, up, down = spec.projections
+    gate, up, down = separate_projections(site, spec)
     return (
         Projection("gate_up", (gate, up), spec.intermediate_size, spec.hidden_size),
         Projection("down", (down,), spec.hidden_size, spec.intermediate_size),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
-from interposer.errors import ConfigError
+from interposer_ops.layers.expert_loop import LinearExperts
 from interposer_ops.layers.experts import PlainExperts
 from interposer_quantization._experts.separate import names_of_matrices
 
@@ -17,26 +17,27 @@ from interposer_quantization._experts.separate import names_of_matrices
 class StoredExperts(ExpertsMethod):
     """Experts that are stored as the settings have it of each of their matrices.
 
+    Where all of them are stored alike, and an op computes such experts at once, it does; else each
+    is linear layers of the scheme.
+
     Args:
         stored: what settings say of a matrix, by its full name; None for plain.
-        method_of: the method for experts of which all matrices are stored so.
-        mend: what to do where they differ.
+        at_once: the method of such an op for experts at a site of which all matrices are stored so,
+            None where there is none.
     """
 
     def __init__(
         self,
         stored: Callable[[str], Any],
-        method_of: Callable[[str, Any], ExpertsMethod],
-        mend: str,
+        at_once: Callable[[Any, Site, ExpertsSpec], ExpertsMethod | None],
     ) -> None:
         self.stored = stored
-        self.method_of = method_of
-        self.mend = mend
+        self.at_once = at_once
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register what the method for these experts registers.
 
-        Raises: ConfigError: matrices are stored in different ways, or in one without an op.
+        Raises: ConfigError: experts of these sizes cannot be stored that way.
         """
         self.method = self._method(site, spec)
         self.method.create_weights(layer, site, spec)
@@ -53,16 +54,11 @@ class StoredExperts(ExpertsMethod):
         return self.method.finalize(layer)
 
     def _method(self, site: Site, spec: ExpertsSpec) -> ExpertsMethod:
-        found = {name: self.stored(name) for name in names_of_matrices(site.prefix, spec)}
-        first, *_ = [*found.items(), ("", None)]
-        for name, how in found.items():
-            if how != first[1]:
-                listed = "\n".join(
-                    f"  {each}: {'not quantized' if found[each] is None else found[each]}"
-                    for each in (first[0], name)
-                )
-                raise ConfigError(
-                    f"{site.prefix} holds experts that are quantized in different ways:\n{listed}\n"
-                    f"Try: {self.mend}"
-                )
-        return PlainExperts() if first[1] is None else self.method_of(site.prefix, first[1])
+        first, *others = [self.stored(name) for name in names_of_matrices(site.prefix, spec)] or (
+            [None]
+        )
+        if any(other != first for other in others):
+            return LinearExperts()
+        if first is None:
+            return PlainExperts()
+        return self.at_once(first, site, spec) or LinearExperts()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from interposer import ExpertsMethod, ExpertsSpec, Site
-from interposer.errors import ConfigError
 from interposer_ops.experts import fused_experts_fp8
 from interposer_quantization._experts.separate import Projection, check_scales, projections_of
 from interposer_quantization._fp8.parameters import FORMAT
@@ -30,16 +29,26 @@ class Fp8Experts(ExpertsMethod):
         granularity: of scales: one for a matrix, for each output, or for blocks of so many outputs
             and inputs.
         scale_name: of the tensor with the scales.
+        weight_name: of that with the weights.
+        spread: scales of R by C blocks are stored as ``[R, 1, C, 1]``.
     """
 
-    def __init__(self, granularity: Granularity, scale_name: str) -> None:
+    def __init__(
+        self,
+        granularity: Granularity,
+        scale_name: str,
+        *,
+        weight_name: str = "weight",
+        spread: bool = False,
+    ) -> None:
         self.granularity = granularity
-        self.scale_name = scale_name
+        self.scale_name, self.weight_name = scale_name, weight_name
+        self.spread = spread
 
     def create_weights(self, layer: nn.Module, site: Site, spec: ExpertsSpec) -> None:
         """Register weights and scales of all experts.
 
-        Raises: ConfigError: blocks do not divide the matrices, or these are stored together.
+        Raises: ConfigError: matrices are stored together.
         """
         self.prefix = site.prefix
         self.projections = projections_of(site, spec)
@@ -56,7 +65,7 @@ class Fp8Experts(ExpertsMethod):
         for projection in self.projections:
             rows, inputs = projection.all_outputs, projection.inputs
             weight = torch.empty(spec.num_experts, rows, inputs, dtype=FORMAT)
-            projection.register(layer, "weight", weight)
+            projection.register(layer, self.weight_name, weight)
             shape = spec.num_experts, *self._scales(projection)
             projection.register(layer, self.scale_name, torch.empty(shape, dtype=torch.float32))
 
@@ -72,7 +81,7 @@ class Fp8Experts(ExpertsMethod):
         """
         constants: dict[str, torch.Tensor] = {}
         for projection in self.projections:
-            constants[projection.name] = projection.taken(layer, "weight")
+            constants[projection.name] = projection.taken(layer, self.weight_name)
             scales = projection.taken(layer, self.scale_name)
             check_scales(projection, self.prefix, self.scale_name, scales)
             constants[f"{projection.name}_scale"] = _by_columns(scales)
@@ -87,21 +96,35 @@ class Fp8Experts(ExpertsMethod):
             return projection.all_outputs, 1
         assert not isinstance(self.granularity, str)
         rows, columns = self.granularity
-        if projection.outputs % rows or projection.inputs % columns:
-            raise ConfigError(
-                f"{self.prefix}: blocks of {rows} x {columns} do not divide its matrices of "
-                f"{projection.outputs} x {projection.inputs}. Try: leave the experts plain"
-            )
-        return projection.all_outputs // rows, projection.inputs // columns
+        height, width = projection.all_outputs // rows, projection.inputs // columns
+        return (height, 1, width, 1) if self.spread else (height, width)
 
     def _product(self, layer: nn.Module, projection: Projection) -> torch.Tensor:
-        weight = layer.get_parameter(f"{projection.name}_weight").double()
+        weight = layer.get_parameter(f"{projection.name}_{self.weight_name}").double()
         scales = _by_columns(layer.get_parameter(f"{projection.name}_{self.scale_name}").double())
         for dim in (1, 2):
             scales = scales.repeat_interleave(weight.shape[dim] // scales.shape[dim], dim)
         return weight * scales
 
 
+def fp8_blocks(
+    spec: ExpertsSpec, block: tuple[int, int], scale_name: str, *, spread: bool = False
+) -> Fp8Experts | None:
+    """Return the method for blocks of so many rows and columns, None if they divide no matrices."""
+    sizes = spec.intermediate_size, spec.hidden_size
+    if any(size % step for size in sizes for step in block):
+        return None
+    return Fp8Experts(block, scale_name, spread=spread)
+
+
+def is_asked_for(site: Site) -> bool:
+    """Say whether a rule names the op, which takes inputs as they are where they may be rounded."""
+    rules = site.resolver.config.kernels
+    return any(rule.partition("@")[0] == fused_experts_fp8.name for rule in rules)
+
+
 def _by_columns(scales: torch.Tensor) -> torch.Tensor:
-    """Return ``[E, R, C]``, where one scale for a matrix has no columns."""
+    """Return ``[E, R, C]``, where one scale for a matrix has no columns, and others are spread."""
+    if scales.ndim == 5:
+        return scales.flatten(3).flatten(1, 2)
     return scales if scales.ndim == 3 else scales.unsqueeze(-1)

@@ -52,6 +52,7 @@ class _Fp8Linear(LinearMethod):
         self.weight = weight
         self.weight_scale = weight_scale
         self.input_scale = input_scale
+        self.parts_agree = input_scale is not None
         self.scale_limit = scale_limit
         self.mend = mend
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from interposer import ExpertsMethod, LinearMethod
-from interposer.errors import ConfigError
-from interposer_quantization._experts.stored import StoredExperts
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._fp8.block_linear import Fp8BlockLinear
 from interposer_quantization._fp8.config import FbgemmSettings, Fp8Settings
-from interposer_quantization._fp8.experts import Fp8Experts
+from interposer_quantization._fp8.experts import Fp8Experts, fp8_blocks, is_asked_for
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._scheme import StoredScheme
 
@@ -33,21 +31,14 @@ class Fp8(StoredScheme):
         static = self.settings.activation_scheme == "static"
         return Fp8TensorLinear(weight_scale, input_scale if static else None, mend=_SAME_INPUT)
 
-    def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``, which finds out if all are quantized."""
-        return StoredExperts(self.settings.stored, self._experts, _MEND)
-
-    def _experts(self, prefix: str, _: str) -> ExpertsMethod:
-        settings = self.settings
-        if settings.activation_scheme == "static":
-            raise ConfigError(
-                f"{prefix}: no op multiplies experts by inputs with scales that are stored. "
-                "Try: quantize with activation_scheme 'dynamic', or leave the experts plain"
-            )
+    def _experts_at_once(self, stored: str, site: Site, spec: ExpertsSpec) -> ExpertsMethod | None:
+        """Return the method for blocks, of which the op takes inputs as they are."""
+        settings, scale_name = self.settings, self.settings.scale_names[0]
         block = settings.weight_block_size
-        return Fp8Experts(
-            "tensor" if block is None else (block[0], block[1]), settings.scale_names[0]
-        )
+        if block is not None:
+            return fp8_blocks(spec, (block[0], block[1]), scale_name)
+        is_dynamic = settings.activation_scheme == "dynamic"
+        return Fp8Experts("tensor", scale_name) if is_dynamic and is_asked_for(site) else None
 
 
 class FbgemmFp8(StoredScheme):

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from interposer import ExpertsMethod, LinearMethod, Site
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer.errors import CheckpointError
 from interposer_quantization._experts.packed import packed_experts
-from interposer_quantization._experts.stored import StoredExperts
 from interposer_quantization._gptq.config import Settings, Weights
 from interposer_quantization._scheme import HeadScheme
 from interposer_quantization._weights.input_groups import check_groups
@@ -38,9 +37,10 @@ class GPTQ(HeadScheme):
         """Return the method for linear layers that are stored so."""
         return GPTQLinear(stored)
 
-    def experts_method(self, prefix: str) -> ExpertsMethod | None:
-        """Return the method for the experts at ``prefix``; it finds the storage of each."""
-        return StoredExperts(self.settings.stored, gptq_experts, _MEND)
+    def _experts_at_once(
+        self, stored: Weights, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        return gptq_experts(stored)
 
 
 class GPTQLinear(PackedLinear):
@@ -133,9 +133,8 @@ class GPTQLinear(PackedLinear):
         return first
 
 
-def gptq_experts(prefix: str, weights: Weights, indexed: bool = True) -> ExpertsMethod:
-    """Return the method for experts of which all matrices are stored so.
-
-    Raises: ConfigError: there is no op for them.
-    """
-    return packed_experts(prefix, GPTQLinear(weights), weights, indexed)
+def gptq_experts(weights: Weights, indexed: bool = True) -> ExpertsMethod | None:
+    """Return the method for experts of which all matrices are stored so, None without an op."""
+    if weights.ordered is False:
+        return None
+    return packed_experts(GPTQLinear(weights), indexed)

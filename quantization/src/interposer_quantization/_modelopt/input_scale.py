@@ -32,6 +32,8 @@ class ScaledInputLinear(LinearMethod):
         method: what is done with the input that was multiplied.
     """
 
+    parts_agree = True
+
     def __init__(self, method: LinearMethod) -> None:
         self.method = method
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from interposer import CacheFormat, LinearMethod
+from interposer import CacheFormat, ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
 from interposer_quantization._compressed_tensors.mx_linear import Mxfp8Linear
 from interposer_quantization._compressed_tensors.nvfp4_linear import (
@@ -15,6 +15,7 @@ from interposer_quantization._compressed_tensors.nvfp4_linear import (
     Nvfp4WeightLinear,
 )
 from interposer_quantization._compressed_tensors.stored import Weights
+from interposer_quantization._fp8.experts import fp8_blocks
 from interposer_quantization._fp8.linear import Fp8RowLinear, Fp8TensorLinear
 from interposer_quantization._modelopt.config import Algorithm, Settings, Stored
 from interposer_quantization._modelopt.input_scale import ScaledInputLinear
@@ -53,6 +54,13 @@ class ModelOpt(StoredScheme):
         if stored.group_size is not None and stored.algorithm == "W4A16_AWQ":
             return ScaledInputLinear(Int4WeightLinear(stored.group_size))
         return _METHODS[stored.algorithm]()
+
+    def _experts_at_once(
+        self, stored: Stored, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        if stored.algorithm != "FP8_PB_WO" or _BLOCKS.size is None:
+            return None
+        return fp8_blocks(spec, _BLOCKS.size, "weight_scale", spread=True)
 
     def cache_format(self, prefix: str) -> CacheFormat | None:
         """Return FP8 with scales beside those of the projections, where the settings say so."""

@@ -7,10 +7,11 @@ from typing import Literal
 import torch
 from pydantic import PositiveInt, model_validator
 
-from interposer import EmbeddingMethod, LinearMethod, Site
+from interposer import EmbeddingMethod, ExpertsMethod, LinearMethod, Site
 from interposer.errors import ConfigError
 from interposer_quantization._fp8.config import LayersLeftOut
 from interposer_quantization._online.embedding import OnlineEmbedding
+from interposer_quantization._online.experts import OnlineExperts
 from interposer_quantization._online.integer_linear import OnlineIntegerLinear, largest_group
 from interposer_quantization._scheme import StoredScheme
 from interposer_quantization.writing._integer_formats import IntegerFormat
@@ -98,9 +99,16 @@ class HeadSettings(LayersLeftOut):
 
 
 class OnlineScheme(StoredScheme):
-    """A scheme that quantizes linear layers, the lm_head and a tied embedding while they load."""
+    """A scheme that quantizes linear layers, experts, the lm_head and a tied embedding on loading.
+
+    All of it is done when a layer is finalized.
+    """
 
     settings: HeadSettings
+
+    def experts_method(self, prefix: str) -> ExpertsMethod | None:
+        """Return the method for the experts at ``prefix``, or for plain ones if left out."""
+        return OnlineExperts(self.settings.stored, self._experts_at_once)
 
     def head_method(self, prefix: str) -> LinearMethod | None:
         """Return the method for a head with a weight of its own, or None to leave it plain."""

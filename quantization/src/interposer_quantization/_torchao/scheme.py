@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from interposer import LinearMethod
+from interposer import ExpertsMethod, ExpertsSpec, LinearMethod, Site
 from interposer_quantization._compressed_tensors import stored as compressed
 from interposer_quantization._compressed_tensors.fp8_linear import Fp8WeightLinear
+from interposer_quantization._fp8.experts import Fp8Experts
 from interposer_quantization._fp8.linear import Fp8RowLinear
 from interposer_quantization._scheme import StoredScheme
 from interposer_quantization._torchao.config import Settings, Weights
@@ -32,6 +33,13 @@ class TorchAo(StoredScheme):
         if plain or not stored.symmetric or stored.inputs_per_scale is not None:
             return TorchAoLinear(stored)
         return TorchAoInt8Linear(stored)
+
+    def _experts_at_once(
+        self, stored: Weights, site: Site, spec: ExpertsSpec
+    ) -> ExpertsMethod | None:
+        if stored.kind != "float8" or stored.inputs != "plain":
+            return None
+        return Fp8Experts("channel", SCALE, weight_name=WEIGHT)
 
 
 def _fp8_method(plain: bool) -> LinearMethod:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from interposer import ExpertsMethod, ExpertsSpec, Site
+from interposer import ExpertsMethod, ExpertsSpec, PluggableLayer, Site
 from interposer_testing._checks.comparison import compare_value
 from interposer_testing._checks.fault import Fault
 from interposer_testing._checks.parameter import random_parameter
@@ -65,6 +65,9 @@ def _check_spec(method: ExpertsMethod, site: Site, spec: ExpertsSpec, seed: int)
         return
     if matrices is not None:
         matrices = matrices[0].detach().cpu(), matrices[1].detach().cpu()
+    for own in layer.modules():
+        if isinstance(own, PluggableLayer):
+            own.finalize()
     kernel, operands = method.finalize(layer)
     for num_tokens in _TOKENS:
         x = torch.randn(num_tokens, hidden, generator=generator).to(site.dtype)
