@@ -96,7 +96,8 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_is(pair: Pair) ->
     narrow = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     lm = load(path, dtype="bfloat16")
     ours, theirs = [], []
-    for token_ids in prompts(256, (60, 61, 62, 63)):
+    # Over few prompts it is chance which side is nearer, by some percent.
+    for token_ids in prompts(256, (60, 61, 62, 63) * 4):
         exact = logits_of(model, token_ids)
         ours.append(lm.logits(token_ids) - exact)
         theirs.append(logits_of(narrow, token_ids) - exact)
