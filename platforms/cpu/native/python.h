@@ -16,5 +16,20 @@ T* address(int64_t number) {
   return reinterpret_cast<T*>(static_cast<intptr_t>(number));
 }
 
+// Run a kernel while other threads of Python may run too. Returns None, or null with an exception set
+// that says of whom the failure is.
+template <class Call>
+PyObject* interposer_done(const char* who, int32_t (*run)(const Call*), const Call& call) {
+  int32_t failure;
+  Py_BEGIN_ALLOW_THREADS;
+  failure = run(&call);
+  Py_END_ALLOW_THREADS;
+  if (failure) {
+    PyErr_Format(PyExc_RuntimeError, "%s failed with code %d", who, int(failure));
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
 #define INTERPOSER_METHOD(name) \
   {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL, nullptr}

@@ -27,8 +27,13 @@ INTERPOSER_INLINE float total_of(Floats sum) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Call `take(tokens, count)` for up to kMostTokens tokens of a block that have one adapter, wherever
-// they stand in it: a batch has its requests in any order.
+template <int kTokens>
+struct Count {
+  static constexpr int value = kTokens;
+};
+
+// Call `take(tokens, Count)` for tokens of a block that have one adapter, wherever they stand in it:
+// a batch has its requests in any order.
 template <class F>
 INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t last, const F& take) {
   const int count = int(last - first);
@@ -43,7 +48,13 @@ INTERPOSER_INLINE void by_adapter(const int64_t* ids, int64_t first, int64_t las
       tokens[found++] = first + place;
       waiting &= ~(uint64_t(1) << place);
     }
-    take(tokens, found);
+    if (found == kMostTokens) {
+      take(tokens, Count<kMostTokens>());
+      continue;
+    }
+    int taken = 0;
+    for (; taken + 2 <= found; taken += 2) take(tokens + taken, Count<2>());
+    if (taken < found) take(tokens + taken, Count<1>());
   }
 }
 
@@ -87,20 +98,14 @@ void shrink_type(const interposer_lora_shrink& call, int64_t first, int64_t last
     const int64_t end = least(row + kLoraRanks, call.rank);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
-               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
-                 if (call.ids[tokens[0]] < 0) {
-                   for (int t = 0; t < count; ++t) {
-                     float* y = call.y + tokens[t] * call.rank;
-                     for (int64_t r = row; r < end; ++r) y[r] = 0;
-                   }
-                   return;
+               [&](const int64_t* tokens, auto count) INTERPOSER_LAMBDA {
+                 if (call.ids[tokens[0]] >= 0) {
+                   return shrink_tokens<kType, decltype(count)::value>(call, tokens, row, end);
                  }
-                 if (kMostTokens == count) {
-                   return shrink_tokens<kType, kMostTokens>(call, tokens, row, end);
+                 for (int t = 0; t < count.value; ++t) {
+                   float* y = call.y + tokens[t] * call.rank;
+                   for (int64_t r = row; r < end; ++r) y[r] = 0;
                  }
-                 int t = 0;
-                 for (; t + 2 <= count; t += 2) shrink_tokens<kType, 2>(call, tokens + t, row, end);
-                 if (t < count) shrink_tokens<kType, 1>(call, tokens + t, row, end);
                });
   }
 }
@@ -153,16 +158,9 @@ void expand_type(const interposer_lora_expand& call, int64_t first, int64_t last
     const int64_t end = least(output + kLoraOutputs, call.outputs);
     const int64_t token = part / blocks_of(call) * kLoraTokens;
     by_adapter(call.ids, token, least(token + kLoraTokens, call.tokens),
-               [&](const int64_t* tokens, int count) INTERPOSER_LAMBDA {
+               [&](const int64_t* tokens, auto count) INTERPOSER_LAMBDA {
                  if (call.ids[tokens[0]] < 0) return;
-                 if (kMostTokens == count) {
-                   return expand_tokens<kType, kMostTokens>(call, tokens, output, end);
-                 }
-                 int t = 0;
-                 for (; t + 2 <= count; t += 2) {
-                   expand_tokens<kType, 2>(call, tokens + t, output, end);
-                 }
-                 if (t < count) expand_tokens<kType, 1>(call, tokens + t, output, end);
+                 expand_tokens<kType, decltype(count)::value>(call, tokens, output, end);
                });
   }
 }

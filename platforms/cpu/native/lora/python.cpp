@@ -8,19 +8,6 @@
 
 namespace {
 
-template <class Call>
-PyObject* done(int32_t (*run)(const Call*), const Call& call) {
-  int32_t failure;
-  Py_BEGIN_ALLOW_THREADS;
-  failure = run(&call);
-  Py_END_ALLOW_THREADS;
-  if (failure) {
-    PyErr_Format(PyExc_RuntimeError, "native adapters failed with code %d", int(failure));
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
 // Addresses of x, a, ids and the result; type; tokens, rank, inputs; elements between tokens of x;
 // bits of the scale as a float64.
 PyObject* lora_shrink(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
@@ -39,7 +26,7 @@ PyObject* lora_shrink(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   double scale;
   std::memcpy(&scale, &values[9], sizeof scale);
   call.scale = static_cast<float>(scale);
-  return done(interposer_lora_shrink_rows, call);
+  return interposer_done("native adapters", interposer_lora_shrink_rows, call);
 }
 
 // Addresses of x, b, ids and y; type; tokens, rank, outputs; elements between tokens of x and y.
@@ -57,7 +44,7 @@ PyObject* lora_expand(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.outputs = values[7];
   call.x_stride = values[8];
   call.y_stride = values[9];
-  return done(interposer_lora_expand_rows, call);
+  return interposer_done("native adapters", interposer_lora_expand_rows, call);
 }
 
 }  // namespace

@@ -13,19 +13,6 @@ interposer_sequences sequences_of(const int64_t* values) {
           address<const int64_t>(values[3])};
 }
 
-template <class Call>
-PyObject* done(int32_t (*run)(const Call*), const Call& call) {
-  int32_t failure;
-  Py_BEGIN_ALLOW_THREADS;
-  failure = run(&call);
-  Py_END_ALLOW_THREADS;
-  if (failure) {
-    PyErr_Format(PyExc_RuntimeError, "a native recurrence failed with code %d", int(failure));
-    return nullptr;
-  }
-  Py_RETURN_NONE;
-}
-
 // Sequences: their number, and addresses of starts, rows and tokens before; then addresses of x,
 // weight, bias or 0, windows and the result; type, SiLU, channels, taps; elements between tokens of
 // x and between rows of the windows.
@@ -45,7 +32,7 @@ PyObject* convolve(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.taps = values[12];
   call.x_stride = values[13];
   call.window_stride = values[14];
-  return done(interposer_convolve, call);
+  return interposer_done("a native recurrence", interposer_convolve, call);
 }
 
 // Sequences as above; addresses of x, b, c, steps, decay, skip or 0, states and the result; type,
@@ -74,7 +61,7 @@ PyObject* scan_states(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   call.c_stride = values[19];
   call.step_stride = values[20];
   call.state_stride = values[21];
-  return done(interposer_scan_states, call);
+  return interposer_done("a native recurrence", interposer_scan_states, call);
 }
 
 // Sequences as above; addresses of query, key, value, decay, beta, states and the result; type,
@@ -106,7 +93,7 @@ PyObject* apply_delta(PyObject*, PyObject* const* arguments, Py_ssize_t given) {
   double scale;
   std::memcpy(&scale, &values[22], sizeof scale);
   call.scale = static_cast<float>(scale);
-  return done(interposer_apply_delta, call);
+  return interposer_done("a native recurrence", interposer_apply_delta, call);
 }
 
 }  // namespace
